@@ -1,0 +1,231 @@
+"""PPO for language models: token rewards, advantages, the update. Pure functions and one step.
+
+Per token t of an answer, with policy π, reference π_ref, score R of the whole answer (Hydra-RLHF, arXiv 2309.00754 §3;
+PPO, arXiv 1707.06347; GAE, arXiv 1506.02438):
+
+    r_t = −β · KL_t + [t last] · R        KL_t by k1 = log π − log π_ref, k3 = e^{−k1} − 1 + k1, or exactly
+    δ_t = r_t + γ V_{t+1} − V_t           A_t = δ_t + γ λ A_{t+1}           G_t = A_t + V_t
+    L   = Σ_t max(−A_t ρ_t, −A_t clip(ρ_t, 1−ε, 1+ε)) / n + c_v · ½ Σ_t max((V_t−G_t)², (clip V_t − G_t)²) / n
+
+Legend: N sequences, M completion tokens packed, C the longest completion ([N, C] is right-padded).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rlhf_kernels.gae import gae, whiten
+from rlhf_kernels.ppo_loss import explained_variance
+
+from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, ValueLoss
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experience:
+    """What one update learns from. Nothing in it requires a gradient."""
+
+    batch: PackedBatch
+    old_logprobs_M: torch.Tensor
+    """fp32 [M], log π of the policy before the update, from the training forward."""
+    old_values_M: torch.Tensor
+    """fp32 [M]"""
+    advantages_M: torch.Tensor
+    """fp32 [M], whitened where asked for."""
+    returns_M: torch.Tensor
+    """fp32 [M]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """How an update goes over its experience."""
+
+    num_ppo_epochs: int
+    num_mini_batches: int
+    micro_batch_size: int
+    """Sequences per forward and backward."""
+    cliprange: float
+    cliprange_value: float
+    vf_coef: float
+    entropy_coef: float
+    temperature: float
+    target_kl: float | None
+    train_actor: bool = True
+    """False while only the critic warms up."""
+
+
+def token_kl(
+    logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor, estimator: str, exact_kl_M: torch.Tensor | None = None
+) -> torch.Tensor:
+    """KL per token, fp32 [M], by `k1`, `k3` (Schulman's unbiased, non-negative one) or the given exact values."""
+    if estimator == "exact":
+        if exact_kl_M is None:
+            raise ValueError("exact_kl_M: expected the exact KL per token for estimator='exact', got None")
+        return exact_kl_M
+    k1 = logprobs_M - ref_logprobs_M
+    if estimator == "k1":
+        return k1
+    if estimator == "k3":
+        return torch.expm1(-k1) + k1
+    raise ValueError(f"estimator: expected 'k1', 'k3' or 'exact', got {estimator!r}")
+
+
+def token_rewards(kl_M: torch.Tensor, scores_N: torch.Tensor, batch: PackedBatch, beta: float) -> torch.Tensor:
+    """r_t [M]: −β·KL_t, plus the answer's score on its last token."""
+    rewards = -beta * kl_M
+    last = torch.tensor(batch.completion_cu[1:], device=kl_M.device) - 1
+    return rewards.index_add(0, last, scores_N.to(rewards.dtype))
+
+
+def advantages(
+    rewards_M: torch.Tensor,
+    values_M: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    gamma: float,
+    lam: float,
+    whiten_rewards: bool,
+    whiten_advantages: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantage [M], return [M]) by GAE over each answer; the last token's next value is 0."""
+    mask_NC = batch.pad(torch.ones_like(rewards_M))
+    rewards_NC = batch.pad(rewards_M)
+    if whiten_rewards:
+        rewards_NC = whiten(rewards_NC, mask_NC, shift_mean=False)
+    advantage_NC, return_NC = gae(rewards_NC, batch.pad(values_M), mask_NC, gamma=gamma, lam=lam)
+    if whiten_advantages:
+        advantage_NC = whiten(advantage_NC, mask_NC)
+    return batch.unpad(advantage_NC), batch.unpad(return_NC)
+
+
+def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
+    """A random partition of n sequences into `count` minibatches of nearly equal size (fewer if n < count)."""
+    order = torch.randperm(n, generator=generator).tolist()
+    count = min(count, n)
+    bounds = [round(i * n / count) for i in range(count + 1)]
+    return [order[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def ppo_update(
+    model: HydraModel,
+    experience: Experience,
+    options: UpdateOptions,
+    step: Callable[[], Mapping[str, float]],
+    *,
+    seed: int,
+    on_minibatch: Callable[[int], None] | None = None,
+) -> dict[str, float]:
+    """All epochs over one experience; returns metrics averaged over the minibatches.
+
+    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. Denominators are those
+    of the whole minibatch, so that micro-batches add up to its exact gradient. With `target_kl`, a minibatch whose
+    approximate KL exceeds it is not applied and ends the update. Raises NonFiniteError, before anything is applied,
+    naming the loss that is not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    applied: list[dict[str, float]] = []
+    stopped = False
+    first_mismatch = 0.0
+    for epoch in range(options.num_ppo_epochs):
+        for number, indices in enumerate(
+            minibatches(experience.batch.n_sequences, options.num_mini_batches, generator)
+        ):
+            dropout_seed = int(torch.randint(2**62, (), generator=generator))
+            stats = _accumulate(model, experience, indices, options, dropout_seed)
+            _require_finite(stats, f"epoch {epoch}, minibatch {number}")
+            if epoch == 0 and number == 0:
+                first_mismatch = stats["mismatch"]
+            if options.target_kl is not None and stats["approx_kl"] > options.target_kl:
+                model.zero_grad(set_to_none=True)
+                stopped = True
+                break
+            applied.append({**stats, **step()})
+            if on_minibatch is not None:
+                on_minibatch(len(applied))
+        if stopped:
+            break
+    keys = [k for k in (applied[0] if applied else {}) if k != "mismatch"]
+    means = {k: sum(s[k] for s in applied) / len(applied) for k in keys}
+    return {
+        **means,
+        "optimizer_steps": float(len(applied)),
+        "stopped_by_target_kl": float(stopped),
+        "mismatch/update_max": first_mismatch,
+    }
+
+
+def _accumulate(
+    model: HydraModel, experience: Experience, indices: Sequence[int], options: UpdateOptions, dropout_seed: int
+) -> dict[str, float]:
+    """Gradients of one minibatch, micro-batch by micro-batch; its statistics."""
+    lengths = experience.batch.completion_lens
+    denom = float(sum(lengths[i] for i in indices))
+    totals: dict[str, torch.Tensor] = {}
+    value_sums: list[torch.Tensor] = []
+    worst: list[torch.Tensor] = []
+    for start in range(0, len(indices), options.micro_batch_size):
+        chosen = indices[start : start + options.micro_batch_size]
+        part = experience.batch.select(chosen)
+        rows = experience.batch.select_completion_rows(chosen)
+        policy, value = _outputs(experience, part, rows, denom, options)
+        if options.train_actor:
+            policy_out, value_out = model(part, (policy, value), dropout_seed=dropout_seed)
+            loss = policy_out.loss + options.vf_coef * value_out.loss
+            worst.append((policy_out.logprob - experience.old_logprobs_M[rows]).abs().max())
+        else:
+            (value_out,) = model(part, (value,), dropout_seed=dropout_seed)
+            loss = options.vf_coef * value_out.loss
+        loss.backward()
+        found = {"loss": loss, "value/loss": value_out.loss, "value/clip_ratio": value_out.clip_fraction}
+        if options.train_actor:
+            found |= {
+                "policy/loss": policy_out.policy_loss,
+                "entropy": policy_out.entropy,
+                "clip_ratio": policy_out.clip_fraction,
+                "approx_kl": policy_out.approx_kl,
+            }
+        for name, tensor in found.items():
+            totals[name] = totals.get(name, torch.zeros_like(tensor)) + tensor.detach()
+        value_sums.append(torch.stack([getattr(value_out, f).double() for f in _VALUE_SUMS]))
+    stats = {name: float(tensor) for name, tensor in totals.items()}
+    stats.setdefault("approx_kl", 0.0)
+    sums = dict(zip(_VALUE_SUMS, torch.stack(value_sums).sum(0), strict=True))
+    stats["value/explained_variance"] = float(explained_variance(**sums))
+    stats["mismatch"] = float(torch.stack(worst).max()) if worst else 0.0
+    return stats
+
+
+_VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
+
+
+def _outputs(
+    experience: Experience, part: PackedBatch, rows: torch.Tensor, denom: float, options: UpdateOptions
+) -> tuple[PolicyLoss, ValueLoss]:
+    mask = torch.ones(part.n_completion_tokens, dtype=torch.bool, device=part.device)
+    policy = PolicyLoss(
+        old_logprob_M=experience.old_logprobs_M[rows],
+        advantage_M=experience.advantages_M[rows],
+        mask_M=mask,
+        denom=denom,
+        clip_low=options.cliprange,
+        clip_high=options.cliprange,
+        entropy_coef=options.entropy_coef,
+        temperature=options.temperature,
+    )
+    value = ValueLoss(
+        old_value_M=experience.old_values_M[rows],
+        return_M=experience.returns_M[rows],
+        mask_M=mask,
+        denom=denom,
+        clip=options.cliprange_value,
+    )
+    return policy, value
+
+
+def _require_finite(stats: Mapping[str, float], where: str) -> None:
+    for name in ("policy/loss", "value/loss", "loss"):
+        if name in stats and not math.isfinite(stats[name]):
+            raise NonFiniteError(f"{name} is {stats[name]} at {where}; nothing of this minibatch was applied")

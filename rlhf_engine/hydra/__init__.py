@@ -1,0 +1,40 @@
+"""The Hydra model: roles, adapter slots, lanes and heads on one frozen backbone."""
+
+from rlhf_engine.hydra.bank import SlotConfig
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.model import HydraModel, Scores
+from rlhf_engine.hydra.outputs import (
+    LmLoss,
+    LogprobPair,
+    Logprobs,
+    Output,
+    PairwiseRewardLoss,
+    PolicyLoss,
+    Rewards,
+    ValueLoss,
+    Values,
+)
+from rlhf_engine.hydra.persist import load_pretrained, save_pretrained
+from rlhf_engine.hydra.roles import OFF, RoleSpec, hydra_roles, j_hydra_roles
+
+__all__ = [
+    "OFF",
+    "HydraModel",
+    "LmLoss",
+    "LogprobPair",
+    "Logprobs",
+    "Output",
+    "PackedBatch",
+    "PairwiseRewardLoss",
+    "PolicyLoss",
+    "Rewards",
+    "RoleSpec",
+    "Scores",
+    "SlotConfig",
+    "ValueLoss",
+    "Values",
+    "hydra_roles",
+    "j_hydra_roles",
+    "load_pretrained",
+    "save_pretrained",
+]

@@ -1,0 +1,182 @@
+"""The adapter bank: LoRA slots, and the linears of a frozen backbone that can run any of them per row.
+
+y = x Wᵀ + b + s_i · dropout(x) A_iᵀ B_iᵀ on the rows of slot i;  y = x Wᵀ + b on rows that are off.
+
+Each slot owns its Parameters, per layer A [r, in] and B [out, r]. Linears find the slot of a row through the gate, never
+through state of their own, and keep their parameter names, so a backbone saves and hashes as if nothing happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rlhf_kernels.lora import Dropout, lora_linear
+from torch import nn
+from torch.nn import functional as F
+
+from rlhf_engine.hydra import gate
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotConfig:
+    """Shape and origin of one adapter slot."""
+
+    r: int = 16
+    """LoRA rank."""
+    alpha: float = 32.0
+    """LoRA scaling numerator; the product is scaled by alpha / r (alpha / √r with `use_rslora`)."""
+    dropout: float = 0.0
+    """Dropout on the input of A, in training only."""
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    """`all-linear` (every linear of the blocks) or name endings as in PEFT."""
+    use_rslora: bool = False
+    """Scale by alpha / √r."""
+    init_from: str | None = None
+    """Another slot of the same backbone, or a PEFT folder, whose weights this slot starts from."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ValueError(f"r: expected a LoRA rank of at least 1, got {self.r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: expected a probability in [0, 1), got {self.dropout}")
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise ValueError(f"target_modules: expected 'all-linear' or a tuple of names, got {self.target_modules!r}")
+
+    @property
+    def scale(self) -> float:
+        """s in the module's formula."""
+        return self.alpha / math.sqrt(self.r) if self.use_rslora else self.alpha / self.r
+
+
+class LoraPair(nn.Module):
+    """A [r, in] and B [out, r] of one slot at one linear."""
+
+    def __init__(self, r: int, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(r, in_features, device=device, dtype=dtype))
+        self.B = nn.Parameter(torch.zeros(out_features, r, device=device, dtype=dtype))
+
+    def reset(self, generator: torch.Generator) -> None:
+        """PEFT's start: A uniform as a linear's weight, B zero, so that the slot begins as OFF."""
+        bound = 1 / math.sqrt(self.A.shape[1])
+        with torch.no_grad():
+            draw = torch.rand(self.A.shape, generator=generator)
+            self.A.copy_((2 * draw - 1) * bound)
+            self.B.zero_()
+
+
+class AdapterSlot(nn.Module):
+    """All pairs of one slot, keyed by the linear's name in the causal-LM model."""
+
+    def __init__(self, name: str, config: SlotConfig, pairs: Mapping[str, LoraPair], trainable: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.config = config
+        self.trainable = trainable
+        # ModuleDict keys must not contain dots
+        self.pairs = nn.ModuleDict({encode(path): pair for path, pair in pairs.items()})
+        self.requires_grad_(trainable)
+
+    def items(self) -> Iterator[tuple[str, LoraPair]]:
+        """(name of the linear, its pair), in layer order."""
+        for key, pair in self.pairs.items():
+            assert isinstance(pair, LoraPair)
+            yield decode(key), pair
+
+    def copy_from(self, other: AdapterSlot) -> None:
+        """Take another slot's weights. Raises ValueError if rank, scale or targets differ."""
+        theirs = dict(other.items())
+        ours = dict(self.items())
+        if set(theirs) != set(ours):
+            raise ValueError(f"init_from={other.name!r}: expected the same target modules as {self.name!r}, got others")
+        if (self.config.r, self.config.scale) != (other.config.r, other.config.scale):
+            raise ValueError(
+                f"init_from={other.name!r}: expected r={self.config.r} and scale {self.config.scale} like {self.name!r}, "
+                f"got r={other.config.r} and scale {other.config.scale}"
+            )
+        with torch.no_grad():
+            for path, pair in self.items():
+                pair.A.copy_(theirs[path].A)
+                pair.B.copy_(theirs[path].B)
+
+
+def encode(path: str) -> str:
+    """A linear's name as a ModuleDict key."""
+    return path.replace(".", "/")
+
+
+def decode(key: str) -> str:
+    """Inverse of `encode`."""
+    return key.replace("/", ".")
+
+
+class GatedLinear(nn.Linear):
+    """A linear of the backbone, same weight and bias objects and names, that adds LoRA where the gate says so."""
+
+    def __init__(self, base: nn.Linear, *, path: str, stream: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.path = path
+        self.stream = stream
+        # A plain dict: the slot modules are registered with the HydraModel, not with the backbone
+        self.slots: dict[str, AdapterSlot] = {}
+        self.train(base.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        call = gate.current()
+        if call is None or not self.slots:
+            return F.linear(x, self.weight, self.bias)
+        wanted = call.table.slots
+        present = tuple(name for name in self.slots if name in wanted)
+        if not present:
+            return F.linear(x, self.weight, self.bias)
+        pairs = [self.slots[name].pairs[encode(self.path)] for name in present]
+        configs = [self.slots[name].config for name in present]
+        return lora_linear(
+            x,
+            self.weight,
+            self.bias,
+            [pair.A for pair in pairs],
+            [pair.B for pair in pairs],
+            [config.scale for config in configs],
+            gate.lora_segments(call.table, present),
+            dropout=self._dropout(call, configs),
+        )
+
+    def _dropout(self, call: gate.TrunkCall, configs: Sequence[SlotConfig]) -> Dropout | None:
+        if call.dropout is None or not any(config.dropout for config in configs):
+            return None
+        return Dropout(
+            p=tuple(config.dropout for config in configs),
+            seed=call.dropout.seed,
+            row_ids=call.dropout.row_ids_T,
+            stream=self.stream,
+        )
+
+
+def match_targets(linears: Mapping[str, nn.Module], blocks_prefix: str, targets: str | tuple[str, ...]) -> list[str]:
+    """Names of the linears that a slot adapts.
+
+    `all-linear` takes every linear below `blocks_prefix`; names match as in PEFT, whole or as the end of a path.
+    Raises ValueError for a name that matches nothing.
+    """
+    if targets == ALL_LINEAR:
+        found = [path for path in linears if path.startswith(blocks_prefix)]
+        if not found:
+            raise ValueError(f"target_modules='all-linear': expected linears below {blocks_prefix!r}, got none")
+        return found
+    found = []
+    for path in linears:
+        if any(path == t or path.endswith("." + t) for t in targets):
+            found.append(path)
+    missing = [t for t in targets if not any(p == t or p.endswith("." + t) for p in linears)]
+    if missing:
+        endings = sorted({path.rsplit(".", 1)[-1] for path in linears})
+        raise ValueError(f"target_modules: expected name endings among {endings}, got {missing} which match nothing")
+    return found

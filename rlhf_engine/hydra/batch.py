@@ -1,0 +1,184 @@
+"""Packed token rows: what every lane reads.
+
+Legend: T tokens of all sequences, N sequences, M completion tokens of all sequences.
+Sequence i owns rows cu_seqlens[i] … cu_seqlens[i+1]−1; its first prompt_lens[i] tokens are the prompt, the rest is the
+completion. Quantities per completion token are packed [M] in the same order and belong to the state *before* the token:
+row `predict_rows_M[m]` is the hidden state that predicts token `targets_M[m]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+_POSITION_BITS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Prompts with their completions, packed without padding."""
+
+    tokens_T: torch.Tensor
+    """int64 [T], tokens of all sequences one after another."""
+    cu_seqlens: tuple[int, ...]
+    """N+1 offsets into the T rows, kept on the host so that no kernel launch waits for them."""
+    prompt_lens: tuple[int, ...]
+    """N prompt lengths, at least 1 each."""
+    sample_ids: tuple[int, ...]
+    """N ids that name a sample for good: dropout masks are keyed by (sample id, position), not by place in a batch."""
+
+    @classmethod
+    def from_lists(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        device: torch.device | str = "cpu",
+        sample_ids: Sequence[int] | None = None,
+    ) -> PackedBatch:
+        """Pack token lists. Raises ValueError for no sequences, an empty prompt, or lists of different lengths."""
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one sequence, got a batch of size 0")
+        if len(prompts) != len(completions):
+            raise ValueError(f"completions: expected {len(prompts)} like prompts, got {len(completions)}")
+        for i, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ValueError(f"prompts[{i}]: expected at least one token, got an empty prompt")
+        lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+        flat = [token for p, c in zip(prompts, completions, strict=True) for part in (p, c) for token in part]
+        return cls(
+            tokens_T=torch.tensor(flat, dtype=torch.int64, device=device),
+            cu_seqlens=(0, *accumulate(lengths)),
+            prompt_lens=tuple(len(p) for p in prompts),
+            sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),
+        )
+
+    def __post_init__(self) -> None:
+        if not len(self.cu_seqlens) - 1 == len(self.prompt_lens) == len(self.sample_ids):
+            raise ValueError(
+                f"prompt_lens, sample_ids: expected {len(self.cu_seqlens) - 1} entries (cu_seqlens − 1), "
+                f"got {len(self.prompt_lens)} and {len(self.sample_ids)}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens_T.device
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.prompt_lens)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """N lengths, prompt and completion together."""
+        return tuple(b - a for a, b in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True))
+
+    @cached_property
+    def completion_lens(self) -> tuple[int, ...]:
+        """N completion lengths."""
+        return tuple(length - p for length, p in zip(self.lengths, self.prompt_lens, strict=True))
+
+    @cached_property
+    def completion_cu(self) -> tuple[int, ...]:
+        """N+1 offsets of the sequences into the M completion tokens."""
+        return (0, *accumulate(self.completion_lens))
+
+    @property
+    def n_completion_tokens(self) -> int:
+        return self.completion_cu[-1]
+
+    @cached_property
+    def positions_T(self) -> torch.Tensor:
+        """int64 [T], position of each token in its own sequence."""
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+
+    @cached_property
+    def predict_rows_M(self) -> torch.Tensor:
+        """int64 [M], row of the hidden state that predicts each completion token."""
+        rows = [
+            torch.arange(start + p - 1, end - 1)
+            for start, end, p in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], self.prompt_lens, strict=True)
+        ]
+        return torch.cat(rows).to(self.device)
+
+    @cached_property
+    def targets_M(self) -> torch.Tensor:
+        """int64 [M], the completion tokens themselves."""
+        return self.tokens_T[self.predict_rows_M + 1]
+
+    @cached_property
+    def last_rows_N(self) -> torch.Tensor:
+        """int64 [N], row of each sequence's last token, where a reward head reads."""
+        return torch.tensor(self.cu_seqlens[1:], device=self.device) - 1
+
+    @cached_property
+    def sequence_of_M(self) -> torch.Tensor:
+        """int64 [M], index of the sequence that each completion token belongs to."""
+        lens = torch.tensor(self.completion_lens, device=self.device)
+        return torch.repeat_interleave(torch.arange(self.n_sequences, device=self.device), lens)
+
+    @cached_property
+    def row_ids_T(self) -> torch.Tensor:
+        """int64 [T], a name of each row that no re-batching changes: sample id · 2²⁴ + position."""
+        lens = torch.tensor(self.lengths, device=self.device)
+        ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=self.device)
+        return (torch.repeat_interleave(ids, lens) << _POSITION_BITS) + self.positions_T
+
+    def select(self, indices: Sequence[int]) -> PackedBatch:
+        """The given sequences, in the given order, as a batch of their own."""
+        if len(indices) == 0:
+            raise ValueError("indices: expected at least one sequence, got a batch of size 0")
+        pieces = [self.tokens_T[self.cu_seqlens[i] : self.cu_seqlens[i + 1]] for i in indices]
+        return PackedBatch(
+            tokens_T=torch.cat(pieces),
+            cu_seqlens=(0, *accumulate(self.lengths[i] for i in indices)),
+            prompt_lens=tuple(self.prompt_lens[i] for i in indices),
+            sample_ids=tuple(self.sample_ids[i] for i in indices),
+        )
+
+    def select_completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
+        """int64 index that takes a packed [M] quantity of this batch to the same quantity of `select(indices)`."""
+        cu = self.completion_cu
+        return torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices]).to(self.device)
+
+    def prompt_tokens(self, i: int) -> list[int]:
+        """Prompt of sequence i as a list."""
+        start = self.cu_seqlens[i]
+        return self.tokens_T[start : start + self.prompt_lens[i]].tolist()
+
+    def completion_tokens(self, i: int) -> list[int]:
+        """Completion of sequence i as a list."""
+        return self.tokens_T[self.cu_seqlens[i] + self.prompt_lens[i] : self.cu_seqlens[i + 1]].tolist()
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on another device."""
+        return PackedBatch(
+            tokens_T=self.tokens_T.to(device),
+            cu_seqlens=self.cu_seqlens,
+            prompt_lens=self.prompt_lens,
+            sample_ids=self.sample_ids,
+        )
+
+    def pad(self, x_M: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """Packed [M] to right-padded [N, max completion length]."""
+        width = max(self.completion_lens)
+        out = x_M.new_full((self.n_sequences, width), fill)
+        out[self.sequence_of_M, self.completion_position_M] = x_M
+        return out
+
+    def unpad(self, x_NC: torch.Tensor) -> torch.Tensor:
+        """Right-padded [N, max completion length] back to packed [M]."""
+        return x_NC[self.sequence_of_M, self.completion_position_M]
+
+    @cached_property
+    def completion_position_M(self) -> torch.Tensor:
+        """int64 [M], index of each completion token within its completion."""
+        return torch.cat([torch.arange(n) for n in self.completion_lens]).to(self.device)

@@ -1,0 +1,87 @@
+"""The gate: which adapter slot serves which rows, and how rows attend, during one trunk call.
+
+transformers hands its linears and attention functions tensors only, so this has to be ambient. It is a thread-local
+that holds one immutable `TrunkCall`, entered with a context manager. Nothing about it lives on modules: two threads
+may run different slots through the same modules at once. Gradient checkpointing recomputes layers later, maybe in
+another thread, so `checkpoint_contexts` captures the call that was current when the layer first ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from rlhf_kernels.lora import Segments
+
+if TYPE_CHECKING:
+    from rlhf_engine.hydra.attention import AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotTable:
+    """Row ranges of a trunk call and the slot that serves each (None: plain backbone). Ranges are sorted and disjoint."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    slots: tuple[str | None, ...]
+
+    @classmethod
+    def uniform(cls, slot: str | None, n_rows: int) -> SlotTable:
+        """All rows through one slot."""
+        return cls(starts=(0,), ends=(n_rows,), slots=(slot,))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DropoutKey:
+    """Key of the LoRA dropout masks of one call: masks are a function of (seed, row id, layer, column)."""
+
+    seed: int
+    row_ids_T: torch.Tensor
+    """int64 [T], one id per row of the call."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrunkCall:
+    """Everything ambient during one traversal of a trunk."""
+
+    table: SlotTable
+    attention: AttentionPlan
+    dropout: DropoutKey | None = None
+
+
+_local = threading.local()
+
+
+def current() -> TrunkCall | None:
+    """The call that this thread is in, or None outside of one."""
+    return getattr(_local, "call", None)
+
+
+@contextlib.contextmanager
+def enter(call: TrunkCall | None) -> Iterator[None]:
+    """Make `call` current in this thread for the length of a `with` block."""
+    previous = current()
+    _local.call = call
+    try:
+        yield
+    finally:
+        _local.call = previous
+
+
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """`context_fn` for `torch.utils.checkpoint`: the recompute runs under the call of the original forward."""
+    return contextlib.nullcontext(), enter(current())
+
+
+@lru_cache(maxsize=512)
+def lora_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:
+    """The kernel's segment table for a layer that has adapters of the slots in `present`."""
+    kept = [(a, b, present.index(s)) for a, b, s in zip(table.starts, table.ends, table.slots, strict=True) if s in present]
+    return Segments(
+        starts=tuple(k[0] for k in kept), ends=tuple(k[1] for k in kept), slots=tuple(k[2] for k in kept)
+    )

@@ -1,0 +1,401 @@
+"""HydraModel: every role of RLHF on one frozen backbone.
+
+    model = HydraModel.from_pretrained("path/to/model", roles=hydra_roles())
+    scores = model.score(batch)                                   # log-probs, entropies, values, rewards
+    policy, value = model(batch, (PolicyLoss(...), ValueLoss(...)))  # losses, inside forward
+
+Lanes that need no gradient never enter a gradient call; lanes of one call are concatenated row by row, each under its
+own slot, up to `token_budget` tokens, and run one after another above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.bank import SlotConfig
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gate import DropoutKey, SlotTable
+from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
+from rlhf_engine.hydra.roles import (
+    LM_HEAD,
+    OFF,
+    Lane,
+    Roles,
+    base_is_trained,
+    fold_lanes,
+    require_role,
+    trainable_heads,
+    trainable_slots,
+)
+
+DEFAULT_TOKEN_BUDGET = 16384
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """What the roles say of a batch; fields of roles that were not asked for are None."""
+
+    logprobs_M: torch.Tensor | None = None
+    """fp32 [M], actor."""
+    entropies_M: torch.Tensor | None = None
+    """fp32 [M], actor, nats."""
+    ref_logprobs_M: torch.Tensor | None = None
+    """fp32 [M], reference."""
+    kl_M: torch.Tensor | None = None
+    """fp32 [M], exact KL(actor ‖ reference) over the vocabulary, nats; only with `exact_kl=True`."""
+    values_M: torch.Tensor | None = None
+    """fp32 [M], critic."""
+    rewards_N: torch.Tensor | None = None
+    """fp32 [N], reward."""
+
+
+class HydraModel(nn.Module):
+    """Backbones, adapter slots and heads behind one forward."""
+
+    def __init__(
+        self,
+        backbones: Mapping[str, Backbone],
+        *,
+        roles: Roles,
+        slots: Mapping[str, SlotConfig] | None = None,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        adapter_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not roles:
+            raise ValueError("roles: expected at least one role, got none")
+        if token_budget < 1:
+            raise ValueError(f"token_budget: expected a positive number of tokens, got {token_budget}")
+        self.backbones = nn.ModuleDict(dict(backbones))
+        self.roles = dict(roles)
+        self.token_budget = token_budget
+        slots = dict(slots or {})
+        self._check_names(slots)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._add_slots(slots, adapter_dtype)
+        head_names = sorted({r.head for r in self.roles.values()} - {LM_HEAD})
+        backbone_of = {r.head: r.backbone for r in self.roles.values()}
+        self.heads = nn.ModuleDict(
+            {n: ScalarHead(self.backbone(backbone_of[n]).hidden_size, self.device) for n in head_names}
+        )
+        self.trained_heads: set[str] = set()
+        trained = trainable_heads(self.roles)
+        for name, head in self.heads.items():
+            head.requires_grad_(name in trained)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str] | PreTrainedModel | nn.Module,
+        *,
+        roles: Roles,
+        slots: Mapping[str, SlotConfig] | None = None,
+        backbones: Mapping[str, str | os.PathLike[str] | PreTrainedModel] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        adapter_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> HydraModel:
+        """Build from a model folder, a loaded causal LM, or a PeftModel (whose active adapter becomes slot `actor`).
+
+        roles: name → RoleSpec, e.g. `hydra_roles()`. slots: name → SlotConfig for slots whose defaults do not fit.
+        backbones: further backbones by name, for roles that do not run on `base`. A folder written by
+        `save_pretrained` or by full fine-tuning brings its heads along.
+        Raises ValueError for anything that does not fit together.
+        """
+        adapter = peft_io.take_peft_adapter(source) if peft_io.is_peft_model(source) else None
+        base = adapter.base if adapter is not None else source
+        sources: dict[str, Any] = {"base": base, **(backbones or {})}
+        missing = sorted({r.backbone for r in roles.values()} - set(sources))
+        if missing:
+            raise ValueError(f"backbones: expected a source for {missing}, got {sorted(sources)}")
+        slots = dict(slots or {})
+        if adapter is not None:
+            slots.setdefault("actor", adapter.config)
+        built = {}
+        for name, origin in sources.items():
+            frozen = not base_is_trained(roles, name)
+            if isinstance(origin, PreTrainedModel):
+                built[name] = Backbone(origin.to(device), frozen=frozen)  # type: ignore[arg-type]
+            elif isinstance(origin, (str, os.PathLike)):
+                built[name] = Backbone.from_pretrained(origin, dtype=dtype, device=device, frozen=frozen)
+            else:
+                raise TypeError(
+                    f"source: expected a folder, a transformers PreTrainedModel or a PeftModel, got {type(origin).__name__}"
+                )
+        model = cls(built, roles=roles, slots=slots, token_budget=token_budget, adapter_dtype=adapter_dtype, seed=seed)
+        if adapter is not None:
+            peft_io.load_tensors(model.backbone("base").slot("actor"), adapter.tensors, "the PeftModel's adapter")
+        if isinstance(base, (str, os.PathLike)):
+            model.trained_heads |= peft_io.load_heads_if_present(model.heads, base)
+        return model
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def backbone(self, name: str = "base") -> Backbone:
+        """The named backbone. Raises ValueError with the names there are."""
+        if name not in self.backbones:
+            raise ValueError(f"backbone: expected one of {sorted(self.backbones)}, got {name!r}")
+        backbone = self.backbones[name]
+        assert isinstance(backbone, Backbone)
+        return backbone
+
+    def role_backbone(self, role: str) -> Backbone:
+        """The backbone that a role runs on."""
+        return self.backbone(require_role(self.roles, role).backbone)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.backbones.values())).device  # type: ignore[return-value]
+
+    def trainable_parameters(self, role: str) -> dict[str, nn.Parameter]:
+        """Parameters that a role trains, by qualified name: its slot's (or backbone's) and its scalar head's.
+
+        Roles that share a slot report the same objects; an optimizer takes each once.
+        """
+        spec = require_role(self.roles, role)
+        if not spec.trainable:
+            return {}
+        found: dict[str, nn.Parameter] = {}
+        if spec.slot is OFF:
+            found |= {f"{spec.backbone}.{n}": p for n, p in self.backbone(spec.backbone).base_parameters()}
+        else:
+            slot = self.backbone(spec.backbone).slot(spec.slot)
+            found |= {f"{spec.backbone}.{spec.slot}.{n}": p for n, p in slot.named_parameters()}
+        if spec.head != LM_HEAD:
+            found |= {f"heads.{spec.head}.{n}": p for n, p in self.heads[spec.head].named_parameters()}
+        return found
+
+    def held_parameters(self) -> dict[str, int]:
+        """Elements of unique parameter storage by part: backbones, slots, heads."""
+        seen: set[int] = set()
+
+        def count(parameters: Iterable[nn.Parameter]) -> int:
+            total = 0
+            for p in parameters:
+                if p.data_ptr() not in seen:
+                    seen.add(p.data_ptr())
+                    total += p.numel()
+            return total
+
+        backbones = [self.backbone(name) for name in self.backbones]
+        return {
+            "backbones": count(p for b in backbones for _, p in b.base_parameters()),
+            "slots": count(p for b in backbones for p in b.slots.parameters()),
+            "heads": count(self.heads.parameters()),
+        }
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: PackedBatch, outputs: Sequence[Output], *, dropout_seed: int | None = None
+    ) -> tuple[Any, ...]:
+        """Run the lanes that the outputs read, then the outputs; results in the order of the requests.
+
+        Under grad mode, lanes with something to train in the trunk share one gradient call and the rest run without.
+        LoRA dropout applies to gradient calls in train mode when `dropout_seed` keys its masks.
+
+        Ask for what will be used: a lane that no output reads has no gradient (None), one whose outputs stay out of the
+        loss has a zero one, because it went through the same call.
+        """
+        names = [role for output in outputs for role in output.roles]
+        lanes = fold_lanes(self.roles, names)
+        self._check_length(batch, lanes)
+        with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_trunk(lane)]
+        without = [lane for lane in lanes if lane not in with_grad]
+        hidden: dict[str, torch.Tensor] = {}
+        for group, grad in ((with_grad, True), (without, False)):
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                seed = dropout_seed if grad and self.training else None
+                for lane, states in zip(group, self._traverse(batch, group, seed), strict=True):
+                    hidden |= dict.fromkeys(lane.roles, states)
+        used = dict.fromkeys(names)
+        states_by_role = HiddenStates(
+            batch=batch,
+            hidden_T=hidden,
+            lm_heads={n: self.role_backbone(n).lm_head for n in used if self.roles[n].head == LM_HEAD},
+            scalar_heads={n: self._scalar_head(n) for n in used if self.roles[n].head != LM_HEAD},
+        )
+        return tuple(output.compute(states_by_role) for output in outputs)
+
+    @torch.no_grad()
+    def score(
+        self,
+        batch: PackedBatch,
+        roles: Sequence[str] = ("actor", "reference", "critic", "reward"),
+        *,
+        temperature: float = 1.0,
+        exact_kl: bool = False,
+    ) -> Scores:
+        """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one trunk call.
+
+        Above `token_budget` tokens the sequences go in groups, and the lanes of a sequence that alone is too long one
+        after another.
+        Role names say what is read: `actor` and `reference` give log-probs, `critic` values, `reward` rewards.
+        exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. Raises ValueError for an unknown role.
+        """
+        readers: dict[str, Output] = {
+            "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
+            "reference": Logprobs(role="reference", temperature=temperature),
+            "critic": Values(role="critic"),
+            "reward": Rewards(role="reward"),
+        }
+        for role in roles:
+            if role not in readers:
+                raise ValueError(f"roles: expected names among {sorted(readers)}, got {role!r}")
+            require_role(self.roles, role)
+        if len(roles) == 0:
+            raise ValueError("roles: expected at least one role, got none")
+        requests = {role: readers[role] for role in roles}
+        if exact_kl:
+            if not {"actor", "reference"} <= set(roles):
+                raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
+            del requests["actor"], requests["reference"]
+            requests["pair"] = LogprobPair(temperature=temperature)
+        n_lanes = len(fold_lanes(self.roles, roles))
+        parts = []
+        for indices in split_by_tokens(batch.lengths, self.token_budget // n_lanes):
+            part = batch if len(indices) == batch.n_sequences else batch.select(indices)
+            parts.append(_scores(dict(zip(requests, self(part, tuple(requests.values())), strict=True))))
+        return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _traverse(
+        self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None
+    ) -> list[torch.Tensor]:
+        """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
+        found: dict[Lane, torch.Tensor] = {}
+        for name in dict.fromkeys(lane.backbone for lane in lanes):
+            group = [lane for lane in lanes if lane.backbone == name]
+            if batch.n_tokens * len(group) <= self.token_budget:
+                calls = [group]
+            else:
+                calls = [[lane] for lane in group]
+            for call in calls:
+                hidden = self._trunk_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
+                found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
+        return [found[lane] for lane in lanes]
+
+    def _trunk_call(
+        self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
+    ) -> torch.Tensor:
+        """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another."""
+        n, t = len(slots), batch.n_tokens
+        table = SlotTable(
+            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
+        )
+        dropout = None
+        if dropout_seed is not None:
+            dropout = DropoutKey(seed=dropout_seed, row_ids_T=batch.row_ids_T.repeat(n))
+        return backbone.run(
+            batch.tokens_T.repeat(n),
+            batch.positions_T.repeat(n),
+            table,
+            plan_packed(batch.lengths * n, batch.device),
+            dropout,
+        )
+
+    def _trains_trunk(self, lane: Lane) -> bool:
+        if lane.slot is OFF:
+            return not self.backbone(lane.backbone).frozen
+        return self.backbone(lane.backbone).slot(lane.slot).trainable
+
+    def _scalar_head(self, role: str) -> ScalarHead:
+        head = self.heads[self.roles[role].head]
+        assert isinstance(head, ScalarHead)
+        return head
+
+    # ---- building --------------------------------------------------------------------------------------------------
+
+    def _check_names(self, slots: Mapping[str, SlotConfig]) -> None:
+        used = {r.slot for r in self.roles.values() if r.slot is not OFF}
+        unused = sorted(set(slots) - used)
+        if unused:
+            raise ValueError(f"slots: expected names that a role uses ({sorted(used)}), got {unused}")
+        for name, role in self.roles.items():
+            if role.backbone not in self.backbones:
+                raise ValueError(
+                    f"roles[{name!r}].backbone: expected one of {sorted(self.backbones)}, got {role.backbone!r}"
+                )
+
+    def _add_slots(self, slots: Mapping[str, SlotConfig], dtype: torch.dtype) -> None:
+        for name in self.backbones:
+            backbone = self.backbone(name)
+            used = dict.fromkeys(r.slot for r in self.roles.values() if r.backbone == name and r.slot is not OFF)
+            trained = trainable_slots(self.roles, name)
+            for slot in used:
+                backbone.add_slot(
+                    slot, slots.get(slot, SlotConfig()), trainable=slot in trained, dtype=dtype, generator=self._generator
+                )
+            for slot in used:
+                self._initialise(backbone, slot)
+
+    def _initialise(self, backbone: Backbone, name: str, starting: tuple[str, ...] = ()) -> None:
+        slot = backbone.slot(name)
+        origin = slot.config.init_from
+        if origin is None:
+            return
+        if name in starting:
+            raise ValueError(f"init_from: expected an origin outside of the slots {starting}, which start from each other")
+        if origin in backbone.slots:
+            self._initialise(backbone, origin, (*starting, name))
+            slot.copy_from(backbone.slot(origin))
+        else:
+            peft_io.load_slot(slot, origin, base_hash=backbone.base_hash)
+
+    def _check_length(self, batch: PackedBatch, lanes: Sequence[Lane]) -> None:
+        longest = max(batch.lengths)
+        for lane in lanes:
+            limit = self.backbone(lane.backbone).context_length
+            if longest > limit:
+                raise ValueError(
+                    f"batch: expected sequences of at most {limit} tokens (the context of backbone {lane.backbone!r}), "
+                    f"got one of {longest}"
+                )
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Consecutive groups of sequences of at most `budget` tokens each, and at least one sequence."""
+    groups: list[list[int]] = []
+    held = budget + 1
+    for i, length in enumerate(lengths):
+        if held + length > budget:
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += length
+    return groups
+
+
+def _scores(found: Mapping[str, Any]) -> Scores:
+    pair, actor, reference = found.get("pair"), found.get("actor"), found.get("reference")
+    return Scores(
+        logprobs_M=pair.logprob_a if pair else actor.logprob if actor else None,
+        entropies_M=pair.entropy if pair else actor.entropy if actor else None,
+        ref_logprobs_M=pair.logprob_r if pair else reference.logprob if reference else None,
+        kl_M=pair.kl if pair else None,
+        values_M=found.get("critic"),
+        rewards_N=found.get("reward"),
+    )
+
+
+def _join(parts: Sequence[Scores]) -> Scores:
+    """Scores of consecutive groups of sequences as scores of all of them."""
+    joined = {}
+    for field in dataclasses.fields(Scores):
+        tensors = [getattr(part, field.name) for part in parts]
+        joined[field.name] = None if tensors[0] is None else torch.cat(tensors)
+    return Scores(**joined)

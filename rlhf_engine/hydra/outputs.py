@@ -1,0 +1,259 @@
+"""What a forward pass may be asked for. Heads and losses run inside `HydraModel.forward`, so that wrappers see them.
+
+An output names the roles whose hidden states it reads and computes itself from them. Log-probs, entropies, KL and the
+policy loss go straight from hidden states to numbers per token; logits never exist as a matrix.
+
+Legend: T rows, N sequences, M completion tokens, P pairs, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
+from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
+from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
+from rlhf_kernels.ppo_loss import ValueLossOutputs, value_loss
+from torch.nn import functional as F
+
+from rlhf_engine.hydra.backbone import LmHead
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.heads import ScalarHead
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HiddenStates:
+    """Hidden states of one forward pass, by role, and the heads that read them."""
+
+    batch: PackedBatch
+    hidden_T: Mapping[str, torch.Tensor]
+    """role → [T, H]"""
+    lm_heads: Mapping[str, LmHead]
+    scalar_heads: Mapping[str, ScalarHead]
+
+    def predicting(self, role: str) -> torch.Tensor:
+        """[M, H], the states that predict the completion tokens."""
+        return self.hidden_T[role].index_select(0, self.batch.predict_rows_M)
+
+    def last(self, role: str) -> torch.Tensor:
+        """[N, H], the state at each sequence's last token."""
+        return self.hidden_T[role].index_select(0, self.batch.last_rows_N)
+
+    def head_options(self, role: str) -> dict[str, Any]:
+        """Keyword arguments that make the vocabulary kernels compute this model's distribution."""
+        head = self.lm_heads[role]
+        return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
+
+
+class Output(Protocol):
+    """A request to `HydraModel.forward`."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles whose hidden states are read."""
+        ...
+
+    def compute(self, states: HiddenStates) -> Any:
+        """The result, from hidden states."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Logprobs:
+    """Log-probs [M] of the completion tokens under a role, and what else `linear_logprob` offers."""
+
+    role: str = "actor"
+    temperature: float = 1.0
+    outputs: tuple[str, ...] = ("logprob",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> LogprobOutputs:
+        return linear_logprob(
+            states.predicting(self.role),
+            states.lm_heads[self.role].weight,
+            states.batch.targets_M,
+            temperature=self.temperature,
+            outputs=self.outputs,
+            **states.head_options(self.role),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogprobPair:
+    """Log-probs of two roles with one LM head and the exact KL(role ‖ reference) [M], in one sweep over V."""
+
+    role: str = "actor"
+    reference: str = "reference"
+    temperature: float = 1.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role, self.reference)
+
+    def compute(self, states: HiddenStates) -> PairOutputs:
+        return linear_logprob_pair(
+            states.predicting(self.role),
+            states.predicting(self.reference),
+            states.lm_heads[self.role].weight,
+            states.batch.targets_M,
+            temperature=self.temperature,
+            **states.head_options(self.role),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Values:
+    """Values [M] of the states before each completion token."""
+
+    role: str = "critic"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> torch.Tensor:
+        values: torch.Tensor = states.scalar_heads[self.role](states.predicting(self.role))
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rewards:
+    """Rewards [N], read at each sequence's last token."""
+
+    role: str = "reward"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> torch.Tensor:
+        rewards: torch.Tensor = states.scalar_heads[self.role](states.last(self.role))
+        return rewards
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyLoss:
+    """Clipped PPO loss with optional KL and entropy terms, see `rlhf_kernels.linear_ppo_loss`. Tensors are [M]."""
+
+    role: str = "actor"
+    old_logprob_M: torch.Tensor
+    advantage_M: torch.Tensor
+    mask_M: torch.Tensor
+    denom: float | torch.Tensor
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ref_logprob_M: torch.Tensor | None = None
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> Any:
+        return linear_ppo_loss(
+            states.predicting(self.role),
+            states.lm_heads[self.role].weight,
+            states.batch.targets_M,
+            self.old_logprob_M,
+            self.advantage_M,
+            self.mask_M,
+            denom=self.denom,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            ref_logprob=self.ref_logprob_M,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef,
+            temperature=self.temperature,
+            **states.head_options(self.role),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValueLoss:
+    """Clipped value loss, see `rlhf_kernels.ppo_loss.value_loss`. Tensors are [M]."""
+
+    role: str = "critic"
+    old_value_M: torch.Tensor
+    return_M: torch.Tensor
+    mask_M: torch.Tensor
+    denom: float | torch.Tensor
+    clip: float | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> ValueLossOutputs:
+        value_M = states.scalar_heads[self.role](states.predicting(self.role))
+        return value_loss(
+            value_M, self.old_value_M, self.return_M, self.mask_M, denom=self.denom, clip=self.clip
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LmLoss:
+    """Cross-entropy −Σ log p / denom over completion tokens, or over `rows_M` of them."""
+
+    role: str
+    denom: float | torch.Tensor
+    rows_M: torch.Tensor | None = None
+    """int64 indices into the M completion tokens, None for all."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> torch.Tensor:
+        hidden, target = states.predicting(self.role), states.batch.targets_M
+        if self.rows_M is not None:
+            hidden, target = hidden.index_select(0, self.rows_M), target[self.rows_M]
+        out = linear_logprob(
+            hidden, states.lm_heads[self.role].weight, target, **states.head_options(self.role)
+        )
+        return -out.logprob.sum() / self.denom
+
+
+class PairwiseOutputs(NamedTuple):
+    """Bradley-Terry loss and how well it ranks."""
+
+    loss: torch.Tensor
+    """0-d: −Σ log σ(r_w − r_l) / denom"""
+    n_correct: torch.Tensor
+    """0-d: pairs with r_w > r_l"""
+    sum_margin: torch.Tensor
+    """0-d: Σ (r_w − r_l)"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairwiseRewardLoss:
+    """−Σ log σ(r(chosen) − r(rejected)) / denom over P pairs of sequences of the batch (Hydra-SFT's reward term)."""
+
+    role: str = "reward"
+    chosen_P: torch.Tensor
+    """int64 [P], sequence indices."""
+    rejected_P: torch.Tensor
+    """int64 [P], sequence indices."""
+    denom: float | torch.Tensor
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> PairwiseOutputs:
+        reward_N = states.scalar_heads[self.role](states.last(self.role))
+        margin_P = reward_N[self.chosen_P] - reward_N[self.rejected_P]
+        return PairwiseOutputs(
+            loss=-F.logsigmoid(margin_P).sum() / self.denom,
+            n_correct=(margin_P > 0).sum(),
+            sum_margin=margin_P.detach().sum(),
+        )

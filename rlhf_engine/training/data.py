@@ -1,0 +1,117 @@
+"""Data for training: rows from local JSON or JSONL, tokenized prompts and answers, order as a function of the seed.
+
+Prompt-only rows are {"prompt": str, …}; supervised rows {"prompt", "completion"} or {"prompt", "chosen", "rejected"}
+(TRL's prompt-only, prompt-completion and preference types with strings).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_engine.errors import ConfigError
+
+Row = Mapping[str, Any]
+
+
+def read_rows(path: str | os.PathLike[str], columns: Sequence[str], *, limit: int | None = None) -> list[Row]:
+    """Rows of a .jsonl file (one object per line) or a .json file (a list of objects).
+
+    columns: names that every row must hold as non-empty strings. Raises ConfigError with file and line otherwise.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"dataset_name: expected a .json or .jsonl file, got {str(path)!r} which is not a file"
+        )
+    rows: list[Row] = []
+    for where, row in _objects(path):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        for name in columns:
+            value = row.get(name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{where}: expected a string in column {name!r}, got {value!r}")
+            if not value.strip():
+                raise ConfigError(f"{where}: expected text in column {name!r}, got an empty {name}")
+        rows.append(row)
+        if limit is not None and len(rows) == limit:
+            break
+    if not rows:
+        raise ConfigError(f"dataset_name: expected at least one row in {str(path)!r}, got none")
+    return rows
+
+
+def _objects(path: Path) -> list[tuple[str, Any]]:
+    """(place for messages, value) of every row."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            whole = json.loads(text)
+            if not isinstance(whole, list):
+                raise ConfigError(f"{path}: expected a list of objects, got {type(whole).__name__}")
+            return [(f"{path}: row {i}", row) for i, row in enumerate(whole)]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}") from error
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                found.append((f"{path}:{number}", json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number}: expected a JSON object, got {error}") from error
+    return found
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model. Raises ConfigError if it has no end-of-sequence token.
+
+    A padding token is not needed: rows are packed, nothing is ever padded with tokens.
+    """
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in {str(path)!r}; "
+            "set eos_token in its tokenizer_config.json, or answers could never end"
+        )
+    return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt with the tokenizer's own beginning, but never an end-of-sequence token at its end."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> list[int]:
+    """Token ids of a whole answer, ended by the end-of-sequence token."""
+    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    assert tokenizer.eos_token_id is not None
+    return [*ids, int(tokenizer.eos_token_id)]
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
+    """The order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
+    """Rows of batch number `step` (from 0): consecutive places of the endless sequence of shuffled epochs."""
+    start = step * batch_size
+    orders: dict[int, list[int]] = {}
+    found = []
+    for place in range(start, start + batch_size):
+        epoch, offset = divmod(place, n)
+        if epoch not in orders:
+            orders[epoch] = epoch_order(n, seed, epoch)
+        found.append(orders[epoch][offset])
+    return found

@@ -1,0 +1,145 @@
+"""From a rollout to experience: one scoring pass over all lanes, scores, token rewards, advantages; and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_engine.algorithms.ppo import Experience, advantages, token_kl, token_rewards
+from rlhf_engine.config import PPOConfig
+from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.rollout import Rollout
+from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
+
+MISMATCH_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Largest |log ratio| between rollout and training forward at equal weights, by the backbone's dtype; measured values
+and why these bounds are in docs/decisions."""
+
+STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Largest |log π − log π_ref| of a token before the first update, where the actor starts as the reference."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredRollout:
+    """A rollout after the scoring pass."""
+
+    experience: Experience
+    metrics: dict[str, float]
+
+
+def decode_answers(
+    tokenizer: PreTrainedTokenizerBase, batch: PackedBatch
+) -> tuple[list[str], list[list[int]]]:
+    """(texts without special tokens, token ids) of the N completions."""
+    ids = [batch.completion_tokens(i) for i in range(batch.n_sequences)]
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids], ids
+
+
+def make_experience(
+    model: HydraModel,
+    rollout: Rollout,
+    scorer: AnswerScorer,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PPOConfig,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    first_step_from_reference: bool,
+) -> ScoredRollout:
+    """Score a rollout and turn it into experience.
+
+    first_step_from_reference: the policy has not been updated yet and started as the reference, so their log-probs must
+    agree. Raises MismatchError if they or rollout and training log-probs do not, NonFiniteError for a score that is not
+    finite, ConfigError if every answer was left out by a None reward.
+    """
+    batch = rollout.batch
+    roles = ["actor", "reference", "critic", *(["reward"] if scorer.uses_lane else [])]
+    scores = model.score(
+        batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact"
+    )
+    dtype = model.backbone("base").lm_head.weight.dtype
+    mismatch = _check_mismatch(scores.logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
+    if first_step_from_reference:
+        _check_step0(scores.logprobs_M, scores.ref_logprobs_M, dtype)
+    texts, ids = decode_answers(tokenizer, batch)
+    scored = scorer(prompts, texts, ids, columns, rollout.finished, scores.rewards_N)
+    kept = [i for i, total in enumerate(scored.totals) if total is not None]
+    if not kept:
+        raise ConfigError(
+            "reward_funcs: expected a reward for at least one answer of the batch, got None for all"
+        )
+    rows = batch.select_completion_rows(kept)
+    kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
+    kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows]
+    scores_N = torch.tensor([scored.totals[i] for i in kept], dtype=torch.float32, device=batch.device)
+    if not scores_N.isfinite().all() or not kl_M.isfinite().all():
+        culprit = "score" if not scores_N.isfinite().all() else "KL"
+        raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
+    values_M = scores.values_M[rows]
+    advantages_M, returns_M = advantages(
+        token_rewards(kl_M, scores_N, kept_batch, config.beta),
+        values_M,
+        kept_batch,
+        gamma=config.gamma,
+        lam=config.lam,
+        whiten_rewards=config.whiten_rewards,
+        whiten_advantages=config.whiten_advantages,
+    )
+    experience = Experience(
+        batch=kept_batch,
+        old_logprobs_M=scores.logprobs_M[rows],
+        old_values_M=values_M,
+        advantages_M=advantages_M,
+        returns_M=returns_M,
+    )
+    lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
+    kl_N = torch.zeros(len(kept), device=batch.device).index_add_(0, kept_batch.sequence_of_M, kl_M)
+    metrics = {
+        "reward": float(scores_N.mean()),
+        "reward_std": float(scores_N.std(correction=0)),
+        "kl": float(kl_N.mean()),
+        "kl_per_token": float(kl_M.mean()),
+        "objective": float((scores_N - config.beta * kl_N).mean()),
+        "entropy_rollout": float(scores.entropies_M.mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/unfinished_ratio": 1 - sum(rollout.finished) / batch.n_sequences,
+        "completions/skipped": float(batch.n_sequences - len(kept)),
+        "value/mean": float(values_M.mean()),
+        "mismatch/rollout_max": float(mismatch.max()),
+        "mismatch/rollout_mean": float(mismatch.mean()),
+    }
+    if len(scored.sources) > 1:
+        for name, values in scored.sources.items():
+            mean = mean_or_none(values)
+            if mean is not None:
+                metrics[f"rewards/{name}"] = mean
+    return ScoredRollout(experience=experience, metrics=metrics)
+
+
+def _check_mismatch(
+    training_M: torch.Tensor, rollout_M: torch.Tensor, dtype: torch.dtype, bound: float | None
+) -> torch.Tensor:
+    """|log ratio| [M] of training forward and rollout at equal weights, bounded."""
+    mismatch = (training_M - rollout_M).abs()
+    limit = bound if bound is not None else MISMATCH_BOUND[dtype]
+    if not bool((mismatch <= limit).all()):  # also catches NaN
+        raise MismatchError(
+            f"rollout and training log-probs differ by up to {float(mismatch.max()):.3g} at equal weights; "
+            f"expected at most {limit:g} in {dtype} (rollout_mismatch_bound)"
+        )
+    return mismatch
+
+
+def _check_step0(actor_M: torch.Tensor, reference_M: torch.Tensor, dtype: torch.dtype) -> None:
+    gap = float((actor_M - reference_M).abs().max())
+    if not gap <= STEP0_KL_BOUND[dtype]:
+        raise MismatchError(
+            f"the actor started as the reference, but before any update their log-probs differ by up to {gap:.3g}; "
+            "is the reference the model that the actor was trained from (reference_adapter)?"
+        )

@@ -1,0 +1,123 @@
+"""AdamW over adapters and heads: one owner per parameter, a stateless schedule, clipping by role, plain-tensor state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.hydra import HydraModel
+
+
+def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:
+    """Multiple of the learning rate at `step` (from 0): linear warm-up, then constant or cosine to 0.
+
+    A function of the step alone: there is no schedule state to save or to lose.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    if kind == "cosine":
+        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    raise ValueError(f"lr_scheduler_type: expected 'constant' or 'cosine', got {kind!r}")
+
+
+class RoleOptimizer:
+    """One AdamW with a parameter group per role. A parameter that two roles share belongs to the first."""
+
+    def __init__(
+        self,
+        model: HydraModel,
+        learning_rates: Mapping[str, float],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        self.model = model
+        self.learning_rates = dict(learning_rates)
+        self.max_grad_norm = max_grad_norm
+        self.groups: dict[str, dict[str, nn.Parameter]] = {}
+        taken: set[int] = set()
+        for role in learning_rates:
+            own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}
+            taken |= {id(p) for p in own.values()}
+            if own:
+                self.groups[role] = own
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
+        if left:
+            raise ValueError(
+                f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}"
+            )
+        self.adamw = torch.optim.AdamW(
+            [{"params": list(g.values()), "lr": learning_rates[role]} for role, g in self.groups.items()],
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Scale every role's learning rate."""
+        for role, group in zip(self.groups, self.adamw.param_groups, strict=True):
+            group["lr"] = self.learning_rates[role] * factor
+
+    def step(self) -> dict[str, float]:
+        """Clip each role's gradient, apply, clear; gradient norms before clipping by role.
+
+        Raises NonFiniteError, before anything is applied, naming the role whose gradient is not finite.
+        """
+        norms = {}
+        for role, group in self.groups.items():
+            gradients = [p.grad for p in group.values() if p.grad is not None]
+            if not gradients:
+                continue
+            norm = torch.nn.utils.get_total_norm(gradients)
+            if not math.isfinite(float(norm)):
+                culprit = next(
+                    n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()
+                )
+                raise NonFiniteError(
+                    f"gradient of {role} is not finite, first in {culprit}; nothing was applied"
+                )
+            norms[f"grad_norm/{role}"] = float(norm)
+        for role, group in self.groups.items():
+            if self.max_grad_norm is not None and f"grad_norm/{role}" in norms:
+                with_gradient = [p for p in group.values() if p.grad is not None]
+                torch.nn.utils.clip_grads_with_norm_(
+                    with_gradient, self.max_grad_norm, torch.tensor(norms[f"grad_norm/{role}"])
+                )
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return norms
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Moments and step counts as flat named tensors, for safetensors."""
+        found = {}
+        for group in self.groups.values():
+            for name, p in group.items():
+                for key, value in self.adamw.state.get(p, {}).items():
+                    found[f"{name}|{key}"] = value.detach().cpu().contiguous()
+        return found
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state_tensors`. Raises ValueError for tensors of parameters that are not trained here."""
+        by_name: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, field = key.rpartition("|")
+            by_name.setdefault(name, {})[field] = tensor
+        known = {n: p for group in self.groups.values() for n, p in group.items()}
+        unknown = sorted(set(by_name) - set(known))
+        if unknown:
+            raise ValueError(f"optimizer state: expected parameters of this model, got {unknown[:3]}")
+        for name, fields in by_name.items():
+            p = known[name]
+            self.adamw.state[p] = {
+                k: v.to(p.device) if k == "step" else v.to(p.device, p.dtype) for k, v in fields.items()
+            }

@@ -1,0 +1,329 @@
+"""The RL loop: rollout → experience → update, until done; everything can stop and go on at a step.
+
+One step draws `generation_batch_size` answers in the actor's lane, scores them with all lanes at once, and updates actor
+and critic. Data order, sampling seeds and minibatches are functions of (seed, step), so a resumed run makes the same
+floats as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
+from rlhf_engine.config import PPOConfig
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.hydra import HydraModel, save_pretrained
+from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
+from rlhf_engine.training.build import build_ppo_model
+from rlhf_engine.training.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_checkpoint,
+    resolve_resume,
+    save_checkpoint,
+)
+from rlhf_engine.training.data import Row, batch_indices, encode_prompt, load_tokenizer, read_rows
+from rlhf_engine.training.experience import decode_answers, make_experience
+from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes
+from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
+
+METRICS_FILE = "metrics.jsonl"
+FINAL_FOLDER = "final"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts of a data file, tokenized."""
+
+    rows: list[Row]
+    ids: list[list[int]]
+
+    def columns(self, indices: list[int]) -> dict[str, list[Any]]:
+        """The data's other columns of some rows, for reward functions."""
+        names = [n for n in self.rows[0] if n not in ("prompt", "prompts", "completions", "completion_ids")]
+        return {name: [self.rows[i].get(name) for i in indices] for name in names}
+
+    def texts(self, indices: list[int]) -> list[str]:
+        """Prompts of some rows."""
+        return [self.rows[i]["prompt"] for i in indices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers with what they scored, for samples and evaluation."""
+
+    prompts: list[str]
+    completions: list[str]
+    scores: list[float | None]
+    rollout: Rollout
+
+
+class PpoTrainer:
+    """Hydra-PPO. Construction finds everything that can be wrong with the request; `run` spends the time."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.output = Path(config.output_dir)
+        resume = resolve_resume(config.resume_from_checkpoint, self.output)
+        self._check_output(resume)
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
+        self.train_set = self._load_prompts(config.dataset_name, config.dataset_limit)
+        self.eval_set = (
+            self._load_prompts(config.eval_dataset_name, None) if config.eval_dataset_name else None
+        )
+        some = list(range(min(2, len(self.train_set.rows))))
+        self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
+        self.model: HydraModel = build_ppo_model(config)
+        context = self.model.backbone().context_length
+        for prompts in (self.train_set, self.eval_set):
+            if prompts is not None:
+                check_prompts(prompts.ids, context, config.max_completion_length)
+        critic_rate = config.critic_learning_rate
+        self.optimizer = RoleOptimizer(
+            self.model,
+            {
+                "actor": config.learning_rate,
+                "critic": critic_rate if critic_rate is not None else config.learning_rate,
+            },
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.model.eval()
+        self.state = TrainerState(step=0, seed=config.seed, samples=0, policy_version=0)
+        if resume is not None:
+            self.state = load_checkpoint(resume, self.model, self.optimizer)
+            if self.state.seed != config.seed:
+                raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+        # the actor starts as the reference unless it brings weights of its own
+        self._starts_as_reference = (
+            config.actor_adapter is None or config.actor_adapter == config.reference_adapter
+        )
+        self._watch: dict[str, dict[str, torch.Tensor]] | None = None
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self, on_step: Callable[[int, dict[str, float]], None] | None = None) -> None:
+        """All remaining steps, with metrics, checkpoints and the final model. on_step(step, metrics) after each."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        writer = MetricsWriter(self.output / METRICS_FILE)
+        writer.truncate_after(self.state.step)
+        while self.state.step < self.config.max_steps:
+            metrics = self.step()
+            done = self.state.step
+            if self.config.eval_steps and done % self.config.eval_steps == 0:
+                metrics |= self.evaluate()
+            if done % self.config.logging_steps == 0 or done == self.config.max_steps:
+                writer.write(done, metrics)
+            if on_step is not None:
+                on_step(done, metrics)
+            last = done == self.config.max_steps
+            if last or (self.config.save_steps and done % self.config.save_steps == 0):
+                self.save()
+        save_pretrained(self.model, self.output / FINAL_FOLDER)
+        self.tokenizer.save_pretrained(self.output / FINAL_FOLDER)
+
+    def step(self) -> dict[str, float]:
+        """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
+        config, state = self.config, self.state
+        clock = _Clock()
+        indices = batch_indices(
+            len(self.train_set.rows), config.generation_batch_size, state.step, config.seed
+        )
+        rollout = generate(
+            self.model,
+            [self.train_set.ids[i] for i in indices],
+            self._sampling(config.seed),
+            sample_ids=range(state.samples, state.samples + len(indices)),
+            policy_version=state.policy_version,
+        )
+        clock.lap("generate")
+        scored = make_experience(
+            self.model,
+            rollout,
+            self.scorer,
+            self.tokenizer,
+            config,
+            self.train_set.texts(indices),
+            self.train_set.columns(indices),
+            first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
+        )
+        clock.lap("score")
+        train_actor = state.step >= config.critic_warmup_steps
+        factor = lr_factor(
+            state.step,
+            kind=config.lr_scheduler_type,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.max_steps,
+        )
+        self.optimizer.set_lr_factor(factor)
+        self._begin_watch(factor)
+        self.model.train()
+        update = ppo_update(
+            self.model,
+            scored.experience,
+            self._update_options(train_actor),
+            self.optimizer.step,
+            seed=config.seed * 1_000_003 + state.step,
+        )
+        self.model.eval()
+        self._end_watch(update, train_actor)
+        self.model.trained_heads.add("value")
+        clock.lap("update")
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            samples=state.samples + len(indices),
+            policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
+        )
+        tokens = rollout.batch.n_completion_tokens
+        return {
+            **scored.metrics,
+            **update,
+            **clock.metrics(),
+            "learning_rate": config.learning_rate * factor,
+            "tokens_per_second": tokens / clock.seconds["generate"],
+            "samples_per_second": len(indices) / clock.total,
+            "samples": float(self.state.samples),
+            "policy_version": float(self.state.policy_version),
+            "peak_memory_bytes": float(peak_memory_bytes()),
+        }
+
+    # ---- looking at the policy -------------------------------------------------------------------------------------
+
+    def answer(
+        self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0
+    ) -> Answers:
+        """Sample one answer per prompt from a role and score it, without penalties for a missing end."""
+        rollout = generate(self.model, [prompts.ids[i] for i in indices], self._sampling(seed), role=role)
+        texts, ids = decode_answers(self.tokenizer, rollout.batch)
+        lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
+        scored = self.scorer(
+            prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane
+        )
+        return Answers(
+            prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout
+        )
+
+    def kl_to_reference(self, rollout: Rollout) -> float:
+        """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
+        scores = self.model.score(
+            rollout.batch, ("actor", "reference"), temperature=self.config.temperature, exact_kl=True
+        )
+        assert scores.kl_M is not None
+        return float(scores.kl_M.sum() / rollout.batch.n_sequences)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean score and exact KL per answer on the held-out prompts."""
+        assert self.eval_set is not None
+        answers = self.answer(self.eval_set, list(range(len(self.eval_set.rows))), seed=self.config.seed)
+        reward = mean_or_none(answers.scores)
+        metrics = {"eval/kl": self.kl_to_reference(answers.rollout)}
+        return metrics if reward is None else {**metrics, "eval/reward": reward}
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step."""
+        return save_checkpoint(
+            self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _sampling(self, seed: int) -> SamplingConfig:
+        assert self.tokenizer.eos_token_id is not None
+        return SamplingConfig(
+            max_completion_length=self.config.max_completion_length,
+            eos_token_ids=(int(self.tokenizer.eos_token_id),),
+            temperature=self.config.temperature,
+            seed=seed,
+        )
+
+    def _update_options(self, train_actor: bool) -> UpdateOptions:
+        config = self.config
+        return UpdateOptions(
+            num_ppo_epochs=config.num_ppo_epochs,
+            num_mini_batches=config.num_mini_batches,
+            micro_batch_size=config.per_device_train_batch_size,
+            cliprange=config.cliprange,
+            cliprange_value=config.cliprange_value,
+            vf_coef=config.vf_coef,
+            entropy_coef=config.entropy_coef,
+            temperature=config.temperature,
+            target_kl=config.target_kl,
+            train_actor=train_actor,
+        )
+
+    def _load_prompts(self, path: str, limit: int | None) -> PromptSet:
+        rows = read_rows(path, ("prompt",), limit=limit)
+        ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
+        longest = self.config.max_prompt_length
+        for i, prompt in enumerate(ids):
+            if longest is not None and len(prompt) > longest:
+                raise ConfigError(
+                    f"{path}: row {i}: expected a prompt of at most {longest} tokens, got {len(prompt)}"
+                )
+        return PromptSet(rows=rows, ids=ids)
+
+    def _check_output(self, resume: Path | None) -> None:
+        if resume is None and not self.config.overwrite_output_dir:
+            held = [p.name for p in list_checkpoints(self.output)]
+            if held or (self.output / METRICS_FILE).exists():
+                raise ConfigError(
+                    f"output_dir: expected one without a run, got {self.output} with {held or [METRICS_FILE]}; "
+                    "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
+                )
+
+    def _begin_watch(self, factor: float) -> None:
+        """Before the first update: remember the trained tensors, to see that training does something."""
+        if self.state.step == 0 and factor > 0:
+            self._watch = {
+                role: {name: p.detach().clone() for name, p in group.items()}
+                for role, group in self.optimizer.groups.items()
+            }
+
+    def _end_watch(self, update: dict[str, float], train_actor: bool) -> None:
+        """After the first update: a role with a gradient and a learning rate must have moved some tensor."""
+        if self._watch is None:
+            return
+        for role, before in self._watch.items():
+            if (role == "actor" and not train_actor) or self.optimizer.learning_rates[role] == 0:
+                continue
+            if update.get(f"grad_norm/{role}", 0.0) == 0.0:
+                continue
+            after = self.optimizer.groups[role]
+            if all(torch.equal(after[name], tensor) for name, tensor in before.items()):
+                raise EngineError(
+                    f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
+                )
+        self._watch = None
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Time since the last lap belongs to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._began
+
+    def metrics(self) -> dict[str, float]:
+        """By metric name."""
+        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total}

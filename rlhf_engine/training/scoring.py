@@ -1,0 +1,92 @@
+"""The score of an answer: the learned reward lane, users' reward functions, or both weighted; then the EOS rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf_engine.training.rewards import (
+    RewardFunction,
+    check_reward,
+    load_reward,
+    score_with_functions,
+    unique_names,
+    weighted_total,
+)
+
+LANE = "lane"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredAnswers:
+    """Scores of N answers."""
+
+    totals: list[float | None]
+    """[N], what PPO maximises; None leaves the answer out."""
+    sources: dict[str, list[float | None]]
+    """By source: [N], unweighted and without penalties."""
+
+
+class AnswerScorer:
+    """Combines the configured reward sources."""
+
+    def __init__(
+        self, specs: Sequence[str], weights: Sequence[float] | None, missing_eos_penalty: float | None
+    ) -> None:
+        self.specs = list(specs)
+        self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
+        self.missing_eos_penalty = missing_eos_penalty
+        self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != LANE]
+
+    @property
+    def uses_lane(self) -> bool:
+        """Whether the learned reward is one of the sources."""
+        return LANE in self.specs
+
+    def dry_run(self, prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Call every function once on two rows, before any time is spent."""
+        for function in self.functions:
+            check_reward(function, prompts, columns)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        finished: Sequence[bool],
+        lane_N: torch.Tensor | None,
+    ) -> ScoredAnswers:
+        """Scores of N answers. lane_N: fp32 [N] from the reward role, needed where `lane` is a source."""
+        by_function: dict[str, list[float | None]] = {}
+        if self.functions:
+            by_function = score_with_functions(
+                self.functions, None, prompts, completions, completion_ids, columns
+            ).columns
+        names = iter(unique_names(self.functions))
+        sources: dict[str, list[float | None]] = {}
+        for spec in self.specs:
+            if spec == LANE:
+                if lane_N is None:
+                    raise ValueError("lane_N: expected rewards of the reward role, got None")
+                sources[LANE] = list(map(float, lane_N.tolist()))
+            else:
+                name = next(names)
+                sources[name] = by_function[name]
+        totals = weighted_total(list(sources.values()), self.weights)
+        if self.missing_eos_penalty is not None:
+            totals = [
+                t if t is None or done else t - self.missing_eos_penalty
+                for t, done in zip(totals, finished, strict=True)
+            ]
+        return ScoredAnswers(totals=totals, sources=sources)
+
+
+def mean_or_none(values: Sequence[float | None]) -> float | None:
+    """Mean of the entries that are there."""
+    present = [v for v in values if v is not None]
+    return math.fsum(present) / len(present) if present else None

@@ -1,0 +1,223 @@
+"""Supervised fine-tuning with a reward head: the starting point of RL (Hydra-SFT, arXiv 2309.00754 §3.1).
+
+    L = −Σ_t log p(y_w,t | x, y_w,<t) / tokens  +  γ · (−log σ(r(x, y_w) − r(x, y_l))) / pairs
+
+Cross-entropy on the chosen answer's tokens only; γ = 0 is plain supervised fine-tuning, and rejected answers are not
+even run. `full` trains the base and writes a new one with its reward head; `lora` leaves the base alone and writes a slot.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_engine.config import SFTConfig
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.hydra import (
+    OFF,
+    HydraModel,
+    LmLoss,
+    PackedBatch,
+    PairwiseRewardLoss,
+    RoleSpec,
+    SlotConfig,
+    peft_io,
+)
+from rlhf_engine.training.build import DTYPES, resolve_device, slot_config
+from rlhf_engine.training.data import (
+    Row,
+    batch_indices,
+    encode_completion,
+    encode_prompt,
+    load_tokenizer,
+    read_rows,
+)
+from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+
+SFT_SLOT = "sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One tokenized row."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int] | None
+    """None for rows without a pair."""
+
+
+def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
+    """Language model and reward head on the base itself (`full`) or on the slot `sft` (`lora`)."""
+    slot = OFF if mode == "full" else SFT_SLOT
+    roles = {"sft": RoleSpec(slot=slot, trainable=True)}
+    if with_reward:
+        roles["reward"] = RoleSpec(slot=slot, head="reward", trainable=True)
+    return roles
+
+
+def tokenize_rows(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int, pairs: bool
+) -> list[Example]:
+    """Rows as token ids. Raises ConfigError, naming the row, for one that is longer than max_length."""
+    examples = []
+    for i, row in enumerate(rows):
+        chosen = row["chosen"] if "chosen" in row else row["completion"]
+        example = Example(
+            prompt=encode_prompt(tokenizer, row["prompt"]),
+            chosen=encode_completion(tokenizer, chosen),
+            rejected=encode_completion(tokenizer, row["rejected"]) if pairs else None,
+        )
+        longest = len(example.prompt) + max(len(example.chosen), len(example.rejected or ()))
+        if longest > max_length:
+            raise ConfigError(
+                f"row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}"
+            )
+        examples.append(example)
+    return examples
+
+
+def sft_loss(
+    model: HydraModel,
+    examples: Sequence[Example],
+    *,
+    gamma: float,
+    tokens: float,
+    pairs: float,
+    dropout_seed: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The module's loss of some examples; tokens and pairs are the denominators of the whole optimizer step."""
+    with_pairs = gamma > 0 and examples[0].rejected is not None
+    prompts = [e.prompt for e in examples]
+    answers = [e.chosen for e in examples]
+    if with_pairs:
+        prompts = prompts * 2
+        answers = answers + [e.rejected or [] for e in examples]
+    batch = PackedBatch.from_lists(prompts, answers, device=model.device)
+    n_chosen = sum(len(e.chosen) for e in examples)
+    lm = LmLoss(role="sft", denom=tokens, rows_M=torch.arange(n_chosen, device=model.device))
+    if not with_pairs:
+        (lm_loss,) = model(batch, (lm,), dropout_seed=dropout_seed)
+        return lm_loss, {"lm_loss": lm_loss.detach()}
+    n = len(examples)
+    index = torch.arange(2 * n, device=model.device)
+    pairwise = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=pairs)
+    lm_loss, reward = model(batch, (lm, pairwise), dropout_seed=dropout_seed)
+    return lm_loss + gamma * reward.loss, {
+        "lm_loss": lm_loss.detach(),
+        "reward_loss": reward.loss.detach(),
+        "reward_accuracy": reward.n_correct / pairs,
+        "reward_margin": reward.sum_margin / pairs,
+    }
+
+
+class SftTrainer:
+    """Everything that can be wrong with the request is found before the first step."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config
+        output = Path(config.output_dir)
+        if output.exists() and any(output.iterdir()) and not config.overwrite_output_dir:
+            raise ConfigError(
+                f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}"
+            )
+        rows = read_rows(config.dataset_name, ("prompt",))
+        paired = all("chosen" in row and "rejected" in row for row in rows)
+        read_rows(config.dataset_name, ("chosen", "rejected") if paired else ("completion",))
+        self.pairs = paired and config.gamma > 0
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.model = HydraModel.from_pretrained(
+            config.model_name_or_path,
+            roles=sft_roles(config.mode, with_reward=self.pairs),
+            slots={SFT_SLOT: slot_config(config)} if config.mode == "lora" else {},
+            dtype=DTYPES[config.dtype],
+            device=resolve_device(config.device),
+            seed=config.seed,
+        )
+        if config.gradient_checkpointing:
+            self.model.backbone().enable_gradient_checkpointing()
+        context = self.model.backbone().context_length
+        self.examples = tokenize_rows(
+            rows, self.tokenizer, max_length=min(config.max_length or context, context), pairs=self.pairs
+        )
+        self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        epochs = math.ceil(config.num_train_epochs * len(self.examples) / self.rows_per_step)
+        self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        self.optimizer = RoleOptimizer(
+            self.model,
+            dict.fromkeys(self.model.roles, config.learning_rate),
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+    def run(self, on_step: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, float]:
+        """Train and write the result; returns the last step's metrics. on_step(step, metrics) after each."""
+        self.model.train()
+        metrics: dict[str, float] = {}
+        for step in range(self.total_steps):
+            metrics = self.step(step)
+            if on_step is not None:
+                on_step(step + 1, metrics)
+        self.model.eval()
+        self.save()
+        return metrics
+
+    def step(self, step: int) -> dict[str, float]:
+        """One optimizer step with exact denominators over its micro-batches."""
+        config = self.config
+        began = time.perf_counter()
+        indices = batch_indices(len(self.examples), self.rows_per_step, step, config.seed)
+        chosen = [self.examples[i] for i in indices]
+        tokens = float(sum(len(e.chosen) for e in chosen))
+        totals: dict[str, torch.Tensor] = {}
+        for start in range(0, len(chosen), config.per_device_train_batch_size):
+            part = chosen[start : start + config.per_device_train_batch_size]
+            loss, stats = sft_loss(
+                self.model,
+                part,
+                gamma=config.gamma,
+                tokens=tokens,
+                pairs=float(len(chosen)),
+                dropout_seed=config.seed + step * self.rows_per_step + start,
+            )
+            loss.backward()
+            for name, value in {"loss": loss.detach(), **stats}.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        metrics = {name: float(value) for name, value in totals.items()}
+        for name in ("lm_loss", "reward_loss"):
+            if name in metrics and not math.isfinite(metrics[name]):
+                raise NonFiniteError(
+                    f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied"
+                )
+        self.optimizer.set_lr_factor(
+            lr_factor(
+                step,
+                kind=config.lr_scheduler_type,
+                warmup_steps=config.warmup_steps,
+                total_steps=self.total_steps,
+            )
+        )
+        metrics |= self.optimizer.step()
+        metrics["tokens_per_second"] = tokens / (time.perf_counter() - began)
+        return metrics
+
+    def save(self) -> None:
+        """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
+        output = Path(self.config.output_dir)
+        output.mkdir(parents=True, exist_ok=True)
+        backbone = self.model.backbone()
+        if self.config.mode == "full":
+            backbone.model.save_pretrained(output)
+        else:
+            name = str(Path(self.config.model_name_or_path).resolve())
+            peft_io.save_slot(backbone.slot(SFT_SLOT), output, base_name=name, base_hash=backbone.base_hash())
+        self.tokenizer.save_pretrained(output)
+        peft_io.save_heads(self.model.heads, set(self.model.heads), output)

@@ -1,0 +1,78 @@
+"""Shared fixtures: a tiny random Llama, and the real pretrained model that lies beside the checkout where there is one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
+
+VOCAB = 61
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+STORIES = SHARED / "models" / "stories260K"
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Two layers, grouped-query attention, sizes that are not powers of two."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        initializer_range=0.3,  # far from uniform outputs, so that differences show
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def randomise(model: HydraModel, *names: str, seed: int = 7, scale: float = 0.1) -> None:
+    """Give slots a B that is not zero and heads weights that are not, so that they differ from OFF."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name in names:
+            for p in model.backbone().slot(name).parameters():
+                p.add_(scale * torch.randn(p.shape, generator=generator))
+        for head in model.heads.values():
+            for p in head.parameters():
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+
+
+def build(method: str = "hydra", *, seed: int = 0, **options: object) -> HydraModel:
+    """A HydraModel on the tiny Llama with slots and heads that are not zero."""
+    roles = hydra_roles() if method == "hydra" else j_hydra_roles()
+    used = sorted({r.slot for r in roles.values() if r.slot is not None})
+    slots = {name: SlotConfig(r=4, alpha=8.0) for name in used}
+    model = HydraModel.from_pretrained(tiny_llama(seed), roles=roles, slots=slots, seed=seed, **options)
+    randomise(model, *used)
+    return model.eval()
+
+
+def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7), (6, 4)), seed: int = 0) -> PackedBatch:
+    """Random prompts and completions of the given (prompt, completion) lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+
+    return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
+
+
+@pytest.fixture
+def stories() -> Path:
+    """Folder of the real pretrained 260 K-parameter story model."""
+    if not STORIES.is_dir():
+        pytest.skip(f"the pretrained model stories260K is not beside the checkout (looked for {STORIES.name} in shared/)")
+    return STORIES

@@ -1,0 +1,173 @@
+"""What must always hold: OFF is the plain model, ratios are exactly 1, roles do not touch each other.
+
+(That a run which was saved and loaded goes on with the same floats is in tests/training/test_rl.py; the errors of
+unserved requests are in tests/hydra/test_bad_input.py.)
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_engine.hydra import HydraModel, Logprobs, PolicyLoss, ValueLoss, Values, hydra_roles
+from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.training.optimizer import RoleOptimizer
+from tests.conftest import build, random_batch, tiny_llama
+
+
+def off_hidden(model: HydraModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Hidden states [B·L, H] of equally long sequences [B, L] with every adapter off."""
+    b, length = tokens.shape
+    positions = torch.arange(length).repeat(b)
+    plan = plan_packed([length] * b, tokens.device)
+    with torch.no_grad():
+        return model.backbone().run(tokens.flatten(), positions, SlotTable.uniform(None, b * length), plan)
+
+
+def losses(model: HydraModel, batch, **policy):
+    """Policy and value loss on made-up experience whose old log-probs are the model's own, recomputed."""
+    m = batch.n_completion_tokens
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        old, value = model(batch, (Logprobs(), Values()))
+    mask = torch.ones(m, dtype=torch.bool)
+    return (
+        PolicyLoss(
+            old_logprob_M=old.logprob,
+            advantage_M=torch.randn(m, generator=generator),
+            mask_M=mask,
+            denom=float(m),
+            **policy,
+        ),
+        ValueLoss(
+            old_value_M=value, return_M=torch.randn(m, generator=generator), mask_M=mask, denom=float(m), clip=0.2
+        ),
+    )
+
+
+def train_steps(model: HydraModel, batch, steps: int = 3) -> RoleOptimizer:
+    optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
+    for _ in range(steps):
+        policy, value = model(batch, losses(model, batch))
+        (policy.loss + value.loss).backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("method", ["hydra", "j_hydra"])
+def test_off_is_the_plain_model_bit_for_bit_before_and_during_training(method):
+    model, plain = build(method), tiny_llama()
+    plain.set_attn_implementation("sdpa")
+    tokens = torch.randint(3, 61, (5, 9), generator=torch.Generator().manual_seed(3))
+    expected = plain(tokens, use_cache=False).logits.flatten(0, 1)
+    base_hash = model.backbone().base_hash()
+    for _ in range(2):
+        logits = head_logits(off_hidden(model, tokens), model.backbone().lm_head)
+        assert torch.equal(logits, expected)
+        train_steps(model, random_batch())
+    assert model.backbone().base_hash(refresh=True) == base_hash
+
+
+def test_off_is_the_plain_model_on_a_real_pretrained_model(stories):
+    model = HydraModel.from_pretrained(stories, roles=hydra_roles())
+    plain = AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa").eval()
+    tokens = torch.randint(3, 512, (4, 33), generator=torch.Generator().manual_seed(3))
+    logits = head_logits(off_hidden(model, tokens), model.backbone().lm_head)
+    with torch.no_grad():
+        assert torch.equal(logits, plain(tokens, use_cache=False).logits.flatten(0, 1))
+
+
+def test_off_rows_are_untouched_by_adapters_in_the_same_call():
+    model, batch = build(), random_batch()
+    lanes = [None, "actor", "critic"]
+    with torch.no_grad():
+        mixed = model._trunk_call(batch, model.backbone(), lanes, None)
+        for slot in ("actor", "critic"):
+            for p in model.backbone().slot(slot).parameters():
+                p.mul_(-3)
+        again = model._trunk_call(batch, model.backbone(), lanes, None)
+    t = batch.n_tokens
+    assert torch.equal(mixed[:t], again[:t])
+    assert not torch.equal(mixed[t : 2 * t], again[t : 2 * t])
+
+
+@pytest.mark.parametrize("method", ["hydra", "j_hydra"])
+def test_ratio_is_exactly_one_on_recomputed_log_probs(method):
+    model, batch = build(method), random_batch()
+    # the same lanes in one call, as in the update: recomputed under no_grad, then in the gradient call
+    policy, value = losses(model, batch)
+    out, _ = model(batch, (policy, value))
+    assert out.ratio_mean.item() == 1.0
+    assert out.ratio_max.item() == 1.0
+    assert out.clip_fraction.item() == 0.0
+    assert out.approx_kl.item() == 0.0
+    assert torch.equal(out.logprob, policy.old_logprob_M)
+
+
+def test_a_wrong_temperature_on_one_side_is_not_ratio_one():
+    model, batch = build(), random_batch()
+    policy, value = losses(model, batch, temperature=0.7)
+    out, _ = model(batch, (policy, value))
+    assert out.ratio_max.item() != 1.0
+
+
+def test_a_role_s_loss_leaves_other_slots_without_gradient_and_without_change():
+    model, batch = build(), random_batch()
+    optimizer = train_steps(model, batch)  # so that the critic has optimizer state that weight decay could use
+    before = {n: p.detach().clone() for n, p in model.trainable_parameters("critic").items()}
+    state = copy.deepcopy(optimizer.state_tensors())
+    policy, _ = losses(model, batch)
+    (out,) = model(batch, (policy,))
+    out.loss.backward()
+    assert all(p.grad is None for p in model.trainable_parameters("critic").values())
+    assert all(p.grad is not None for p in model.trainable_parameters("actor").values())
+    optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters("critic").items())
+    after = optimizer.state_tensors()
+    critic = [k for k in state if k.split("|")[0] in before]
+    assert critic
+    assert all(torch.equal(after[k], state[k]) for k in critic)
+
+
+def test_in_one_call_with_the_critic_the_policy_loss_still_gives_it_exact_zeros():
+    model, batch = build(), random_batch()
+    policy, _ = model(batch, losses(model, batch))
+    policy.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.trainable_parameters("critic").values())
+
+
+def test_value_loss_alone_leaves_the_actor_without_gradient():
+    model, batch = build(), random_batch()
+    _, value = losses(model, batch)
+    (out,) = model(batch, (value,))
+    out.loss.backward()
+    assert all(p.grad is None for p in model.trainable_parameters("actor").values())
+
+
+def test_j_hydra_shares_the_slot_on_purpose():
+    model, batch = build("j_hydra"), random_batch()
+    _, value = losses(model, batch)
+    (out,) = model(batch, (value,))
+    out.loss.backward()
+    shared = model.backbone().slot("actor")
+    assert sum(float(p.grad.abs().sum()) for p in shared.parameters()) > 0
+
+
+def test_the_reward_head_is_frozen_while_the_value_head_moves():
+    model, batch = build(), random_batch()
+    reward = {n: t.clone() for n, t in model.heads["reward"].state_dict().items()}
+    value = {n: t.clone() for n, t in model.heads["value"].state_dict().items()}
+    assert model.heads["reward"].weight.data_ptr() != model.heads["value"].weight.data_ptr()
+    train_steps(model, batch)
+    assert all(torch.equal(t, reward[n]) for n, t in model.heads["reward"].state_dict().items())
+    assert not all(torch.equal(t, value[n]) for n, t in model.heads["value"].state_dict().items())
+
+
+def test_storages_held_per_method():
+    plain = sum(p.numel() for p in tiny_llama().parameters())
+    hydra, joint = build("hydra").held_parameters(), build("j_hydra").held_parameters()
+    assert hydra["backbones"] == joint["backbones"] == plain
+    assert hydra["slots"] == 2 * joint["slots"]

@@ -1,0 +1,113 @@
+"""Lanes: how roles fold into traversals, and that one call, many calls and chunks give the same numbers."""
+
+import pytest
+import torch
+
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, j_hydra_roles
+from rlhf_engine.hydra.model import split_by_tokens
+from rlhf_engine.hydra.roles import fold_lanes
+from tests.conftest import build, random_batch, randomise, tiny_llama
+
+ROLES = ("actor", "reference", "critic", "reward")
+
+
+def test_roles_fold_into_lanes():
+    hydra = [(lane.slot, lane.roles) for lane in fold_lanes(hydra_roles(), ROLES)]
+    assert hydra == [("actor", ("actor",)), (None, ("reference", "reward")), ("critic", ("critic",))]
+    joint = [(lane.slot, lane.roles) for lane in fold_lanes(j_hydra_roles(), ROLES)]
+    assert joint == [("actor", ("actor", "critic")), (None, ("reference", "reward"))]
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("hydra", 3), ("j_hydra", 2)])
+def test_scoring_runs_all_lanes_in_one_trunk_call(method, lanes):
+    model, batch = build(method), random_batch()
+    calls: list[int] = []
+    trunk = model.backbone().trunk
+    handle = trunk.register_forward_pre_hook(lambda m, a, k: calls.append(k["input_ids"].numel()), with_kwargs=True)
+    model.score(batch)
+    assert calls == [lanes * batch.n_tokens]
+    calls.clear()
+    model.token_budget = batch.n_tokens  # room for one lane of the whole batch only
+    model.score(batch)
+    handle.remove()
+    assert sum(calls) == lanes * batch.n_tokens
+    assert max(calls) <= batch.n_tokens
+
+
+@pytest.mark.parametrize("method", ["hydra", "j_hydra"])
+@pytest.mark.parametrize("budget", [1, 20, 40, 10_000])
+def test_every_budget_gives_the_same_scores(method, budget):
+    model, batch = build(method), random_batch()
+    whole = model.score(batch, exact_kl=True)
+    model.token_budget = budget
+    parts = model.score(batch, exact_kl=True)
+    for name in ("logprobs_M", "entropies_M", "ref_logprobs_M", "kl_M", "values_M", "rewards_N"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_scores_are_those_of_the_roles_on_their_own():
+    model, batch = build(), random_batch()
+    together = model.score(batch)
+    torch.testing.assert_close(model.score(batch, ("actor",)).logprobs_M, together.logprobs_M, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(model.score(batch, ("critic",)).values_M, together.values_M, rtol=1e-5, atol=2e-6)
+    assert model.score(batch, ("critic",)).logprobs_M is None
+
+
+def test_two_heads_on_one_traversal_equal_two_traversals():
+    model, batch = build("j_hydra"), random_batch()
+    both = model.score(batch, ("actor", "critic"))
+    assert torch.equal(both.logprobs_M, model.score(batch, ("actor",)).logprobs_M)
+    assert torch.equal(both.values_M, model.score(batch, ("critic",)).values_M)
+
+
+def test_exact_kl_is_what_full_logits_give():
+    model, batch = build(), random_batch()
+    scores = model.score(batch, exact_kl=True)
+    hidden = {}
+    for slot in ("actor", None):
+        with torch.no_grad():
+            hidden[slot] = model._trunk_call(batch, model.backbone(), [slot], None)
+    weight = model.backbone().lm_head.weight.double()
+    log_a, log_r = (
+        (hidden[slot].double()[batch.predict_rows_M] @ weight.T).log_softmax(-1) for slot in ("actor", None)
+    )
+    torch.testing.assert_close(
+        scores.kl_M.double(), (log_a.exp() * (log_a - log_r)).sum(-1), rtol=1e-4, atol=1e-5
+    )
+    assert scores.kl_M.min() >= 0
+
+
+def test_the_role_table_admits_several_backbones():
+    roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward"), "reference": RoleSpec(backbone="ref")}
+    model = HydraModel.from_pretrained(
+        tiny_llama(0), roles=roles, backbones={"rm": tiny_llama(1), "ref": tiny_llama(0)}, slots={"actor": SlotConfig(r=2)}
+    )
+    randomise(model, "actor", "critic")
+    batch = random_batch()
+    scores = model.score(batch)
+    single = HydraModel.from_pretrained(tiny_llama(0), roles=hydra_roles(), slots={"actor": SlotConfig(r=2)})
+    torch.testing.assert_close(scores.ref_logprobs_M, single.score(batch, ("reference",)).ref_logprobs_M)
+    assert model.held_parameters()["backbones"] == 3 * single.held_parameters()["backbones"]
+    other = HydraModel.from_pretrained(tiny_llama(1), roles={"reward": RoleSpec(head="reward")})
+    other.heads.load_state_dict({k: v for k, v in model.heads.state_dict().items() if k.startswith("reward")})
+    torch.testing.assert_close(scores.rewards_N, other.score(batch, ("reward",)).rewards_N)
+
+
+def test_split_by_tokens():
+    assert split_by_tokens((3, 4, 5), 7) == [[0, 1], [2]]
+    assert split_by_tokens((9, 1, 1), 2) == [[0], [1, 2]]
+    assert split_by_tokens((5,), 0) == [[0]]
+
+
+def test_off_lanes_never_enter_a_gradient_call():
+    from rlhf_engine.hydra import Logprobs, Rewards, Values
+
+    model, batch = build(), random_batch()
+    seen: list[tuple[int, bool]] = []
+    trunk = model.backbone().trunk
+    handle = trunk.register_forward_pre_hook(
+        lambda m, a, k: seen.append((k["input_ids"].numel(), torch.is_grad_enabled())), with_kwargs=True
+    )
+    model(batch, (Logprobs(), Logprobs(role="reference"), Values(), Rewards()))
+    handle.remove()
+    assert sorted(seen) == [(batch.n_tokens, False), (2 * batch.n_tokens, True)]
