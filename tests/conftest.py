@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny random Llama, and the real pretrained model that lies beside the checkout where there is one."""
+"""Shared fixtures: a tiny random Llama, and the real pretrained model beside the checkout where there is one."""
 
 from __future__ import annotations
 
@@ -74,5 +74,7 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
 def stories() -> Path:
     """Folder of the real pretrained 260 K-parameter story model."""
     if not STORIES.is_dir():
-        pytest.skip(f"the pretrained model stories260K is not beside the checkout (looked for {STORIES.name} in shared/)")
+        pytest.skip(
+            f"the pretrained model stories260K is not beside the checkout (looked for {STORIES.name} in shared/)"
+        )
     return STORIES

@@ -53,7 +53,9 @@ def tier1(actual: torch.Tensor, exact: torch.Tensor, reference32: torch.Tensor) 
     scale = _max(torch.where(torch.isfinite(exact), exact, 0.0).abs())
     bound = 4 * _max(_finite_error(reference32, exact)) + 1e-6 * scale
     error = _max(_finite_error(actual, exact))
-    return NumericReport(tier="T1", error=error, bound=bound, ok=error <= bound, why="" if error <= bound else "max error")
+    return NumericReport(
+        tier="T1", error=error, bound=bound, ok=error <= bound, why="" if error <= bound else "max error"
+    )
 
 
 def tier2(actual: torch.Tensor, exact: torch.Tensor) -> NumericReport:

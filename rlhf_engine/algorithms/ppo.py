@@ -12,6 +12,7 @@ Legend: N sequences, M completion tokens packed, C the longest completion ([N, C
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class UpdateOptions:
 
 
 def token_kl(
-    logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor, estimator: str, exact_kl_M: torch.Tensor | None = None
+    logprobs_M: torch.Tensor,
+    ref_logprobs_M: torch.Tensor,
+    estimator: str,
+    exact_kl_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """KL per token, fp32 [M], by `k1`, `k3` (Schulman's unbiased, non-negative one) or the given exact values."""
     if estimator == "exact":
@@ -106,7 +110,7 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
     order = torch.randperm(n, generator=generator).tolist()
     count = min(count, n)
     bounds = [round(i * n / count) for i in range(count + 1)]
-    return [order[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def ppo_update(
@@ -120,10 +124,10 @@ def ppo_update(
 ) -> dict[str, float]:
     """All epochs over one experience; returns metrics averaged over the minibatches.
 
-    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. Denominators are those
-    of the whole minibatch, so that micro-batches add up to its exact gradient. With `target_kl`, a minibatch whose
-    approximate KL exceeds it is not applied and ends the update. Raises NonFiniteError, before anything is applied,
-    naming the loss that is not finite.
+    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. Denominators are
+    those of the whole minibatch, so that micro-batches add up to its exact gradient. With `target_kl`, a minibatch
+    whose approximate KL exceeds it is not applied and ends the update. Raises NonFiniteError, before the minibatch is
+    applied, naming the loss that is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
@@ -158,7 +162,11 @@ def ppo_update(
 
 
 def _accumulate(
-    model: HydraModel, experience: Experience, indices: Sequence[int], options: UpdateOptions, dropout_seed: int
+    model: HydraModel,
+    experience: Experience,
+    indices: Sequence[int],
+    options: UpdateOptions,
+    dropout_seed: int,
 ) -> dict[str, float]:
     """Gradients of one minibatch, micro-batch by micro-batch; its statistics."""
     lengths = experience.batch.completion_lens

@@ -1,7 +1,7 @@
 """Attention for packed rows, as one function in transformers' AttentionInterface.
 
-A trunk call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says how
-they attend:
+A trunk call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
+how they attend:
 
 * `PackedPlan`: every sequence attends causally to itself. Sequences of similar length go through one SDPA call, the
   shorter ones padded on the right; under a causal mask no real query sees that padding, so no mask tensor exists.
@@ -117,7 +117,11 @@ def plan_packed(
     if cache is not None:
         cache_rows_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
     return PackedPlan(
-        buckets=buckets, max_length=max(lengths), cache=cache, cache_rows_T=cache_rows_T, positions_T=positions_T
+        buckets=buckets,
+        max_length=max(lengths),
+        cache=cache,
+        cache_rows_T=cache_rows_T,
+        positions_T=positions_T,
     )
 
 
@@ -197,7 +201,14 @@ def _bucket_attention(
         return taken.unflatten(1, (bucket.n_sequences, bucket.length)).transpose(0, 1)
 
     out, _ = sdpa_attention_forward(
-        module, grid(query), grid(key), grid(value), None, dropout=0.0, scaling=scaling, is_causal=bucket.length > 1
+        module,
+        grid(query),
+        grid(key),
+        grid(value),
+        None,
+        dropout=0.0,
+        scaling=scaling,
+        is_causal=bucket.length > 1,
     )  # [n, length, H, D]
     out = out.flatten(0, 1)
     return out if bucket.valid is None else out.index_select(0, bucket.valid)

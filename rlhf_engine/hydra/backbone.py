@@ -54,13 +54,19 @@ class Backbone(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device | str, frozen: bool = True
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        frozen: bool = True,
     ) -> Backbone:
         """Load a causal-LM folder. Raises ValueError if the folder is missing; nothing is fetched from a network."""
         if not Path(path).is_dir():
             raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        return cls(model.to(device), frozen=frozen)
+        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+        return cls(model, frozen=frozen)
 
     @property
     def trunk(self) -> nn.Module:
@@ -110,7 +116,13 @@ class Backbone(nn.Module):
         return hidden
 
     def add_slot(
-        self, name: str, config: SlotConfig, *, trainable: bool, dtype: torch.dtype, generator: torch.Generator
+        self,
+        name: str,
+        config: SlotConfig,
+        *,
+        trainable: bool,
+        dtype: torch.dtype,
+        generator: torch.Generator,
     ) -> AdapterSlot:
         """Create a slot that starts as OFF (B = 0) and tell the linears about it."""
         if name in self.slots:

@@ -2,8 +2,8 @@
 
 y = x Wᵀ + b + s_i · dropout(x) A_iᵀ B_iᵀ on the rows of slot i;  y = x Wᵀ + b on rows that are off.
 
-Each slot owns its Parameters, per layer A [r, in] and B [out, r]. Linears find the slot of a row through the gate, never
-through state of their own, and keep their parameter names, so a backbone saves and hashes as if nothing happened.
+Each slot owns its Parameters, per layer A [r, in] and B [out, r]. Linears find the slot of a row through the gate,
+never through state of their own, and keep their parameter names: a backbone saves and hashes as if nothing happened.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ class AdapterSlot(nn.Module):
             assert isinstance(pair, LoraPair)
             yield decode(key), pair
 
+    def pair(self, path: str) -> LoraPair:
+        """The pair of the linear with that name."""
+        found = self.pairs[encode(path)]
+        assert isinstance(found, LoraPair)
+        return found
+
     def copy_from(self, other: AdapterSlot) -> None:
         """Take another slot's weights. Raises ValueError if rank, scale or targets differ."""
         theirs = dict(other.items())
@@ -96,7 +102,7 @@ class AdapterSlot(nn.Module):
             raise ValueError(f"init_from={other.name!r}: expected the same target modules as {self.name!r}, got others")
         if (self.config.r, self.config.scale) != (other.config.r, other.config.scale):
             raise ValueError(
-                f"init_from={other.name!r}: expected r={self.config.r} and scale {self.config.scale} like {self.name!r}, "
+                f"init_from={other.name!r}: expected r={self.config.r}, scale {self.config.scale} like {self.name!r}, "
                 f"got r={other.config.r} and scale {other.config.scale}"
             )
         with torch.no_grad():
@@ -136,7 +142,7 @@ class GatedLinear(nn.Linear):
         present = tuple(name for name in self.slots if name in wanted)
         if not present:
             return F.linear(x, self.weight, self.bias)
-        pairs = [self.slots[name].pairs[encode(self.path)] for name in present]
+        pairs = [self.slots[name].pair(self.path) for name in present]
         configs = [self.slots[name].config for name in present]
         return lora_linear(
             x,

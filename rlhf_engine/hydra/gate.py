@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotTable:
-    """Row ranges of a trunk call and the slot that serves each (None: plain backbone). Ranges are sorted and disjoint."""
+    """Row ranges of a trunk call, sorted and disjoint, and the slot that serves each (None: plain backbone)."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -81,7 +81,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], cont
 @lru_cache(maxsize=512)
 def lora_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:
     """The kernel's segment table for a layer that has adapters of the slots in `present`."""
-    kept = [(a, b, present.index(s)) for a, b, s in zip(table.starts, table.ends, table.slots, strict=True) if s in present]
-    return Segments(
-        starts=tuple(k[0] for k in kept), ends=tuple(k[1] for k in kept), slots=tuple(k[2] for k in kept)
-    )
+    kept = [
+        (a, b, present.index(s)) for a, b, s in zip(table.starts, table.ends, table.slots, strict=True) if s in present
+    ]
+    return Segments(starts=tuple(k[0] for k in kept), ends=tuple(k[1] for k in kept), slots=tuple(k[2] for k in kept))

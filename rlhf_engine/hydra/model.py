@@ -135,7 +135,8 @@ class HydraModel(nn.Module):
                 built[name] = Backbone.from_pretrained(origin, dtype=dtype, device=device, frozen=frozen)
             else:
                 raise TypeError(
-                    f"source: expected a folder, a transformers PreTrainedModel or a PeftModel, got {type(origin).__name__}"
+                    "source: expected a folder, a transformers PreTrainedModel or a PeftModel, "
+                    f"got {type(origin).__name__}"
                 )
         model = cls(built, roles=roles, slots=slots, token_budget=token_budget, adapter_dtype=adapter_dtype, seed=seed)
         if adapter is not None:
@@ -273,17 +274,13 @@ class HydraModel(nn.Module):
             parts.append(_scores(dict(zip(requests, self(part, tuple(requests.values())), strict=True))))
         return parts[0] if len(parts) == 1 else _join(parts)
 
-    def _traverse(
-        self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None
-    ) -> list[torch.Tensor]:
+    def _traverse(self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None) -> list[torch.Tensor]:
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
         found: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(lane.backbone for lane in lanes):
             group = [lane for lane in lanes if lane.backbone == name]
-            if batch.n_tokens * len(group) <= self.token_budget:
-                calls = [group]
-            else:
-                calls = [[lane] for lane in group]
+            together = batch.n_tokens * len(group) <= self.token_budget
+            calls = [group] if together else [[lane] for lane in group]
             for call in calls:
                 hidden = self._trunk_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
                 found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
@@ -295,7 +292,9 @@ class HydraModel(nn.Module):
         """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another."""
         n, t = len(slots), batch.n_tokens
         table = SlotTable(
-            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
+            starts=tuple(i * t for i in range(n)),
+            ends=tuple((i + 1) * t for i in range(n)),
+            slots=tuple(slots),
         )
         dropout = None
         if dropout_seed is not None:
@@ -338,7 +337,11 @@ class HydraModel(nn.Module):
             trained = trainable_slots(self.roles, name)
             for slot in used:
                 backbone.add_slot(
-                    slot, slots.get(slot, SlotConfig()), trainable=slot in trained, dtype=dtype, generator=self._generator
+                    slot,
+                    slots.get(slot, SlotConfig()),
+                    trainable=slot in trained,
+                    dtype=dtype,
+                    generator=self._generator,
                 )
             for slot in used:
                 self._initialise(backbone, slot)
@@ -349,7 +352,9 @@ class HydraModel(nn.Module):
         if origin is None:
             return
         if name in starting:
-            raise ValueError(f"init_from: expected an origin outside of the slots {starting}, which start from each other")
+            raise ValueError(
+                f"init_from: expected an origin outside of the slots {starting}, which start from each other"
+            )
         if origin in backbone.slots:
             self._initialise(backbone, origin, (*starting, name))
             slot.copy_from(backbone.slot(origin))

@@ -195,9 +195,7 @@ class ValueLoss:
 
     def compute(self, states: HiddenStates) -> ValueLossOutputs:
         value_M = states.scalar_heads[self.role](states.predicting(self.role))
-        return value_loss(
-            value_M, self.old_value_M, self.return_M, self.mask_M, denom=self.denom, clip=self.clip
-        )
+        return value_loss(value_M, self.old_value_M, self.return_M, self.mask_M, denom=self.denom, clip=self.clip)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -217,9 +215,8 @@ class LmLoss:
         hidden, target = states.predicting(self.role), states.batch.targets_M
         if self.rows_M is not None:
             hidden, target = hidden.index_select(0, self.rows_M), target[self.rows_M]
-        out = linear_logprob(
-            hidden, states.lm_heads[self.role].weight, target, **states.head_options(self.role)
-        )
+        out = linear_logprob(hidden, states.lm_heads[self.role].weight, target, **states.head_options(self.role))
+        assert out.logprob is not None
         return -out.logprob.sum() / self.denom
 
 

@@ -1,9 +1,9 @@
 """Saving and loading a HydraModel: the folder's root is the actor in PEFT format, other slots are sub-folders.
 
-    folder/adapter_config.json, adapter_model.safetensors    the actor, loads with plain PeftModel.from_pretrained
-    folder/slots/<name>/…                                    every other slot, same format
-    folder/heads.safetensors                                 value and reward heads
-    folder/rlhf_engine.json                                  roles, slots, base path and hash, versions
+folder/adapter_config.json, adapter_model.safetensors    the actor, loads with plain PeftModel.from_pretrained
+folder/slots/<name>/…                                    every other slot, same format
+folder/heads.safetensors                                 value and reward heads
+folder/rlhf_engine.json                                  roles, slots, base path and hash, versions
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         "roles": {name: dataclasses.asdict(role) for name, role in model.roles.items()},
         "slots": folders,
         "trained_heads": sorted(model.trained_heads),
-        "versions": {"rlhf_engine": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "rlhf_engine": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
     (folder / peft_io.ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -72,7 +76,12 @@ def load_pretrained(
     roles = {name: RoleSpec(**fields) for name, fields in record["roles"].items()}
     slots = {name: peft_io.read_slot_config(folder / where) for name, where in record["slots"].items()}
     model = HydraModel.from_pretrained(
-        base or record["base"], roles=roles, slots=slots, dtype=dtype, device=device, token_budget=token_budget
+        base or record["base"],
+        roles=roles,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        token_budget=token_budget,
     )
     found = model.backbone("base").base_hash()
     if found != record["base_hash"]:

@@ -1,8 +1,8 @@
 """Rollouts: sampling with a KV cache in one role's lane, on the very weights that training uses.
 
 Prompts are prefilled packed; then one token per live row and step. A row stops at its own end-of-sequence token and
-leaves the batch. Greedy and sampled rows share a batch. Each token's log-prob under the distribution it was drawn from is
-kept, logits never exist. A draw depends on (seed, sample id, position) only, not on what it was batched with.
+leaves the batch. Greedy and sampled rows share a batch. Each token's log-prob under the distribution it was drawn
+from is kept, logits never exist. A draw depends on (seed, sample id, position) only, not on what it was batched with.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class _LiveRows:
             logit_scale=head.logit_scale,
             bias=head.bias,
         )
+        assert drawn.token is not None
+        assert drawn.logprob is not None
         still = []
         for i, token, logprob in zip(self.live, drawn.token.tolist(), drawn.logprob.tolist(), strict=True):
             self.tokens[i].append(token)

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import PPOConfig, SFTConfig
+from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, j_hydra_roles, peft_io
+from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.roles import OFF
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLE_TABLES = {"hydra_ppo": hydra_roles, "j_hydra_ppo": j_hydra_roles}
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU. Raises ConfigError for one that is absent."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: expected one that is present (cpu), got {name!r}")
-    return torch.device(name)
-
-
-def slot_config(config: PPOConfig) -> SlotConfig:
+def slot_config(config: PPOConfig | SFTConfig) -> SlotConfig:
     """The shape of a fresh slot."""
-    targets = config.lora_target_modules
-    if not isinstance(targets, str):
-        targets = tuple(targets)
-    elif targets != "all-linear":
-        targets = (targets,)
-    return SlotConfig(
-        r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, target_modules=targets
-    )
+    named = config.lora_target_modules
+    targets: str | tuple[str, ...] = tuple(named) if isinstance(named, list) else (named,)
+    if named == ALL_LINEAR:
+        targets = ALL_LINEAR
+    return SlotConfig(r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, target_modules=targets)
 
 
 def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:

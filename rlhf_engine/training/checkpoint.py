@@ -64,21 +64,18 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(
-    folder: str | os.PathLike[str], model: HydraModel, optimizer: RoleOptimizer
-) -> TrainerState:
-    """Load into a model and optimizer built from the same configuration. Raises ConfigError for a folder that is none."""
+def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer: RoleOptimizer) -> TrainerState:
+    """Load into a model and optimizer built from the same configuration; ConfigError for a folder that is none."""
     folder = Path(folder)
     for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there"
-            )
+            raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")
     record = json.loads((folder / peft_io.ENGINE_FILE).read_text())
     base = model.backbone("base")
     if set(record["slots"]) != set(base.slots):
         raise ConfigError(
-            f"resume_from_checkpoint: expected slots {sorted(base.slots)}, got {sorted(record['slots'])} in {str(folder)!r}"
+            f"resume_from_checkpoint: expected slots {sorted(base.slots)}, got {sorted(record['slots'])} "
+            f"in {str(folder)!r}"
         )
     for name, where in record["slots"].items():
         peft_io.load_slot(base.slot(name), folder / where, base_hash=base.base_hash)
@@ -92,9 +89,7 @@ def load_checkpoint(
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     root = Path(output_dir)
-    found = (
-        [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.search(p.name)] if root.is_dir() else []
-    )
+    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.search(p.name)] if root.is_dir() else []
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 

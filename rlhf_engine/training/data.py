@@ -1,4 +1,4 @@
-"""Data for training: rows from local JSON or JSONL, tokenized prompts and answers, order as a function of the seed.
+"""Data for training: rows from local JSON or JSONL, their order as a function of the seed.
 
 Prompt-only rows are {"prompt": str, …}; supervised rows {"prompt", "completion"} or {"prompt", "chosen", "rejected"}
 (TRL's prompt-only, prompt-completion and preference types with strings).
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_engine.errors import ConfigError
 
@@ -27,9 +26,7 @@ def read_rows(path: str | os.PathLike[str], columns: Sequence[str], *, limit: in
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(
-            f"dataset_name: expected a .json or .jsonl file, got {str(path)!r} which is not a file"
-        )
+        raise ConfigError(f"dataset_name: expected a .json or .jsonl file, got {str(path)!r} which is not a file")
     rows: list[Row] = []
     for where, row in _objects(path):
         if not isinstance(row, dict):
@@ -67,35 +64,6 @@ def _objects(path: Path) -> list[tuple[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{path}:{number}: expected a JSON object, got {error}") from error
     return found
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises ConfigError if it has no end-of-sequence token.
-
-    A padding token is not needed: rows are packed, nothing is ever padded with tokens.
-    """
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in {str(path)!r}; "
-            "set eos_token in its tokenizer_config.json, or answers could never end"
-        )
-    return tokenizer
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt with the tokenizer's own beginning, but never an end-of-sequence token at its end."""
-    ids = list(tokenizer(prompt)["input_ids"])
-    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
-
-
-def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> list[int]:
-    """Token ids of a whole answer, ended by the end-of-sequence token."""
-    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-    assert tokenizer.eos_token_id is not None
-    return [*ids, int(tokenizer.eos_token_id)]
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:

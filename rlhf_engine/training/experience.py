@@ -32,9 +32,7 @@ class ScoredRollout:
     metrics: dict[str, float]
 
 
-def decode_answers(
-    tokenizer: PreTrainedTokenizerBase, batch: PackedBatch
-) -> tuple[list[str], list[list[int]]]:
+def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tuple[list[str], list[list[int]]]:
     """(texts without special tokens, token ids) of the N completions."""
     ids = [batch.completion_tokens(i) for i in range(batch.n_sequences)]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids], ids
@@ -59,28 +57,29 @@ def make_experience(
     """
     batch = rollout.batch
     roles = ["actor", "reference", "critic", *(["reward"] if scorer.uses_lane else [])]
-    scores = model.score(
-        batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact"
-    )
+    scores = model.score(batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact")
+    logprobs_M, ref_logprobs_M, all_values_M = scores.logprobs_M, scores.ref_logprobs_M, scores.values_M
+    assert logprobs_M is not None
+    assert ref_logprobs_M is not None
+    assert all_values_M is not None
+    assert scores.entropies_M is not None
     dtype = model.backbone("base").lm_head.weight.dtype
-    mismatch = _check_mismatch(scores.logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
+    mismatch = _check_mismatch(logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
     if first_step_from_reference:
-        _check_step0(scores.logprobs_M, scores.ref_logprobs_M, dtype)
+        _check_step0(logprobs_M, ref_logprobs_M, dtype)
     texts, ids = decode_answers(tokenizer, batch)
     scored = scorer(prompts, texts, ids, columns, rollout.finished, scores.rewards_N)
     kept = [i for i, total in enumerate(scored.totals) if total is not None]
     if not kept:
-        raise ConfigError(
-            "reward_funcs: expected a reward for at least one answer of the batch, got None for all"
-        )
+        raise ConfigError("reward_funcs: expected a reward for at least one answer of the batch, got None for all")
     rows = batch.select_completion_rows(kept)
     kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
-    kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows]
+    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows]
     scores_N = torch.tensor([scored.totals[i] for i in kept], dtype=torch.float32, device=batch.device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
-    values_M = scores.values_M[rows]
+    values_M = all_values_M[rows]
     advantages_M, returns_M = advantages(
         token_rewards(kl_M, scores_N, kept_batch, config.beta),
         values_M,
@@ -92,7 +91,7 @@ def make_experience(
     )
     experience = Experience(
         batch=kept_batch,
-        old_logprobs_M=scores.logprobs_M[rows],
+        old_logprobs_M=logprobs_M[rows],
         old_values_M=values_M,
         advantages_M=advantages_M,
         returns_M=returns_M,

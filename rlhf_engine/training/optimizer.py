@@ -1,4 +1,4 @@
-"""AdamW over adapters and heads: one owner per parameter, a stateless schedule, clipping by role, plain-tensor state."""
+"""AdamW over adapters and heads: one owner per parameter, stateless schedule, clipping by role, plain-tensor state."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class RoleOptimizer:
                 self.groups[role] = own
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
         if left:
-            raise ValueError(
-                f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}"
-            )
+            raise ValueError(f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}")
         self.adamw = torch.optim.AdamW(
             [{"params": list(g.values()), "lr": learning_rates[role]} for role, g in self.groups.items()],
             betas=betas,
@@ -80,12 +78,8 @@ class RoleOptimizer:
                 continue
             norm = torch.nn.utils.get_total_norm(gradients)
             if not math.isfinite(float(norm)):
-                culprit = next(
-                    n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()
-                )
-                raise NonFiniteError(
-                    f"gradient of {role} is not finite, first in {culprit}; nothing was applied"
-                )
+                culprit = next(n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all())
+                raise NonFiniteError(f"gradient of {role} is not finite, first in {culprit}; nothing was applied")
             norms[f"grad_norm/{role}"] = float(norm)
         for role, group in self.groups.items():
             if self.max_grad_norm is not None and f"grad_norm/{role}" in norms:

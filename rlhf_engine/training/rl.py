@@ -1,12 +1,15 @@
 """The RL loop: rollout → experience → update, until done; everything can stop and go on at a step.
 
-One step draws `generation_batch_size` answers in the actor's lane, scores them with all lanes at once, and updates actor
-and critic. Data order, sampling seeds and minibatches are functions of (seed, step), so a resumed run makes the same
-floats as one that never stopped.
+One step draws `generation_batch_size` answers in the actor's lane, scores them with all lanes at once, and updates
+actor and critic. Data order, sampling seeds and minibatches are functions of (seed, step), so a resumed run makes the
+same floats as one that never stopped.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_kernels import registry
 
 from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, save_pretrained
+from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
+from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
 from rlhf_engine.training.build import build_ppo_model
 from rlhf_engine.training.checkpoint import (
     TrainerState,
@@ -28,13 +34,17 @@ from rlhf_engine.training.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
-from rlhf_engine.training.data import Row, batch_indices, encode_prompt, load_tokenizer, read_rows
+from rlhf_engine.training.data import Row, batch_indices, read_rows
 from rlhf_engine.training.experience import decode_answers, make_experience
-from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes
+from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
 METRICS_FILE = "metrics.jsonl"
+RECORD_FILE = "run.json"
+CURVES_FILE = "curves.png"
+SAMPLES_FILE = "samples.md"
+_BEFORE_FILE = "samples_before.json"
 FINAL_FOLDER = "final"
 
 
@@ -76,9 +86,7 @@ class PpoTrainer:
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
         self.train_set = self._load_prompts(config.dataset_name, config.dataset_limit)
-        self.eval_set = (
-            self._load_prompts(config.eval_dataset_name, None) if config.eval_dataset_name else None
-        )
+        self.eval_set = self._load_prompts(config.eval_dataset_name, None) if config.eval_dataset_name else None
         some = list(range(min(2, len(self.train_set.rows))))
         self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
         self.model: HydraModel = build_ppo_model(config)
@@ -105,40 +113,54 @@ class PpoTrainer:
             if self.state.seed != config.seed:
                 raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
         # the actor starts as the reference unless it brings weights of its own
-        self._starts_as_reference = (
-            config.actor_adapter is None or config.actor_adapter == config.reference_adapter
-        )
+        self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._watch: dict[str, dict[str, torch.Tensor]] | None = None
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def run(self, on_step: Callable[[int, dict[str, float]], None] | None = None) -> None:
-        """All remaining steps, with metrics, checkpoints and the final model. on_step(step, metrics) after each."""
+        """All remaining steps, with metrics, checkpoints and the final model. on_step(step, metrics) after each.
+
+        Writes run.json, metrics.jsonl, curves.png, samples.md and final/ into the output folder. An error leaves the
+        last checkpoint and all metrics so far in place.
+        """
         self.output.mkdir(parents=True, exist_ok=True)
-        writer = MetricsWriter(self.output / METRICS_FILE)
-        writer.truncate_after(self.state.step)
-        while self.state.step < self.config.max_steps:
-            metrics = self.step()
-            done = self.state.step
-            if self.config.eval_steps and done % self.config.eval_steps == 0:
-                metrics |= self.evaluate()
-            if done % self.config.logging_steps == 0 or done == self.config.max_steps:
-                writer.write(done, metrics)
-            if on_step is not None:
-                on_step(done, metrics)
-            last = done == self.config.max_steps
-            if last or (self.config.save_steps and done % self.config.save_steps == 0):
-                self.save()
+        if self.state.step == 0:
+            self._clear_earlier_run()
+        self._write_record()
+        before = self._samples_before()
+        with MetricsWriter(self.output / METRICS_FILE) as writer:
+            writer.truncate_after(self.state.step)
+            while self.state.step < self.config.max_steps:
+                metrics = self.step()
+                done = self.state.step
+                if self.config.eval_steps and done % self.config.eval_steps == 0:
+                    metrics |= self.evaluate()
+                if done % self.config.logging_steps == 0 or done == self.config.max_steps:
+                    writer.write(done, metrics)
+                if on_step is not None:
+                    on_step(done, metrics)
+                if done == self.config.max_steps or (self.config.save_steps and done % self.config.save_steps == 0):
+                    self.save()
+                    plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
         save_pretrained(self.model, self.output / FINAL_FOLDER)
         self.tokenizer.save_pretrained(self.output / FINAL_FOLDER)
+        if before:
+            after = self._samples()
+            text = samples_markdown(
+                after["prompts"],
+                before["completions"],
+                after["completions"],
+                before["scores"],
+                after["scores"],
+            )
+            (self.output / SAMPLES_FILE).write_text(text)
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
         config, state = self.config, self.state
-        clock = _Clock()
-        indices = batch_indices(
-            len(self.train_set.rows), config.generation_batch_size, state.step, config.seed
-        )
+        clock = _Clock(self.model.device)
+        indices = batch_indices(len(self.train_set.rows), config.generation_batch_size, state.step, config.seed)
         rollout = generate(
             self.model,
             [self.train_set.ids[i] for i in indices],
@@ -195,24 +217,18 @@ class PpoTrainer:
             "samples_per_second": len(indices) / clock.total,
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
-            "peak_memory_bytes": float(peak_memory_bytes()),
+            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
         }
 
     # ---- looking at the policy -------------------------------------------------------------------------------------
 
-    def answer(
-        self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0
-    ) -> Answers:
+    def answer(self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0) -> Answers:
         """Sample one answer per prompt from a role and score it, without penalties for a missing end."""
         rollout = generate(self.model, [prompts.ids[i] for i in indices], self._sampling(seed), role=role)
         texts, ids = decode_answers(self.tokenizer, rollout.batch)
         lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
-        scored = self.scorer(
-            prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane
-        )
-        return Answers(
-            prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout
-        )
+        scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
+        return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
 
     def kl_to_reference(self, rollout: Rollout) -> float:
         """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
@@ -232,17 +248,14 @@ class PpoTrainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
-        return save_checkpoint(
-            self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit
-        )
+        return save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _sampling(self, seed: int) -> SamplingConfig:
-        assert self.tokenizer.eos_token_id is not None
         return SamplingConfig(
             max_completion_length=self.config.max_completion_length,
-            eos_token_ids=(int(self.tokenizer.eos_token_id),),
+            eos_token_ids=eos_token_ids(self.tokenizer, self.model.backbone().model),
             temperature=self.config.temperature,
             seed=seed,
         )
@@ -268,9 +281,7 @@ class PpoTrainer:
         longest = self.config.max_prompt_length
         for i, prompt in enumerate(ids):
             if longest is not None and len(prompt) > longest:
-                raise ConfigError(
-                    f"{path}: row {i}: expected a prompt of at most {longest} tokens, got {len(prompt)}"
-                )
+                raise ConfigError(f"{path}: row {i}: expected a prompt of at most {longest} tokens, got {len(prompt)}")
         return PromptSet(rows=rows, ids=ids)
 
     def _check_output(self, resume: Path | None) -> None:
@@ -281,6 +292,43 @@ class PpoTrainer:
                     f"output_dir: expected one without a run, got {self.output} with {held or [METRICS_FILE]}; "
                     "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
                 )
+
+    def _clear_earlier_run(self) -> None:
+        """With overwrite_output_dir: an old run's checkpoints must not be taken for this one's."""
+        for checkpoint in list_checkpoints(self.output):
+            shutil.rmtree(checkpoint)
+        (self.output / _BEFORE_FILE).unlink(missing_ok=True)
+
+    def _write_record(self) -> None:
+        device = self.model.device
+        dtype = self.model.backbone().lm_head.weight.dtype
+        record = run_record(
+            config=self.config,
+            command=sys.argv,
+            backends=registry.report(device.type, dtype),
+            device=device,
+        )
+        record["base_hash"] = self.model.backbone().base_hash()
+        record["resumed_at_step"] = self.state.step
+        write_json_atomic(self.output / RECORD_FILE, record)
+
+    def _samples(self) -> dict[str, list[Any]]:
+        prompts = self.eval_set or self.train_set
+        indices = list(range(min(self.config.num_samples, len(prompts.rows))))
+        answers = self.answer(prompts, indices, seed=self.config.seed)
+        return {"prompts": answers.prompts, "completions": answers.completions, "scores": answers.scores}
+
+    def _samples_before(self) -> dict[str, list[Any]]:
+        """Answers before the first step, from disk if the run was resumed; empty without samples."""
+        path = self.output / _BEFORE_FILE
+        if self.config.num_samples == 0:
+            return {}
+        if self.state.step == 0:
+            write_json_atomic(path, self._samples())
+        if not path.is_file():
+            return {}
+        found: dict[str, list[Any]] = json.loads(path.read_text())
+        return found
 
     def _begin_watch(self, factor: float) -> None:
         """Before the first update: remember the trained tensors, to see that training does something."""
@@ -310,13 +358,19 @@ class PpoTrainer:
 class _Clock:
     """Seconds by phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = self._last = time.perf_counter()
+        self._device = device
+        self._began = self._last = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # once per phase, or the next phase would be charged for this one
+        return time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Time since the last lap belongs to `phase`."""
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[phase] = now - self._last
         self._last = now
 

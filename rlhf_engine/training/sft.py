@@ -3,7 +3,8 @@
     L = −Σ_t log p(y_w,t | x, y_w,<t) / tokens  +  γ · (−log σ(r(x, y_w) − r(x, y_l))) / pairs
 
 Cross-entropy on the chosen answer's tokens only; γ = 0 is plain supervised fine-tuning, and rejected answers are not
-even run. `full` trains the base and writes a new one with its reward head; `lora` leaves the base alone and writes a slot.
+even run. `full` trains the base and writes a new one with its reward head; `lora` leaves the base alone and writes a
+slot.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
+from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import (
     OFF,
@@ -26,18 +28,11 @@ from rlhf_engine.hydra import (
     PackedBatch,
     PairwiseRewardLoss,
     RoleSpec,
-    SlotConfig,
     peft_io,
 )
-from rlhf_engine.training.build import DTYPES, resolve_device, slot_config
-from rlhf_engine.training.data import (
-    Row,
-    batch_indices,
-    encode_completion,
-    encode_prompt,
-    load_tokenizer,
-    read_rows,
-)
+from rlhf_engine.tokenizing import encode_completion, encode_prompt, load_tokenizer
+from rlhf_engine.training.build import slot_config
+from rlhf_engine.training.data import Row, batch_indices, read_rows
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 
 SFT_SLOT = "sft"
@@ -76,9 +71,7 @@ def tokenize_rows(
         )
         longest = len(example.prompt) + max(len(example.chosen), len(example.rejected or ()))
         if longest > max_length:
-            raise ConfigError(
-                f"row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}"
-            )
+            raise ConfigError(f"row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}")
         examples.append(example)
     return examples
 
@@ -124,9 +117,7 @@ class SftTrainer:
         self.config = config
         output = Path(config.output_dir)
         if output.exists() and any(output.iterdir()) and not config.overwrite_output_dir:
-            raise ConfigError(
-                f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}"
-            )
+            raise ConfigError(f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}")
         rows = read_rows(config.dataset_name, ("prompt",))
         paired = all("chosen" in row and "rejected" in row for row in rows)
         read_rows(config.dataset_name, ("chosen", "rejected") if paired else ("completion",))
@@ -194,9 +185,7 @@ class SftTrainer:
         metrics = {name: float(value) for name, value in totals.items()}
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):
-                raise NonFiniteError(
-                    f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied"
-                )
+                raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
         self.optimizer.set_lr_factor(
             lr_factor(
                 step,

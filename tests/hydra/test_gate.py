@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from rlhf_engine.hydra import HydraModel, Logprobs, SlotConfig, hydra_roles
-from rlhf_engine.hydra import gate
+from rlhf_engine.hydra import HydraModel, Logprobs, SlotConfig, gate, hydra_roles
 from rlhf_engine.hydra.attention import plan_packed
 from tests.conftest import build, random_batch, randomise, tiny_llama
 
@@ -22,10 +21,15 @@ def test_nesting_restores_the_outer_call_also_after_an_error():
     outer = gate.TrunkCall(table=gate.SlotTable.uniform("a", 2), attention=plan)
     inner = gate.TrunkCall(table=gate.SlotTable.uniform("b", 2), attention=plan)
     assert gate.current() is None
-    with gate.enter(outer):
-        with pytest.raises(KeyError), gate.enter(inner):
+
+    def fail_inside():
+        with gate.enter(inner):
             assert gate.current() is inner
             raise KeyError
+
+    with gate.enter(outer):
+        with pytest.raises(KeyError):
+            fail_inside()
         assert gate.current() is outer
     assert gate.current() is None
 
@@ -90,7 +94,7 @@ def test_checkpointed_gradients_equal_plain_ones(other_thread, dropout):
     handle = layer.register_forward_pre_hook(lambda m, a: recomputed.append(gate.current()))
     again = gradients(model, batch, other_thread=other_thread)
     handle.remove()
-    # one forward per lane group (actor with gradient, reference without) and one recompute, each under a call of its own
+    # one forward per lane group (actor with gradient, reference without) and one recompute, each under its own call
     assert len(recomputed) == 3
     assert all(call is not None for call in recomputed)
     assert all(torch.equal(plain[n], again[n]) for n in plain)

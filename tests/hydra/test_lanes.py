@@ -71,16 +71,21 @@ def test_exact_kl_is_what_full_logits_give():
     log_a, log_r = (
         (hidden[slot].double()[batch.predict_rows_M] @ weight.T).log_softmax(-1) for slot in ("actor", None)
     )
-    torch.testing.assert_close(
-        scores.kl_M.double(), (log_a.exp() * (log_a - log_r)).sum(-1), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(scores.kl_M.double(), (log_a.exp() * (log_a - log_r)).sum(-1), rtol=1e-4, atol=1e-5)
     assert scores.kl_M.min() >= 0
 
 
 def test_the_role_table_admits_several_backbones():
-    roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward"), "reference": RoleSpec(backbone="ref")}
+    roles = {
+        **hydra_roles(),
+        "reward": RoleSpec(backbone="rm", head="reward"),
+        "reference": RoleSpec(backbone="ref"),
+    }
     model = HydraModel.from_pretrained(
-        tiny_llama(0), roles=roles, backbones={"rm": tiny_llama(1), "ref": tiny_llama(0)}, slots={"actor": SlotConfig(r=2)}
+        tiny_llama(0),
+        roles=roles,
+        backbones={"rm": tiny_llama(1), "ref": tiny_llama(0)},
+        slots={"actor": SlotConfig(r=2)},
     )
     randomise(model, "actor", "critic")
     batch = random_batch()

@@ -1,0 +1,47 @@
+# make demo | test | test-long | bench | lint | gpu | clean
+# The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.10 or later).
+
+PYTHON ?= python3
+VENV := .venv/bin
+ARGS ?=
+INSTALLED := .venv/.installed
+NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+# A GPU machine brings its own torch: take .venv if there is one, and never install anything.
+GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
+
+.PHONY: demo test test-long bench lint gpu clean
+
+demo: $(INSTALLED)
+	$(VENV)/rlhf-engine demo $(ARGS)
+
+test: $(INSTALLED)
+	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "not long and not gpu" $(ARGS)
+
+test-long: $(INSTALLED)
+	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
+
+gpu:
+	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(INSTALLED)
+	@set -e; for script in bench/bench_*.py; do \
+		if [ -x "$$script" ]; then echo "== $$script"; $(VENV)/python "$$script" --quick $(ARGS); fi; \
+	done
+
+lint: $(INSTALLED)
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+		sys.exit(f"rlhf-engine needs Python 3.10 or later, {sys.executable} is {v}; try make PYTHON=python3.12" \
+		if sys.version_info < (3, 10) else 0)'
+	test -x $(VENV)/python || $(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install -c constraints.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache $(INSTALLED)
+	rm -f kernels/rlhf_kernels/_native*.so
+	find bench csrc examples kernels rlhf_engine tests -name __pycache__ -type d -prune -exec rm -rf {} +

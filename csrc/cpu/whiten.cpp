@@ -1,0 +1,157 @@
+// Masked moments, whitening and its gradient over `count` dense elements.
+//
+// Contract. Reads x, mask (one byte each, 0 = left out), and moments [3] = (n, sum, sum of squares) or null; writes every
+// element of y and stats [3] = (n, mean, rstd), accumulating nothing that was there before. Masked inputs (NaN too)
+// reach no output, masked outputs are 0. With c = max(n - 1, 1):
+//     mean = sum / max(n, 1)     var = sum (x - mean)^2 / c, or max(sum of squares - sum mean, 0) / c from moments
+//     rstd = 1 / sqrt(var + eps)     y = (x - mean) rstd (+ mean unless shift_mean)
+// Backward, with d = x - mean and sums over unmasked positions; moments that were given are constants:
+//     d_x = rstd (g - sum(g) / n) - rstd^3 d sum(g d) / c (+ sum(g) / n unless shift_mean);  constant: d_x = rstd g
+// Sums and arithmetic are in double, outputs are rounded once to T. Sums are made per block of a fixed size and the
+// blocks' sums are added in order, so the bits do not depend on the number of threads.
+
+#include "cpu/whiten.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "common/check.h"
+
+namespace rlhf::cpu {
+namespace {
+
+constexpr int64_t kBlock = 4096;
+constexpr int kLanes = 8;  // independent partial sums, so that one addition need not wait for the one before
+// Below this many elements the work takes less than half a millisecond: too little to wait for a second core.
+constexpr int64_t kSerialElements = 1 << 18;
+
+template <typename Body>
+void for_blocks(int64_t count, int threads, Body body) {
+    const int64_t blocks = (count + kBlock - 1) / kBlock;
+    [[maybe_unused]] const bool parallel = threads > 1 && count >= kSerialElements;
+#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
+    for (int64_t block = 0; block < blocks; ++block) {
+        body(block, block * kBlock, std::min(count, (block + 1) * kBlock));
+    }
+}
+
+// Sums of S quantities: terms(i, out) adds element i's to out[0..S). The order of additions depends on count alone.
+template <int S, typename Terms>
+std::array<double, S> ordered_sums(int64_t count, int threads, Terms terms) {
+    std::vector<std::array<double, S>> partial((count + kBlock - 1) / kBlock);
+    for_blocks(count, threads, [&](int64_t block, int64_t begin, int64_t end) {
+        double lanes[kLanes][S] = {};
+        int64_t i = begin;
+        for (; i + kLanes <= end; i += kLanes) {
+            for (int lane = 0; lane < kLanes; ++lane) terms(i + lane, lanes[lane]);
+        }
+        for (; i < end; ++i) terms(i, lanes[0]);
+        for (int s = 0; s < S; ++s) {
+            partial[block][s] = 0;
+            for (int lane = 0; lane < kLanes; ++lane) partial[block][s] += lanes[lane][s];
+        }
+    });
+    std::array<double, S> total{};
+    for (const auto& sums : partial) {
+        for (int s = 0; s < S; ++s) total[s] += sums[s];
+    }
+    return total;
+}
+
+void check_call(int64_t count, int threads) {
+    RLHF_CHECK_SIZE(count);
+    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+}
+
+}  // namespace
+
+template <typename T>
+void masked_moments(const T* x, const uint8_t* mask, int64_t count, int threads, double* moments) {
+    check_call(count, threads);
+    RLHF_CHECK_POINTER(x, count);
+    RLHF_CHECK_POINTER(mask, count);
+    RLHF_CHECK_POINTER(moments, 3);
+    const auto sums = ordered_sums<3>(count, threads, [&](int64_t i, double* out) {
+        const double v = mask[i] ? double(x[i]) : 0.0;
+        out[0] += mask[i] ? 1.0 : 0.0;
+        out[1] += v;
+        out[2] += v * v;
+    });
+    std::copy(sums.begin(), sums.end(), moments);
+}
+
+template <typename T>
+void whiten_forward(const T* x, const uint8_t* mask, const double* moments, int64_t count, bool shift_mean, double eps,
+                    int threads, T* y, double* stats) {
+    check_call(count, threads);
+    RLHF_CHECK_POINTER(x, count);
+    RLHF_CHECK_POINTER(mask, count);
+    RLHF_CHECK_POINTER(y, count);
+    RLHF_CHECK_POINTER(stats, 3);
+    double n, mean, squares;
+    if (moments) {
+        n = moments[0];
+        mean = moments[1] / std::max(n, 1.0);
+        squares = std::max(moments[2] - moments[1] * mean, 0.0);
+    } else {
+        const auto sums = ordered_sums<2>(count, threads, [&](int64_t i, double* out) {
+            out[0] += mask[i] ? 1.0 : 0.0;
+            out[1] += mask[i] ? double(x[i]) : 0.0;
+        });
+        n = sums[0];
+        mean = sums[1] / std::max(n, 1.0);
+        squares = ordered_sums<1>(count, threads, [&](int64_t i, double* out) {
+            const double d = mask[i] ? double(x[i]) - mean : 0.0;
+            out[0] += d * d;
+        })[0];
+    }
+    const double rstd = 1.0 / std::sqrt(squares / std::max(n - 1.0, 1.0) + eps);
+    const double shift = shift_mean ? 0.0 : mean;
+    for_blocks(count, threads, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) y[i] = mask[i] ? T((double(x[i]) - mean) * rstd + shift) : T(0);
+    });
+    stats[0] = n;
+    stats[1] = mean;
+    stats[2] = rstd;
+}
+
+template <typename T>
+void whiten_backward(const T* grad, const T* x, const uint8_t* mask, const double* stats, int64_t count,
+                     bool shift_mean, bool constant_moments, int threads, T* d_x) {
+    check_call(count, threads);
+    RLHF_CHECK_POINTER(grad, count);
+    RLHF_CHECK_POINTER(x, count);
+    RLHF_CHECK_POINTER(mask, count);
+    RLHF_CHECK_POINTER(stats, 3);
+    RLHF_CHECK_POINTER(d_x, count);
+    const double n = stats[0], mean = stats[1], rstd = stats[2];
+    double shift = 0, slope = 0;  // d_x = rstd g - shift - slope d
+    if (!constant_moments) {
+        const auto sums = ordered_sums<2>(count, threads, [&](int64_t i, double* out) {
+            const double g = mask[i] ? double(grad[i]) : 0.0;
+            const double d = mask[i] ? double(x[i]) - mean : 0.0;
+            out[0] += g;
+            out[1] += g * d;
+        });
+        shift = (shift_mean ? rstd : rstd - 1.0) * sums[0] / std::max(n, 1.0);
+        slope = rstd * rstd * rstd * sums[1] / std::max(n - 1.0, 1.0);
+    }
+    for_blocks(count, threads, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            d_x[i] = mask[i] ? T((rstd * double(grad[i]) - shift) - slope * (double(x[i]) - mean)) : T(0);
+        }
+    });
+}
+
+#define INSTANTIATE(T)                                                                                       \
+    template void masked_moments<T>(const T*, const uint8_t*, int64_t, int, double*);                        \
+    template void whiten_forward<T>(const T*, const uint8_t*, const double*, int64_t, bool, double, int, T*, \
+                                    double*);                                                                \
+    template void whiten_backward<T>(const T*, const T*, const uint8_t*, const double*, int64_t, bool, bool, int, T*);
+INSTANTIATE(float)
+INSTANTIATE(double)
+#undef INSTANTIATE
+
+}  // namespace rlhf::cpu

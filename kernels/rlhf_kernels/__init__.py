@@ -1,0 +1,43 @@
+"""Kernels of rlhf-engine: importable alone, they know nothing of models, adapters or trainers.
+
+Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `rlhf_kernels.registry`.
+"""
+
+from rlhf_kernels.decode_attention import decode_attention
+from rlhf_kernels.gae import gae, masked_moments, whiten
+from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
+from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
+from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
+from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
+from rlhf_kernels.registry import BackendUnavailableError, set_default_backend, use_backend
+from rlhf_kernels.sample import SampleOutputs, sample
+
+__all__ = [
+    "BackendUnavailableError",
+    "Dropout",
+    "HeadLora",
+    "LinearPpoLossOutputs",
+    "LogprobOutputs",
+    "PairOutputs",
+    "PpoLossOutputs",
+    "SampleOutputs",
+    "Segments",
+    "ValueLossOutputs",
+    "decode_attention",
+    "gae",
+    "gather_logprob",
+    "linear_logprob",
+    "linear_logprob_pair",
+    "linear_ppo_loss",
+    "lora_delta_",
+    "lora_linear",
+    "masked_moments",
+    "ppo_loss",
+    "sample",
+    "set_default_backend",
+    "use_backend",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,110 @@
+"""Attention of one query token per row over a paged key/value cache, for decoding.
+
+For row n with length L, query head h and its cache head c = h // (Hq / Hkv), over positions s in [lo, L):
+
+    z_s = scale · q_h · k_{c,s};   with softcap: z_s = softcap · tanh(z_s / softcap)
+    o_h = Σ_s softmax(z)_s v_{c,s};   lo = 0, or max(0, L − window)
+
+Position s of row n is entry s % block of block `block_table[n, s // block]`. A row of length 0 gives zeros.
+
+Symbols: q [N,Hq,D]; k_cache, v_cache [blocks, block, Hkv, D], any strides (a view will do); lengths [N]
+and block_table [N,max_blocks], int32 or int64. What stands in `block_table` past a row's length, and
+in the cache past it or before its window, may be anything, NaN and wild indices included.
+
+dtypes: q and caches of one floating dtype in and out; scores, softmax and sums in fp32 (fp64 for fp64).
+Deterministic. Inference only: there is no backward pass.
+
+On CPU a length above the table's capacity or a used block index out of range raises ValueError. On a device
+nothing is read back, so such indices are the caller's responsibility there.
+
+Source: Kwon et al. 2023 (paged attention); Shazeer 2019 and Ainslie et al. 2023 (shared key/value heads).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import registry
+from rlhf_kernels.decode_attention import reference
+
+__all__ = ["decode_attention"]
+
+registry.register("decode_attention", "reference", reference)
+
+
+@torch.library.custom_op("rlhf_kernels::decode_attention", mutates_args=())
+def _decode_attention_op(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    backend: str,
+) -> Tensor:
+    return registry.implementation("decode_attention", backend).forward(
+        q, k_cache, v_cache, lengths, block_table, scale, window, softcap
+    )
+
+
+@_decode_attention_op.register_fake
+def _(q, *args):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention output [N,Hq,D] in q's dtype; see the module docstring for the equations."""
+    if q.dim() != 3:
+        raise ValueError(f"q: expected shape [N, Hq, D], got {tuple(q.shape)}")
+    if not q.is_floating_point():
+        raise TypeError(f"q: expected a floating dtype, got {q.dtype}")
+    n, n_heads, d = q.shape
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or cache.shape[3] != d:
+            raise ValueError(f"{name}: expected shape [blocks, block, Hkv, {d}], got {tuple(cache.shape)}")
+        if cache.dtype != q.dtype:
+            raise TypeError(f"{name}: expected the dtype of q ({q.dtype}), got {cache.dtype}")
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"v_cache: expected the shape of k_cache {tuple(k_cache.shape)}, got {tuple(v_cache.shape)}")
+    if k_cache.shape[2] == 0 or n_heads % k_cache.shape[2]:
+        raise ValueError(f"q: expected a multiple of the cache's {k_cache.shape[2]} heads, got {n_heads}")
+    for name, index, dim in (("lengths", lengths, 1), ("block_table", block_table, 2)):
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
+        if index.dim() != dim or index.shape[0] != n:
+            raise ValueError(f"{name}: expected {dim} dims with {n} rows like q, got {tuple(index.shape)}")
+    others = {"k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "block_table": block_table}
+    for name, x in others.items():
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected None or an integer >= 1, got {window!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: expected None or a number > 0, got {softcap!r}")
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise ValueError("requires_grad: expected tensors without it, or torch.no_grad(); this op is inference only")
+    return _decode_attention_op(
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        block_table,
+        float(scale),
+        window,
+        None if softcap is None else float(softcap),
+        registry.resolve("decode_attention", backend, q),
+    )

@@ -1,0 +1,183 @@
+"""Log-probability of a target token straight from hidden states: logprob = log softmax(head(hidden))[target].
+
+Forward   z = transform(hidden Wᵀ + scale (hidden Aᵀ) Bᵀ + bias) / temperature, then per row
+          logprob = z_t − lse, and on request entropy, lse, is_top1, mean_logit, log_sum_sq_prob.
+Backward  G = dL/d(hidden Wᵀ) [N, V] tile by tile; d_hidden = G W, dW = Gᵀ hidden, d_bias = Σ_n G,
+          dA = scale (G B)ᵀ hidden, dB = scale Gᵀ (hidden Aᵀ). The logits never exist as one [N, V] tensor.
+
+Legend    hidden [N, H], weight W [V, H], target [N] int64, bias [V], A [r, H], B [V, r],
+          temperature scalar or [N].
+Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden or weight is fp64); gradients in each
+          input's dtype.
+Cost      entropy as a value reuses the tile; as something to differentiate it adds one more pass over each
+          tile in the backward, no GEMM. A weight that needs no gradient gets none: no product, no allocation.
+Source    the transform's order is that of transformers' heads (bias, logit scale, softcap), then the
+          temperature.
+Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.logits`.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from ..logits import (
+    OUTPUTS,
+    HeadGrads,
+    HeadLora,
+    HeadOptions,
+    LogprobOutputs,
+    accumulation_dtype,
+    check_head,
+    check_outputs,
+    check_tensor,
+)
+from . import reference
+
+__all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
+
+registry.register("linear_logprob", "reference", reference)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    ignore_index: int = -100,
+    lora: HeadLora | None = None,
+    outputs: tuple[str, ...] = ("logprob",),
+    backend: str = "auto",
+) -> LogprobOutputs:
+    """Log-probabilities of `target` under the head, without making [N, V] logits.
+
+    Args:
+        hidden: [N, H] last hidden states.
+        weight: [V, H] of the head.
+        target: [N] int64 in [0, V), or `ignore_index`: such rows give 0 everywhere and no gradient, whatever
+            they hold. Other values raise ValueError on the CPU; on an accelerator reading them would stall
+            it, so they are undefined there.
+        temperature: > 0, one number or one per row ([N], not differentiable).
+        lora: rank-r addition to the head, `HeadLora(A, B, scale)`.
+        outputs: which of `LogprobOutputs`' fields to compute; all but `is_top1` (1.0 or 0.0; the first
+            maximum wins a tie) are differentiable.
+    """
+    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    check_tensor("target", target, (hidden.shape[0],), hidden, "int64")
+    wanted = check_outputs(outputs)
+    chosen = registry.resolve("linear_logprob", backend, hidden)
+    results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, chosen)
+    return LogprobOutputs(
+        **{name: x if name in wanted.split(",") else None for name, x in zip(OUTPUTS, results, strict=True)}
+    )
+
+
+@torch.library.custom_op("rlhf_kernels::linear_logprob", mutates_args=())
+def _linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    ignore_index: int,
+    outputs: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    run = registry.implementation("linear_logprob", backend).forward
+    return run(hidden, weight, target, options, ignore_index, outputs)
+
+
+@_linear_logprob.register_fake
+def _(hidden, weight, target, *args):
+    made = {"logprob", "lse", *args[-2].split(",")}
+    dtype = accumulation_dtype(hidden, weight)
+    return tuple(hidden.new_empty(hidden.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
+
+
+@torch.library.custom_op("rlhf_kernels::linear_logprob_backward", mutates_args=())
+def _linear_logprob_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    ignore_index: int,
+    lse: Tensor,
+    entropy: Tensor,
+    log_sum_sq_prob: Tensor,
+    d_logprob: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    d_mean_logit: Tensor | None,
+    d_log_sum_sq_prob: Tensor | None,
+    needs: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    saved = (lse, entropy, log_sum_sq_prob)
+    grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
+    run = registry.implementation("linear_logprob", backend).backward
+    return run(hidden, weight, target, options, ignore_index, saved, grads, needs)
+
+
+@_linear_logprob_backward.register_fake
+def _(hidden, weight, target, bias, lora_A, lora_B, *args):
+    needs = args[-2].split(",")
+    inputs = zip(HeadGrads.names, (hidden, weight, bias, lora_A, lora_B), strict=True)
+    empty = hidden.new_empty
+    dtype = accumulation_dtype(hidden, weight)
+    return tuple(empty(x.shape, dtype=x.dtype) if name in needs else empty(0, dtype=dtype) for name, x in inputs)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, outputs, backend = inputs
+    _, entropy, lse, _, _, log_sum_sq_prob = output
+    # An output nobody differentiates must cost nothing, so missing gradients stay None instead of becoming
+    # zeros
+    ctx.set_materialize_grads(False)
+    made = {"logprob", "lse", *outputs.split(",")} - {"is_top1"}
+    ctx.mark_non_differentiable(*(x for name, x in zip(OUTPUTS, output, strict=True) if name not in made))
+    ctx.save_for_backward(*tensors, lse, entropy, log_sum_sq_prob)
+    ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
+    ctx.backend = backend
+
+
+def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob):
+    *tensors, lse, entropy, log_sum_sq_prob = ctx.saved_tensors
+    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5)]
+    needs = ",".join(name for name, need in zip(HeadGrads.names, wanted, strict=True) if need)
+    grads = _linear_logprob_backward(
+        *tensors,
+        *ctx.options,
+        lse,
+        entropy,
+        log_sum_sq_prob,
+        d_logprob,
+        d_entropy,
+        d_lse,
+        d_mean_logit,
+        d_log_sum_sq_prob,
+        needs,
+        ctx.backend,
+    )
+    d_hidden, d_weight, *d_rest = (g if need else None for g, need in zip(grads, wanted, strict=True))
+    return (d_hidden, d_weight, None, *d_rest, *[None] * 8)
+
+
+_linear_logprob.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,163 @@
+"""Log-prob under a policy a and a reference r, their exact KL and the policy's entropy, in one sweep over W.
+
+Forward   z_a = head(hidden_a), z_r = plain head(hidden_r); per row, with p = softmax(z_a):
+          logprob_x = z_x,t − lse_x
+          kl        = KL(a‖r) = Σ_v p_v (z_a,v − z_r,v) − lse_a + lse_r
+          entropy   = lse_a − Σ_v p_v z_a,v
+Backward  to hidden_a only, with d_v = log p_v − log softmax(z_r)_v:
+          ∂logprob_a/∂z_v = 1[v = t] − p_v,  ∂kl/∂z_v = p_v (d_v − kl),
+          ∂entropy/∂z_v = −p_v (log p_v + entropy)
+
+Legend    hidden_a, hidden_r [N, H], weight W [V, H], target t [N] int64, bias [V], lora A [r, H]
+          and B [V, r].
+Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden_a or weight is fp64). A KL below about
+          1e-6 is fp32 rounding and may come out slightly negative; equal rows without lora give
+          exactly 0.
+Determinism: as `rlhf_kernels.logits`; logprob_a, logprob_r and entropy are those of `linear_logprob`, bit for
+bit.
+Source    the KL of two softmaxes in the streaming form of online softmax.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor
+from . import reference
+
+__all__ = ["PairOutputs", "linear_logprob_pair"]
+
+registry.register("linear_logprob_pair", "reference", reference)
+
+
+class PairOutputs(NamedTuple):
+    """Per-row results, each [N]; 0 in ignored rows."""
+
+    logprob_a: Tensor
+    logprob_r: Tensor  # detached
+    kl: Tensor
+    entropy: Tensor
+
+
+def linear_logprob_pair(
+    hidden_a: Tensor,
+    hidden_r: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    ignore_index: int = -100,
+    lora: HeadLora | None = None,
+    backend: str = "auto",
+) -> PairOutputs:
+    """Both log-probs of `target`, KL(a‖r) over the full vocabulary and the entropy of a.
+
+    `lora` belongs to the policy: it changes hidden_a's logits only. Only hidden_a can receive a gradient;
+    anything else that asks for one is refused. Other arguments as in `linear_logprob`.
+    """
+    options = check_head(hidden_a, weight, bias, lora, temperature, softcap, logit_scale)
+    check_tensor("hidden_r", hidden_r, tuple(hidden_a.shape), hidden_a)
+    check_tensor("target", target, (hidden_a.shape[0],), hidden_a, "int64")
+    if accumulation_dtype(hidden_r) != accumulation_dtype(hidden_a):
+        raise TypeError(f"hidden_r: expected a dtype that goes with {hidden_a.dtype}, got {hidden_r.dtype}")
+    if torch.is_grad_enabled():
+        others = {"hidden_r": hidden_r, "weight": weight, "bias": bias}
+        others |= {"lora.A": options.lora_A, "lora.B": options.lora_B}
+        for name, x in others.items():
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name}: expected one that needs no gradient (only hidden_a gets one), got one that "
+                    "requires grad; detach it, or use two linear_logprob calls to train it"
+                )
+    chosen = registry.resolve("linear_logprob_pair", backend, hidden_a)
+    results = _linear_logprob_pair(hidden_a, hidden_r, weight, target, *options, ignore_index, chosen)
+    return PairOutputs(*results[:4])
+
+
+@torch.library.custom_op("rlhf_kernels::linear_logprob_pair", mutates_args=())
+def _linear_logprob_pair(
+    hidden_a: Tensor,
+    hidden_r: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    ignore_index: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    run = registry.implementation("linear_logprob_pair", backend).forward
+    return run(hidden_a, hidden_r, weight, target, options, ignore_index)
+
+
+@_linear_logprob_pair.register_fake
+def _(hidden_a, hidden_r, weight, *args):
+    dtype = accumulation_dtype(hidden_a, weight)
+    return tuple(hidden_a.new_empty(hidden_a.shape[0], dtype=dtype) for _ in range(6))
+
+
+@torch.library.custom_op("rlhf_kernels::linear_logprob_pair_backward", mutates_args=())
+def _linear_logprob_pair_backward(
+    hidden_a: Tensor,
+    hidden_r: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    ignore_index: int,
+    lse_a: Tensor,
+    lse_r: Tensor,
+    kl: Tensor,
+    entropy: Tensor,
+    d_logprob: Tensor | None,
+    d_kl: Tensor | None,
+    d_entropy: Tensor | None,
+    backend: str,
+) -> Tensor:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    saved, grads = (lse_a, lse_r, kl, entropy), (d_logprob, d_kl, d_entropy)
+    run = registry.implementation("linear_logprob_pair", backend).backward
+    return run(hidden_a, hidden_r, weight, target, options, ignore_index, saved, grads)
+
+
+@_linear_logprob_pair_backward.register_fake
+def _(hidden_a, *args):
+    return hidden_a.new_empty(hidden_a.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, backend = inputs
+    _, logprob_r, kl, entropy, lse_a, lse_r = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(logprob_r, lse_a, lse_r)
+    ctx.save_for_backward(*tensors, lse_a, lse_r, kl, entropy)
+    ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
+    ctx.backend = backend
+
+
+def _backward(ctx, d_logprob, _, d_kl, d_entropy, *unused):
+    *tensors, lse_a, lse_r, kl, entropy = ctx.saved_tensors
+    d_hidden = _linear_logprob_pair_backward(
+        *tensors, *ctx.options, lse_a, lse_r, kl, entropy, d_logprob, d_kl, d_entropy, ctx.backend
+    )
+    return (d_hidden, *[None] * 13)
+
+
+_linear_logprob_pair.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,197 @@
+"""Clipped PPO loss with its statistics straight from hidden states; the gradient is made in the forward.
+
+Forward   logprob, entropy from z = head(hidden) as in `linear_logprob`; then, as in `ppo_loss`,
+          loss = Σ_n mask_n (ppo_n + kl_coef · kl_n − entropy_coef · entropy_n) / denom
+Backward  with c_n = ∂loss/∂logprob_n and e_n = ∂loss/∂entropy_n, both known once row n's lse is:
+          G_nv = c_n (1[v = t] − p_nv) − e_n p_nv (log p_nv + entropy_n), pulled back through the transform;
+          d_hidden = G W, dW = Gᵀ hidden, … . Computed in the forward, scaled by the incoming gradient in the
+          backward. Rows with c = e = 0 (masked, ignored, clipped, zero advantage) never enter these products.
+
+Legend    hidden [N, H], weight W [V, H], target [N] int64, old_logprob, advantage, mask, ref_logprob [N],
+          denom [].
+Dtypes    any float in; accumulation, loss, statistics and logprob fp32 (fp64 if hidden or weight is fp64);
+          gradients are kept in that dtype and rounded once, to each input's dtype, after scaling.
+Determinism: as `rlhf_kernels.logits`; logprob equals that of `linear_logprob` bit for bit.
+Source    Schulman et al. 2017; gradient in the forward as in fused cross-entropy losses.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from ..logits import HeadGrads, HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor
+from ..ppo_loss import KL_ESTIMATORS
+from ..ppo_loss.checks import as_denom
+from . import reference
+
+__all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
+
+registry.register("linear_ppo_loss", "reference", reference)
+
+
+class LinearPpoLossOutputs(NamedTuple):
+    """`PpoLossOutputs` (0-d, only `loss` carries a gradient) plus the log-prob of every row, detached."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl: Tensor  # 0 without ref_logprob
+    entropy: Tensor
+    clip_fraction: Tensor
+    clip_fraction_low: Tensor
+    clip_fraction_high: Tensor
+    approx_kl: Tensor
+    ratio_mean: Tensor
+    ratio_max: Tensor
+    logprob: Tensor  # [N], 0 in masked and ignored rows
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    denom: float | Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ref_logprob: Tensor | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    bias: Tensor | None = None,
+    lora: HeadLora | None = None,
+    ignore_index: int = -100,
+    backend: str = "auto",
+) -> LinearPpoLossOutputs:
+    """PPO loss of the tokens `target` under the head; differentiable in hidden, weight, bias and lora.
+
+    Loss, statistics, mask and denom are those of `ppo_loss`; head, target and temperature those of
+    `linear_logprob`. What stands in masked rows (target included) does not matter. Under `torch.no_grad()` no
+    gradient is made.
+    """
+    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    n_rows = hidden.shape[0]
+    check_tensor("target", target, (n_rows,), hidden, "int64")
+    check_tensor("old_logprob", old_logprob, (n_rows,), hidden)
+    check_tensor("advantage", advantage, (n_rows,), hidden)
+    check_tensor("mask", mask, (n_rows,), hidden, "mask")
+    if ref_logprob is not None:
+        check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
+    elif kl_coef != 0:
+        raise ValueError(f"kl_coef: {kl_coef!r} needs ref_logprob, got ref_logprob=None")
+    for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not knob >= 0:
+            raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
+    if kl not in KL_ESTIMATORS:
+        raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
+    for name, coef in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if not math.isfinite(coef):
+            raise ValueError(f"{name}: expected a finite number, got {coef!r}")
+    inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
+    needs = [
+        name
+        for name, x in zip(HeadGrads.names, inputs, strict=True)
+        if torch.is_grad_enabled() and x is not None and x.requires_grad
+    ]
+    loss, statistics, logprob, *_ = _linear_ppo_loss(
+        hidden,
+        weight,
+        target,
+        old_logprob.detach(),
+        advantage.detach(),
+        mask.detach(),
+        as_denom(denom, hidden),
+        None if ref_logprob is None else ref_logprob.detach(),
+        *options,
+        ignore_index,
+        float(clip_low),
+        float(clip_high),
+        None if dual_clip is None else float(dual_clip),
+        kl,
+        float(kl_coef),
+        float(entropy_coef),
+        ",".join(needs),
+        registry.resolve("linear_ppo_loss", backend, hidden),
+    )
+    return LinearPpoLossOutputs(*(loss, *statistics.unbind(), logprob))
+
+
+@torch.library.custom_op("rlhf_kernels::linear_ppo_loss", mutates_args=())
+def _linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    ref_logprob: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    ignore_index: int,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl: str,
+    kl_coef: float,
+    entropy_coef: float,
+    needs: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    tokens = (target, old_logprob, advantage, mask, denom, ref_logprob)
+    knobs = (ignore_index, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    run = registry.implementation("linear_ppo_loss", backend).forward
+    return run(hidden, weight, *tokens, options, *knobs, needs)
+
+
+@_linear_ppo_loss.register_fake
+def _(hidden, weight, *args):
+    bias, lora_A, lora_B = args[6:9]
+    dtype = accumulation_dtype(hidden, weight)
+    needs = args[-2].split(",")
+    empty = hidden.new_empty
+    return (
+        empty((), dtype=dtype),
+        empty(9, dtype=dtype),
+        empty(hidden.shape[0], dtype=dtype),
+        *(
+            empty(x.shape if name in needs and x is not None else 0, dtype=dtype)
+            for name, x in zip(HeadGrads.names, (hidden, weight, bias, lora_A, lora_B), strict=True)
+        ),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[3:])
+    ctx.dtypes = [None if inputs[i] is None else inputs[i].dtype for i in (0, 1, 8, 9, 10)]
+    ctx.needs = inputs[-2].split(",")
+
+
+def _backward(ctx, d_loss, *unused):
+    d_hidden, d_weight, *d_rest = (
+        (d * d_loss).to(dtype) if name in ctx.needs else None
+        for name, d, dtype in zip(HeadGrads.names, ctx.saved_tensors, ctx.dtypes, strict=True)
+    )
+    return (d_hidden, d_weight, *[None] * 6, *d_rest, *[None] * 14)
+
+
+_linear_ppo_loss.register_autograd(_backward, setup_context=_setup_context)

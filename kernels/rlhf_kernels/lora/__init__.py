@@ -1,0 +1,292 @@
+"""LoRA with many adapter slots in one call: on rows get a low-rank delta, off rows keep the base's bits.
+
+For a row n of a run that carries slot i, with scale s_i and dropout factors m_n (each 0 or 1/(1 − p_i)):
+
+    h_n = A_i (m_n ∘ x_n);   delta_n = s_i B_i h_n
+    lora_delta_:  y_n += delta_n
+    lora_linear:  y_n = W x_n + b + delta_n,   off rows y_n = W x_n + b
+
+    dh_n = s_i B_iᵀ dy_n;   dx_n = Wᵀ dy_n + m_n ∘ (A_iᵀ dh_n)   (each term where forward has it)
+    dA_i = Σ_n dh_n (m_n ∘ x_n)ᵀ;   dB_i = s_i Σ_n dy_n h_nᵀ;   dW = Σ dy_n x_nᵀ;   db = Σ dy_n
+
+Symbols: x [.., K] with N rows (all leading dims flattened), y [.., M], weight [M,K], bias [M], A_i
+[r_i,K], B_i [M,r_i]. `Segments` says which rows carry which slot. `Dropout` keys the mask by (seed, row
+id, layer, column), so it is recomputed in the backward pass and does not depend on what else is in the
+batch.
+
+Off rows of `lora_linear` are bit-identical to `F.linear(x, weight, bias)` on the same x. A slot without
+rows gets no gradient (None, not zeros). Nothing is computed for what needs no gradient: a frozen weight
+has no dW.
+
+dtypes: base (x, y, weight) and adapters may differ; the product accumulates in fp32 (fp64 if either side
+is) and is rounded once when it is added to y; gradients come in their tensor's dtype. Deterministic:
+fixed order of runs.
+
+Source: Hu et al. 2021 (LoRA). Segments over one batch as in Punica (Chen et al. 2023) and S-LoRA (Sheng et
+al. 2023), here with a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_kernels import registry
+from rlhf_kernels.lora import reference
+from rlhf_kernels.lora.reference import compute_dtype, no_autocast
+from rlhf_kernels.lora.segments import OFF, Dropout, Plan, Segments, make_plan
+
+__all__ = ["OFF", "Dropout", "Segments", "lora_delta_", "lora_linear"]
+
+registry.register("lora", "reference", reference)
+
+
+@torch.library.custom_op("rlhf_kernels::lora_delta", mutates_args=())
+def _delta_op(
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    backend: str,
+) -> Tensor:
+    return registry.implementation("lora", backend).forward(
+        x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream
+    )
+
+
+@_delta_op.register_fake
+def _(x, A, B, scales, starts, ends, *args):  # type: ignore[no-untyped-def]
+    return x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=compute_dtype(x, *A, *B))
+
+
+@torch.library.custom_op("rlhf_kernels::lora_delta_backward", mutates_args=())
+def _delta_backward_op(
+    ddelta: Tensor,
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+    backend: str,
+) -> list[Tensor]:
+    return registry.implementation("lora", backend).backward(
+        ddelta, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, need_x, need_A, need_B
+    )
+
+
+def _like(tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needed, strict=True) if need]
+
+
+@_delta_backward_op.register_fake
+def _(ddelta, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, need_x, need_A, need_B, backend):  # type: ignore[no-untyped-def]
+    return _like([x, *A, *B], [need_x, *need_A, *need_B])
+
+
+def _delta_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, A, B, *rest, row_ids, stream, backend = inputs
+    ctx.save_for_backward(x, *A, *B, row_ids)
+    ctx.n_slots, ctx.rest, ctx.stream, ctx.backend = len(A), rest, stream, backend
+
+
+def _delta_backward(ctx, ddelta):  # type: ignore[no-untyped-def]
+    x, *AB, row_ids = ctx.saved_tensors
+    A, B = AB[: ctx.n_slots], AB[ctx.n_slots :]
+    need_x, need_A, need_B = ctx.needs_input_grad[:3]
+    grads = _delta_backward_op(ddelta, x, A, B, *ctx.rest, row_ids, ctx.stream, need_x, need_A, need_B, ctx.backend)
+    dx, dA, dB = _deal(grads, [need_x], need_A, need_B)
+    return (dx[0], dA, dB, *[None] * 9)
+
+
+def _deal(grads: list[Tensor], *needed: list[bool]) -> list[list[Tensor | None]]:
+    """The compact list of computed gradients, dealt back to where each was needed."""
+    rest = iter(grads)
+    return [[next(rest) if need else None for need in group] for group in needed]
+
+
+_delta_op.register_autograd(_delta_backward, setup_context=_delta_setup)
+
+
+@torch.library.custom_op("rlhf_kernels::lora_linear", mutates_args=())
+def _linear_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    backend: str,
+) -> Tensor:
+    return registry.implementation("lora", backend).linear_forward(
+        x, weight, bias, A, B, scales, starts, ends, slots, p, seed, row_ids, stream
+    )
+
+
+@_linear_op.register_fake
+def _(x, weight, *args):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("rlhf_kernels::lora_linear_backward", mutates_args=())
+def _linear_backward_op(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+    backend: str,
+) -> list[Tensor]:
+    needed = (need_x, need_weight, need_bias, need_A, need_B)
+    return registry.implementation("lora", backend).linear_backward(
+        dy, x, weight, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, *needed
+    )
+
+
+@_linear_backward_op.register_fake
+def _(dy, x, weight, A, B, *args):  # type: ignore[no-untyped-def]
+    need_x, need_weight, need_bias, need_A, need_B, _ = args[-6:]
+    bias = weight.new_empty(weight.shape[0])
+    return _like([x, weight, bias, *A, *B], [need_x, need_weight, need_bias, *need_A, *need_B])
+
+
+def _linear_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, _, A, B, *rest, row_ids, stream, backend = inputs
+    ctx.save_for_backward(x, weight, *A, *B, row_ids)
+    ctx.n_slots, ctx.rest, ctx.stream, ctx.backend = len(A), rest, stream, backend
+
+
+def _linear_backward(ctx, dy):  # type: ignore[no-untyped-def]
+    x, weight, *AB, row_ids = ctx.saved_tensors
+    A, B = AB[: ctx.n_slots], AB[ctx.n_slots :]
+    need_x, need_weight, need_bias, need_A, need_B = ctx.needs_input_grad[:5]
+    needed = (need_x, need_weight, need_bias, need_A, need_B)
+    grads = _linear_backward_op(dy, x, weight, A, B, *ctx.rest, row_ids, ctx.stream, *needed, ctx.backend)
+    base, dA, dB = _deal(grads, [need_x, need_weight, need_bias], need_A, need_B)
+    return (*base, dA, dB, *[None] * 9)
+
+
+_linear_op.register_autograd(_linear_backward, setup_context=_linear_setup)
+
+
+def lora_delta_(
+    y: Tensor,
+    x: Tensor,
+    A: Sequence[Tensor],
+    B: Sequence[Tensor],
+    scales: Sequence[float],
+    segments: Segments,
+    *,
+    dropout: Dropout | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Add every on row's low-rank delta to y in place and return y; other rows are not touched."""
+    _check_input("x", x)
+    _check_input("y", y)
+    if y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"y: expected the rows of x {tuple(x.shape[:-1])}, got {tuple(y.shape[:-1])}")
+    if y.device != x.device:
+        raise ValueError(f"y: expected the device of x ({x.device}), got {y.device}")
+    plan = make_plan(x, y.shape[-1], list(A), list(B), list(scales), segments, dropout)
+    if not plan.present:
+        return y
+    if y.dim() != 2 and not y.is_contiguous():
+        raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
+    rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), *_op_args(plan), registry.resolve("lora", backend, x))
+    at = 0
+    for start, end in _merged(plan):  # one slice per stretch of on rows: autograd copies y's gradient per slice
+        rows[start:end].add_(delta[at : at + end - start])
+        at += end - start
+    return y
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: Sequence[Tensor],
+    B: Sequence[Tensor],
+    scales: Sequence[float],
+    segments: Segments,
+    *,
+    dropout: Dropout | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear."""
+    _check_input("x", x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    plan = make_plan(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
+    chosen = registry.resolve("lora", backend, x)
+    if not plan.present:
+        return F.linear(x, weight, bias)
+    if (
+        torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    ):  # what autocast does to F.linear, where autograd sees it
+        half = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
+    for name, w in (("weight", weight), ("bias", bias)):
+        if w is not None and (w.dtype != x.dtype or w.device != x.device):
+            raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
+    with no_autocast(x):
+        return _linear_op(x, weight, bias, *_op_args(plan), chosen)
+
+
+def _op_args(plan: Plan):  # type: ignore[no-untyped-def]
+    return plan[1:]  # everything but `present`, in the ops' order
+
+
+def _merged(plan: Plan) -> list[tuple[int, int]]:
+    """Runs with adjacent ones joined, whatever their slots."""
+    runs = list(zip(plan.starts, plan.ends, strict=True))
+    cuts = [0, *(j + 1 for j, (left, right) in enumerate(pairwise(runs)) if left[1] != right[0]), len(runs)]
+    return [(runs[first][0], runs[after - 1][1]) for first, after in pairwise(cuts)]
+
+
+def _check_input(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() < 2:
+        raise ValueError(f"{name}: expected rows, shape [.., features], got {tuple(x.shape)}")

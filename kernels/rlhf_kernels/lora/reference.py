@@ -1,0 +1,207 @@
+"""Multi-slot LoRA in plain torch. Equations and symbols: see the package docstring.
+
+All functions take runs that are on, sorted, with `slots` indexing A, B, scales and p. The low-rank product is
+formed in fp32 (fp64 if x or an adapter is), whatever the adapter's dtype, and rounded once when added to y.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_kernels.philox import keep_mask
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast would round the fp32 products in here to half precision."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any tensor is, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _keep(start: int, end: int, p: float, seed: int, row_ids: Tensor | None, stream: int, k: int) -> Tensor | None:
+    """The dropout mask of rows [start, end), [n, K], or None where there is no dropout."""
+    if p == 0 or row_ids is None:
+        return None
+    rows = row_ids[start:end]
+    return keep_mask(p, torch.full((), seed, dtype=torch.int64, device=rows.device), rows, stream, k)
+
+
+def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """x with inverted dropout; where, not a product, so that an inf in a dropped place is gone too."""
+    if keep is None:
+        return x
+    return torch.where(keep, x * (1 / (1 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def forward(
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """The delta of the on rows, compact and in row order: [Σ(ends − starts), M] in the compute dtype."""
+    dtype = compute_dtype(x, *A, *B)
+    delta = x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=dtype)
+    at = 0
+    with no_autocast(x):
+        for start, end, i in zip(starts, ends, slots, strict=True):
+            keep = _keep(start, end, p[i], seed, row_ids, stream, x.shape[1])
+            h = _dropped(x[start:end].to(dtype), keep, p[i]) @ A[i].to(dtype).T  # [n, r]
+            torch.mm(h * scales[i], B[i].to(dtype).T, out=delta[at : at + end - start])
+            at += end - start
+    return delta
+
+
+def backward(
+    ddelta: Tensor,
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
+    dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
+    offsets = [sum(ends[:j]) - sum(starts[:j]) for j in range(len(starts))]
+    compact = [ddelta[at : at + end - start] for at, start, end in zip(offsets, starts, ends, strict=True)]
+    grads = _low_rank_backward(
+        compact, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, dx, need_A, need_B
+    )
+    return grads if dx is None else [dx, *grads]
+
+
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
+    dtype = compute_dtype(x, *A, *B)
+    x_rows = x.reshape(-1, x.shape[-1])
+    with no_autocast(x):
+        y = F.linear(x, weight, bias).contiguous()
+        y_rows = y.view(-1, y.shape[-1])
+        for start, end, i in zip(starts, ends, slots, strict=True):
+            keep = _keep(start, end, p[i], seed, row_ids, stream, x_rows.shape[1])
+            h = _dropped(x_rows[start:end].to(dtype), keep, p[i]) @ A[i].to(dtype).T  # [n, r]
+            if y.dtype == dtype:  # no delta in memory
+                y_rows[start:end].addmm_(h * scales[i], B[i].to(dtype).T)
+            else:  # the sum is taken in the wider dtype and rounded once
+                y_rows[start:end].add_((h * scales[i]) @ B[i].to(dtype).T)
+    return y
+
+
+def linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """What is needed of dx (x's shape), dW, db, then dA, then dB."""
+    dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    grads: list[Tensor] = []
+    dx_rows = None
+    with no_autocast(x):
+        if need_x:
+            dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
+            grads.append(dx_rows.view(x.shape))
+        if need_weight:
+            grads.append(dy_rows.T @ x_rows)
+        if need_bias:
+            grads.append(dy_rows.sum(0))
+    runs = [dy_rows[start:end] for start, end in zip(starts, ends, strict=True)]
+    return grads + _low_rank_backward(
+        runs, x_rows, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, dx_rows, need_A, need_B
+    )
+
+
+def _low_rank_backward(
+    dy_runs: list[Tensor],
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    dx: Tensor | None,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """Adds to dx [N,K] in place; returns the needed dA and dB. Runs are summed in row order."""
+    dtype = compute_dtype(x, *A, *B)
+    dA: dict[int, Tensor] = {}
+    dB: dict[int, Tensor] = {}
+    with no_autocast(x):
+        for dy_run, start, end, i in zip(dy_runs, starts, ends, slots, strict=True):
+            if dx is None and not need_A[i] and not need_B[i]:
+                continue
+            keep = _keep(start, end, p[i], seed, row_ids, stream, x.shape[1])
+            dy, a = dy_run.to(dtype), A[i].to(dtype)
+            if need_A[i] or need_B[i]:
+                x_in = _dropped(x[start:end].to(dtype), keep, p[i])  # [n, K]
+            if need_B[i]:
+                part = dy.T @ ((x_in @ a.T) * scales[i])
+                dB[i] = dB[i] + part if i in dB else part
+            if need_A[i] or dx is not None:
+                dh = (dy @ B[i].to(dtype)) * scales[i]  # [n, r]
+            if need_A[i]:
+                part = dh.T @ x_in
+                dA[i] = dA[i] + part if i in dA else part
+            if dx is not None:
+                dx[start:end].add_(_dropped(dh @ a, keep, p[i]))
+    return [dA[i].to(A[i].dtype) for i in sorted(dA)] + [dB[i].to(B[i].dtype) for i in sorted(dB)]

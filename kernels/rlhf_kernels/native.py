@@ -1,0 +1,91 @@
+"""The compiled extension `rlhf_kernels._native`: load it, say why it is missing, turn tensors into addresses.
+
+The extension knows no torch. What it receives is checked here, in Python, where a message can name the
+argument; C++ checks sizes and null pointers only. Its functions carry the dtype in their name:
+`gae_forward_float32`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def _load() -> tuple[Any, str | None]:
+    """The extension and None, or None and the reason why there is none."""
+    if importlib.util.find_spec("rlhf_kernels._native") is None:
+        return None, (
+            "the native extension was not built; reinstall with a C++17 compiler on PATH and without "
+            "RLHF_ENGINE_NATIVE=0 (pip install -v shows the compiler's messages)"
+        )
+    try:
+        return importlib.import_module("rlhf_kernels._native"), None
+    except ImportError as error:  # built, but not loadable here: another Python, a missing libgomp, …
+        return None, f"the native extension does not load: {error}"
+
+
+_extension, _missing = _load()
+
+
+def missing() -> str | None:
+    """Why there is no native extension in this process, or None if there is one."""
+    return _missing
+
+
+def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the native CPU code cannot serve such tensors, or None if it can (see `registry`)."""
+    if _missing is not None:
+        return _missing
+    if device_type != "cpu":
+        return f"it needs CPU tensors, not {device_type}"
+    if dtype not in _DTYPE_NAMES:
+        return f"it computes in {' or '.join(map(str, _DTYPE_NAMES))}, not in {dtype}"
+    return None
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The extension's function `name` for `dtype`, which `unsupported` has let through."""
+    return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
+
+
+def threads() -> int:
+    """How many threads native code may use: as many as torch (`torch.set_num_threads`, `OMP_NUM_THREADS`)."""
+    return torch.get_num_threads()
+
+
+def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Address of the first element, for native code; the caller keeps `tensor` alive through the call.
+
+    Refuses tensors that are not on the CPU, have another dtype, or have no memory of their own (a DTensor,
+    say).
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{argument}: expected a CPU tensor, got one on {tensor.device}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{argument}: expected dtype {dtype}, got {tensor.dtype}")
+    pointer = tensor.data_ptr()
+    if pointer == 0 and tensor.numel() > 0:
+        raise TypeError(f"{argument}: expected a tensor with memory of its own, got {type(tensor).__name__}")
+    return pointer
+
+
+def rows(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Address and row stride (in elements) of a [B, T] tensor whose inner stride is 1."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{argument}: expected 2 dimensions, got shape {tuple(tensor.shape)}")
+    if tensor.numel() > 0 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{argument}: expected inner stride 1, got strides {tensor.stride()}")
+    return address(argument, tensor, dtype), tensor.stride(0)
+
+
+def dense(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Address of a contiguous tensor."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{argument}: expected a contiguous tensor, got strides {tensor.stride()}")
+    return address(argument, tensor, dtype)

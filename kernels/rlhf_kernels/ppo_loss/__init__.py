@@ -1,0 +1,214 @@
+"""PPO policy loss from per-token numbers, with its statistics, in one op; the value loss is in `value`.
+
+Per token, with ratio r = exp(new − old), advantage A and mask m:
+
+    policy = max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high))
+    dual clip, where A < 0: policy = min(policy, −A dual_clip)
+    d = ref − new;   k1 = −d,   k2 = d²/2,   k3 = exp(d) − 1 − d
+    loss = Σ m (policy + kl_coef · k − entropy_coef · entropy) / denom
+
+    ∂policy/∂new = −A r, or 0 where a bound took over;   ∂k1 = 1,   ∂k2 = −d,   ∂k3 = 1 − exp(d)
+    ∂loss/∂new = m (∂policy + kl_coef · ∂k) / denom;   ∂loss/∂entropy = −entropy_coef · m / denom
+
+Symbols: all per-token tensors have one common shape, N elements. m: bool or 0/1 (a float acts as a weight).
+denom: one number for the whole optimizer step, over all micro-batches and ranks, usually Σ m. Every result
+that is divided by it may simply be added up, so gradient accumulation and data parallel are exact. What
+stands at masked positions does not matter, NaN and inf included.
+
+dtypes: any float in; fp32 inside and out, fp64 where new_logprob is fp64; gradients in the input's dtype.
+Gradients flow to new_logprob and entropy only; everything else is a constant. Deterministic.
+
+Source: Schulman et al. 2017 (clip); Ye et al. 2020 (dual clip); J. Schulman, "Approximating KL divergence".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import registry
+from rlhf_kernels.ppo_loss import reference
+from rlhf_kernels.ppo_loss.checks import as_denom, check_tensors
+from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
+from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "PpoLossOutputs",
+    "PpoTokenTerms",
+    "ValueLossOutputs",
+    "explained_variance",
+    "ppo_loss",
+    "ppo_token_terms",
+    "value_loss",
+]
+
+registry.register("ppo_loss", "reference", reference)
+
+
+class PpoLossOutputs(NamedTuple):
+    """0-d tensors. Only `loss` carries a gradient; all but `ratio_max` are Σ m · (…) / denom."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl: Tensor  # 0 without ref_logprob
+    entropy: Tensor  # 0 without entropy
+    clip_fraction: Tensor  # tokens whose policy gradient a bound cut: low + high
+    clip_fraction_low: Tensor
+    clip_fraction_high: Tensor  # dual clip included
+    approx_kl: Tensor  # r − 1 − log r
+    ratio_mean: Tensor
+    ratio_max: Tensor  # largest ratio of an unmasked token; 0 if there is none
+
+
+@torch.library.custom_op("rlhf_kernels::ppo_loss", mutates_args=())
+def _ppo_loss_op(
+    new_logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    ref_logprob: Tensor | None,
+    entropy: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl: str,
+    kl_coef: float,
+    entropy_coef: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return registry.implementation("ppo_loss", backend).forward(
+        new_logprob,
+        old_logprob,
+        advantage,
+        mask,
+        denom,
+        ref_logprob,
+        entropy,
+        clip_low,
+        clip_high,
+        dual_clip,
+        kl,
+        kl_coef,
+        entropy_coef,
+    )
+
+
+@_ppo_loss_op.register_fake
+def _(new_logprob, *args):  # type: ignore[no-untyped-def]
+    dtype = accumulate_dtype(new_logprob)
+    return (
+        new_logprob.new_empty((), dtype=dtype),
+        new_logprob.new_empty(9, dtype=dtype),
+        new_logprob.new_empty(new_logprob.shape, dtype=dtype),
+    )
+
+
+@torch.library.custom_op("rlhf_kernels::ppo_loss_backward", mutates_args=())
+def _ppo_loss_backward_op(
+    grad_loss: Tensor,
+    dloss: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    entropy_coef: float,
+    need_new_logprob: bool,
+    need_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return registry.implementation("ppo_loss", backend).backward(
+        grad_loss, dloss, mask, denom, entropy_coef, need_new_logprob, need_entropy
+    )
+
+
+@_ppo_loss_backward_op.register_fake
+def _(grad_loss, dloss, mask, denom, entropy_coef, need_new_logprob, need_entropy, backend):  # type: ignore[no-untyped-def]
+    n = dloss.shape[0]
+    return dloss.new_empty(n if need_new_logprob else 0), dloss.new_empty(n if need_entropy else 0)
+
+
+def _ppo_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    new_logprob, mask, denom, entropy = inputs[0], inputs[3], inputs[4], inputs[6]
+    _, statistics, dloss = output
+    ctx.mark_non_differentiable(statistics, dloss)
+    ctx.save_for_backward(dloss, mask, denom)
+    ctx.entropy_coef, ctx.backend = inputs[12], inputs[13]
+    ctx.dtypes = (new_logprob.dtype, None if entropy is None else entropy.dtype)
+
+
+def _ppo_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignore[no-untyped-def]
+    dloss, mask, denom = ctx.saved_tensors
+    need_new, need_entropy = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
+    grad_new, grad_entropy = _ppo_loss_backward_op(
+        grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new, need_entropy, ctx.backend
+    )
+    grads: list[Tensor | None] = [None] * 14
+    if need_new:
+        grads[0] = grad_new.to(ctx.dtypes[0])
+    if need_entropy:
+        grads[6] = grad_entropy.to(ctx.dtypes[1])
+    return tuple(grads)
+
+
+_ppo_loss_op.register_autograd(_ppo_backward, setup_context=_ppo_setup)
+
+
+def ppo_loss(
+    new_logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    denom: float | Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ref_logprob: Tensor | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    backend: str = "auto",
+) -> PpoLossOutputs:
+    """Clipped policy loss with optional KL and entropy terms; see the module docstring for the equations."""
+    check_tensors(
+        {"new_logprob": new_logprob, "old_logprob": old_logprob, "advantage": advantage},
+        {"ref_logprob": ref_logprob, "entropy": entropy},
+        mask,
+    )
+    for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not knob >= 0:
+            raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
+    if kl not in KL_ESTIMATORS:
+        raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
+    for name, coef, source, tensor in (
+        ("kl_coef", kl_coef, "ref_logprob", ref_logprob),
+        ("entropy_coef", entropy_coef, "entropy", entropy),
+    ):
+        if not math.isfinite(coef):
+            raise ValueError(f"{name}: expected a finite number, got {coef!r}")
+        if coef != 0 and tensor is None:
+            raise ValueError(f"{name}: {coef!r} needs {source}, got {source}=None")
+    denominator = as_denom(denom, new_logprob)
+    loss, statistics, _ = _ppo_loss_op(
+        new_logprob.reshape(-1),
+        old_logprob.detach().reshape(-1),
+        advantage.detach().reshape(-1),
+        mask.detach().reshape(-1),
+        denominator,
+        None if ref_logprob is None else ref_logprob.detach().reshape(-1),
+        None if entropy is None else entropy.reshape(-1),
+        float(clip_low),
+        float(clip_high),
+        None if dual_clip is None else float(dual_clip),
+        kl,
+        float(kl_coef),
+        float(entropy_coef),
+        registry.resolve("ppo_loss", backend, new_logprob),
+    )
+    return PpoLossOutputs(loss, *statistics.unbind())

@@ -1,0 +1,211 @@
+"""PPO policy and value losses in plain torch: the per-token maths, their derivatives, and the masked sums.
+
+The per-token functions take tensors of any equal shape, in the dtype they should compute in, and know nothing
+of masks or denominators, so every op that ends in a PPO loss can share them. Equations: package docstring.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+class PpoTokenTerms(NamedTuple):
+    """Per-token results, all in the shape of `new_logprob`."""
+
+    loss: Tensor  # policy term + kl_coef · KL term
+    dloss_dnew_logprob: Tensor
+    kl: Tensor  # zeros without ref_logprob
+    clipped_low: Tensor  # bool: ratio below 1 − clip_low, and its gradient cut
+    clipped_high: Tensor  # bool: ratio above 1 + clip_high or dual_clip, likewise
+    approx_kl: Tensor  # r − 1 − log r
+
+
+class _PolicyTerms(NamedTuple):
+    loss: Tensor
+    dloss_dnew_logprob: Tensor
+    ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    approx_kl: Tensor
+
+
+def accumulate_dtype(tensor: Tensor) -> torch.dtype:
+    """fp64 for an fp64 tensor, else fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _policy_terms(
+    new_logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> _PolicyTerms:
+    log_ratio = new_logprob - old_logprob
+    ratio = torch.exp(log_ratio)
+    unclipped = -advantage * ratio
+    loss = torch.maximum(unclipped, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+    clipped_low = (advantage < 0) & (ratio < 1 - clip_low)
+    clipped_high = (advantage > 0) & (ratio > 1 + clip_high)
+    if dual_clip is not None:
+        beyond = (advantage < 0) & (ratio > dual_clip)
+        loss = torch.where(beyond, -advantage * dual_clip, loss)
+        clipped_high = clipped_high | beyond
+    # Where a bound took over the token's loss is constant in new_logprob; elsewhere d(−A r) = −A r.
+    dloss = torch.where(clipped_low | clipped_high, torch.zeros_like(unclipped), unclipped)
+    approx_kl = torch.expm1(log_ratio) - log_ratio
+    return _PolicyTerms(loss, dloss, ratio, clipped_low, clipped_high, approx_kl)
+
+
+def _kl_terms(new_logprob: Tensor, ref_logprob: Tensor, kl: str) -> tuple[Tensor, Tensor]:
+    """The KL estimate per token and its plain derivative with respect to new_logprob."""
+    d = ref_logprob - new_logprob
+    if kl == "k1":
+        return -d, torch.ones_like(d)
+    if kl == "k2":
+        return 0.5 * d.square(), -d
+    change = torch.expm1(d)  # k3 = exp(d) − 1 − d, without the cancellation of exp(d) − 1 near d = 0
+    return change - d, -change
+
+
+def ppo_token_terms(
+    new_logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    ref_logprob: Tensor | None,
+    kl: str,
+    kl_coef: float,
+) -> PpoTokenTerms:
+    """Per-token PPO loss (policy + KL) and its derivative, for ops that do their own masking and summing."""
+    policy = _policy_terms(new_logprob, old_logprob, advantage, clip_low, clip_high, dual_clip)
+    loss, dloss, kl_value = policy.loss, policy.dloss_dnew_logprob, torch.zeros_like(policy.loss)
+    if ref_logprob is not None:
+        kl_value, dkl = _kl_terms(new_logprob, ref_logprob, kl)
+        if kl_coef != 0:  # 0 · inf would poison a loss that has no KL term
+            loss, dloss = loss + kl_coef * kl_value, dloss + kl_coef * dkl
+    return PpoTokenTerms(loss, dloss, kl_value, policy.clipped_low, policy.clipped_high, policy.approx_kl)
+
+
+def _masked_sum(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:
+    """Σ weight · x over live positions; whatever a dead position holds, NaN included, is never multiplied."""
+    return torch.where(live, weight * x, torch.zeros((), dtype=weight.dtype, device=x.device)).sum()
+
+
+def forward(
+    new_logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    ref_logprob: Tensor | None,
+    entropy: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl: str,
+    kl_coef: float,
+    entropy_coef: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loss [], statistics [9] in the order of `PpoLossOutputs` after `loss`, and ∂loss/∂new_logprob [N]."""
+    dtype = accumulate_dtype(new_logprob)
+    zero = torch.zeros((), dtype=dtype, device=new_logprob.device)
+    live, weight, denom = mask != 0, mask.to(dtype), denom.to(dtype)
+
+    def clean(x: Tensor) -> Tensor:
+        return torch.where(live, x.to(dtype), zero)
+
+    new, old, adv = clean(new_logprob), clean(old_logprob), clean(advantage)
+    policy = _policy_terms(new, old, adv, clip_low, clip_high, dual_clip)
+    policy_loss = _masked_sum(weight, live, policy.loss) / denom
+    loss, dloss = policy_loss, policy.dloss_dnew_logprob
+    kl_mean = entropy_mean = zero
+    if ref_logprob is not None:
+        kl_value, dkl = _kl_terms(new, clean(ref_logprob), kl)
+        kl_mean = _masked_sum(weight, live, kl_value) / denom
+        if kl_coef != 0:
+            loss, dloss = loss + kl_coef * kl_mean, dloss + kl_coef * dkl
+    if entropy is not None:
+        entropy_mean = _masked_sum(weight, live, clean(entropy)) / denom
+        if entropy_coef != 0:
+            loss = loss - entropy_coef * entropy_mean
+    low = _masked_sum(weight, live, policy.clipped_low.to(dtype)) / denom
+    high = _masked_sum(weight, live, policy.clipped_high.to(dtype)) / denom
+    live_ratio = torch.where(live, policy.ratio, zero)
+    statistics = torch.stack(
+        [
+            policy_loss,
+            kl_mean,
+            entropy_mean,
+            low + high,
+            low,
+            high,
+            _masked_sum(weight, live, policy.approx_kl) / denom,
+            live_ratio.mul(weight).sum() / denom,
+            live_ratio.amax() if live_ratio.numel() else zero,
+        ]
+    )
+    return loss, statistics, torch.where(live, weight * dloss / denom, zero)
+
+
+def backward(
+    grad_loss: Tensor,
+    dloss: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    entropy_coef: float,
+    need_new_logprob: bool,
+    need_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients to new_logprob and entropy, [N] each; size 0 for the one that nobody needs."""
+    empty = dloss.new_empty(0)
+    grad_new = grad_loss * dloss if need_new_logprob else empty
+    if not need_entropy:
+        return grad_new, empty
+    return grad_new, -entropy_coef * grad_loss * mask.to(dloss.dtype) / denom.to(dloss.dtype)
+
+
+def value_forward(
+    value: Tensor, old_value: Tensor | None, ret: Tensor, mask: Tensor, denom: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loss [], statistics [6] in the order of `ValueLossOutputs` after `loss`, and ∂loss/∂value [N]."""
+    dtype = accumulate_dtype(value)
+    zero = torch.zeros((), dtype=dtype, device=value.device)
+    live, weight, denom = mask != 0, mask.to(dtype), denom.to(dtype)
+    v, target = torch.where(live, value.to(dtype), zero), torch.where(live, ret.to(dtype), zero)
+    error = v - target
+    worst, dloss, clipped = error.square(), error, torch.zeros_like(live)
+    if clip is not None and old_value is not None:
+        old = torch.where(live, old_value.to(dtype), zero)
+        v_clip = old + (v - old).clamp(-clip, clip)
+        clipped_sq = (v_clip - target).square()
+        # Inside the range old + (v − old) may round away from v; only a real clip may cut a gradient.
+        clipped = ((v - old).abs() > clip) & (clipped_sq > worst)
+        worst = torch.where(clipped, clipped_sq, worst)
+        dloss = torch.where(clipped, zero, error)
+    loss = 0.5 * _masked_sum(weight, live, worst) / denom
+    statistics = torch.stack(
+        [
+            _masked_sum(weight, live, clipped.to(dtype)) / denom,
+            weight.sum(),
+            _masked_sum(weight, live, -error),
+            _masked_sum(weight, live, error.square()),
+            _masked_sum(weight, live, target),
+            _masked_sum(weight, live, target.square()),
+        ]
+    )
+    return loss, statistics, torch.where(live, weight * dloss / denom, zero)
+
+
+def value_backward(grad_loss: Tensor, dloss: Tensor) -> Tensor:
+    """Gradient to value, [N]."""
+    return grad_loss * dloss

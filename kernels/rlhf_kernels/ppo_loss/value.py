@@ -1,0 +1,123 @@
+"""Clipped value loss with the sums that explained variance needs, in one op.
+
+Per token, with value v, return R and mask m:
+
+    v_clip = old + clip(v − old, −clip, clip);   loss = ½ Σ m max((v − R)², (v_clip − R)²) / denom
+    ∂loss/∂v = m (v − R) / denom, or 0 where the clipped error is the larger one
+
+Statistics: count = Σ m, sum_error = Σ m (R − v), sum_error_sq, sum_ret = Σ m R, sum_ret_sq. They are not
+divided, so that they can be added across micro-batches and ranks before 1 − Var(R − v) / Var(R) is taken.
+
+Shapes, mask, denom, dtypes, determinism: as for the policy loss, see the package docstring.
+Source: Schulman et al. 2017; the clipped form is that of the OpenAI baselines.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import registry
+from rlhf_kernels.ppo_loss.checks import as_denom, check_tensors
+from rlhf_kernels.ppo_loss.reference import accumulate_dtype
+
+
+class ValueLossOutputs(NamedTuple):
+    """0-d tensors. Only `loss` carries a gradient; loss and clip_fraction are divided by denom."""
+
+    loss: Tensor
+    clip_fraction: Tensor
+    count: Tensor  # type: ignore[assignment]  # Σ m; the statistic hides tuple.count on purpose
+    sum_error: Tensor  # Σ m (R − v)
+    sum_error_sq: Tensor
+    sum_ret: Tensor  # Σ m R
+    sum_ret_sq: Tensor
+
+
+@torch.library.custom_op("rlhf_kernels::value_loss", mutates_args=())
+def _value_loss_op(
+    value: Tensor,
+    old_value: Tensor | None,
+    ret: Tensor,
+    mask: Tensor,
+    denom: Tensor,
+    clip: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return registry.implementation("ppo_loss", backend).value_forward(value, old_value, ret, mask, denom, clip)
+
+
+@_value_loss_op.register_fake
+def _(value, *args):  # type: ignore[no-untyped-def]
+    dtype = accumulate_dtype(value)
+    return (
+        value.new_empty((), dtype=dtype),
+        value.new_empty(6, dtype=dtype),
+        value.new_empty(value.shape, dtype=dtype),
+    )
+
+
+@torch.library.custom_op("rlhf_kernels::value_loss_backward", mutates_args=())
+def _value_loss_backward_op(grad_loss: Tensor, dloss: Tensor, backend: str) -> Tensor:
+    return registry.implementation("ppo_loss", backend).value_backward(grad_loss, dloss)
+
+
+@_value_loss_backward_op.register_fake
+def _(grad_loss, dloss, backend):  # type: ignore[no-untyped-def]
+    return torch.empty_like(dloss)
+
+
+def _value_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, statistics, dloss = output
+    ctx.mark_non_differentiable(statistics, dloss)
+    ctx.save_for_backward(dloss)
+    ctx.dtype, ctx.backend = inputs[0].dtype, inputs[6]
+
+
+def _value_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignore[no-untyped-def]
+    grad = _value_loss_backward_op(grad_loss, ctx.saved_tensors[0], ctx.backend) if ctx.needs_input_grad[0] else None
+    return (None if grad is None else grad.to(ctx.dtype), None, None, None, None, None, None)
+
+
+_value_loss_op.register_autograd(_value_backward, setup_context=_value_setup)
+
+
+def value_loss(
+    value: Tensor,
+    old_value: Tensor | None,
+    ret: Tensor,
+    mask: Tensor,
+    *,
+    denom: float | Tensor,
+    clip: float | None = None,
+    backend: str = "auto",
+) -> ValueLossOutputs:
+    """Half the squared value error, clipped around `old_value` if `clip` is given, and statistics."""
+    check_tensors({"value": value, "ret": ret}, {"old_value": old_value}, mask)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip: expected None or a number > 0, got {clip!r}")
+    if clip is not None and old_value is None:
+        raise ValueError(f"clip: {clip!r} needs old_value, got old_value=None")
+    denominator = as_denom(denom, value)
+    loss, statistics, _ = _value_loss_op(
+        value.reshape(-1),
+        None if clip is None or old_value is None else old_value.detach().reshape(-1),
+        ret.detach().reshape(-1),
+        mask.detach().reshape(-1),
+        denominator,
+        None if clip is None else float(clip),
+        registry.resolve("ppo_loss", backend, value),
+    )
+    return ValueLossOutputs(loss, *statistics.unbind())
+
+
+def explained_variance(
+    *, count: Tensor, sum_error: Tensor, sum_error_sq: Tensor, sum_ret: Tensor, sum_ret_sq: Tensor
+) -> Tensor:
+    """1 − Var(R − v) / Var(R) from sums added across micro-batches and ranks, fp64; NaN where Var(R) is 0."""
+    n, e, ee, r, rr = (x.double() for x in (count, sum_error, sum_error_sq, sum_ret, sum_ret_sq))
+    error_variance = (ee / n - (e / n).square()).clamp_min(0)
+    ret_variance = (rr / n - (r / n).square()).clamp_min(0)
+    return torch.where(ret_variance > 0, 1 - error_variance / ret_variance, torch.nan)

@@ -1,0 +1,138 @@
+"""Sample the next token straight from hidden states with the Gumbel-max trick.
+
+Forward   z = transform(hidden Wᵀ + …) / temperature           the logits of `linear_logprob`
+          token = argmax_v (z_v + g_v),  g_v = −log(−log1p(−u_v)), u from Philox4x32-10 keyed by seed,
+                  counter (v // 4, stream 1, position)         which is a draw from softmax(z)
+          greedy rows: token = argmax_v of the logits before the temperature, first maximum
+          logprob = z_token − lse(z),  entropy = −Σ p log p
+Backward  none: inference only.
+
+Legend    hidden [N, H], weight W [V, H], temperature scalar or [N], seed [N] and position [N]
+          int64, greedy [N] bool.
+Dtypes    any float in; accumulation fp32 (fp64 if hidden or weight is fp64); noise fp32; token int64.
+Determinism: the noise of a row is a function of (seed[n], position[n]) only: not of the batch, its order or
+its size.
+Source    Gumbel (1954), Maddison et al. 2014; Philox: Salmon et al., SC 2011.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_outputs, check_tensor
+from . import reference
+
+__all__ = ["SampleOutputs", "sample"]
+
+registry.register("sample", "reference", reference)
+
+
+class SampleOutputs(NamedTuple):
+    """Per-row results, each [N]; None where not asked for."""
+
+    token: Tensor | None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def sample(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    seed: Tensor,
+    position: Tensor,
+    temperature: float | Tensor = 1.0,
+    greedy: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    bias: Tensor | None = None,
+    lora: HeadLora | None = None,
+    outputs: tuple[str, ...] = ("token", "logprob"),
+    top_k: int | None = None,
+    top_p: float | None = None,
+    backend: str = "auto",
+) -> SampleOutputs:
+    """Draw one token per row of `hidden`; greedy rows take the arg-max and may stand in the same batch.
+
+    Args:
+        seed, position: [N] int64, the key and row id of the random numbers: (sequence seed, token position).
+        temperature: > 0, one number or one per row. Greedy rows report their log-prob at it too.
+        greedy: [N] bool, or None for no greedy row.
+        outputs: which of `SampleOutputs`' fields to return.
+        top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
+            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted.
+    """
+    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    n_rows = hidden.shape[0]
+    check_tensor("seed", seed, (n_rows,), hidden, "int64")
+    check_tensor("position", position, (n_rows,), hidden, "int64")
+    if greedy is not None:
+        check_tensor("greedy", greedy, (n_rows,), hidden, "bool")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k: expected None or an int ≥ 1, got {top_k!r}")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p: expected None or a number in (0, 1], got {top_p!r}")
+    wanted = check_outputs(outputs, SampleOutputs._fields).split(",")
+    if torch.is_grad_enabled():
+        inputs = {"hidden": hidden, "weight": weight, "bias": bias}
+        inputs |= {"lora.A": options.lora_A, "lora.B": options.lora_B}
+        for name, x in inputs.items():
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name}: expected one that needs no gradient (sampling has none), got one that requires "
+                    "grad; call under torch.no_grad(), or use linear_logprob for a log-prob with a gradient"
+                )
+    chosen = registry.resolve("sample", backend, hidden)
+    results = _sample(
+        hidden,
+        weight,
+        seed,
+        position,
+        greedy,
+        *options,
+        top_k or 0,
+        float(top_p or 1.0),
+        "entropy" in wanted,
+        chosen,
+    )
+    return SampleOutputs(
+        **{name: x if name in wanted else None for name, x in zip(SampleOutputs._fields, results, strict=True)}
+    )
+
+
+@torch.library.custom_op("rlhf_kernels::sample", mutates_args=())
+def _sample(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    greedy: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    row_temperature: Tensor | None,
+    lora_scale: float,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    top_k: int,
+    top_p: float,
+    with_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    run = registry.implementation("sample", backend).forward
+    return run(hidden, weight, seed, position, greedy, options, top_k, top_p, with_entropy)
+
+
+@_sample.register_fake
+def _(hidden, weight, seed, *args):
+    dtype = accumulation_dtype(hidden, weight)
+    n_rows, with_entropy = hidden.shape[0], args[-2]
+    return (
+        torch.empty_like(seed),
+        hidden.new_empty(n_rows, dtype=dtype),
+        hidden.new_empty(n_rows if with_entropy else 0, dtype=dtype),
+    )

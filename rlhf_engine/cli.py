@@ -1,0 +1,238 @@
+"""The command line: `rlhf-engine demo | sft | train | generate | doctor`.
+
+Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_engine import __version__
+from rlhf_engine.config import DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.errors import ConfigError, EngineError
+
+_USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
+
+  demo       train and judge a small model from scratch in about two minutes on a CPU
+  sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
+  train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
+  generate   answers of a model, with or without an adapter
+  doctor     versions, device, and which kernel backend serves which op
+
+rlhf-engine COMMAND --help lists a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"rlhf-engine {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in _COMMANDS:
+        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
+        return 2
+    try:
+        return _COMMANDS[name](rest)
+    except KeyboardInterrupt:
+        print(
+            f"rlhf-engine {name}: stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto",
+            file=sys.stderr,
+        )
+        return 130
+    except ConfigError as error:
+        return _fail(name, error, 2)
+    except EngineError as error:
+        return _fail(name, error, 1)
+
+
+def _fail(name: str, error: Exception, code: int) -> int:
+    print(f"rlhf-engine {name}: {error}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _as_request_errors() -> Any:
+    """While a request is checked and its model is built, a ValueError or TypeError is about the request."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(kernels: str) -> None:
+    """Process-wide settings: kernel backend, quiet libraries."""
+    from rlhf_kernels import registry
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    registry.set_default_backend(kernels)
+
+
+def _check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
+    """A backend asked for by name must serve every op; say at once which it does not."""
+    from rlhf_kernels import registry
+
+    if kernels == "auto":
+        return
+    missing = [op for op, row in registry.report(device_type, dtype).items() if row[kernels] != "available"]
+    if missing:
+        raise ConfigError(
+            f"kernels: expected a backend that serves every op on {device_type}, {kernels!r} has no {missing}"
+        )
+
+
+def _train(argv: Sequence[str]) -> int:
+    config = parse_config(PPOConfig, argv, prog="rlhf-engine train")
+    _prepare(config.kernels)
+    from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.report import TrainingProgress
+    from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, PpoTrainer
+
+    with _as_request_errors():
+        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+        trainer = PpoTrainer(config)
+    if trainer.state.step >= config.max_steps:
+        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
+        return 0
+    with TrainingProgress(config.max_steps, title="ppo", step=trainer.state.step) as progress:
+        trainer.run(progress.update)
+    output = Path(config.output_dir)
+    print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
+    return 0
+
+
+def _sft(argv: Sequence[str]) -> int:
+    config = parse_config(SFTConfig, argv, prog="rlhf-engine sft")
+    _prepare(config.kernels)
+    from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.report import TrainingProgress
+    from rlhf_engine.training.sft import SftTrainer
+
+    with _as_request_errors():
+        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+        trainer = SftTrainer(config)
+    with TrainingProgress(trainer.total_steps, title="sft") as progress:
+        metrics = trainer.run(progress.update)
+    print(f"{'base' if config.mode == 'full' else 'slot'} {config.output_dir}  loss {metrics['lm_loss']:.4f}")
+    return 0
+
+
+def _generate(argv: Sequence[str]) -> int:
+    config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
+    _prepare(config.kernels)
+    from rlhf_engine.rollout.answer import answer_prompts
+
+    with _as_request_errors():
+        answers = answer_prompts(config)
+    for row in answers:
+        print(json.dumps(row, ensure_ascii=False) if config.json else f"{row['prompt']}\n  → {row['completion']}")
+    return 0
+
+
+def _demo(argv: Sequence[str]) -> int:
+    config = parse_config(DemoConfig, argv, prog="rlhf-engine demo")
+    _prepare(config.kernels)
+    from rich.console import Console
+
+    from rlhf_engine.demo import run_demo
+    from rlhf_engine.report import TrainingProgress
+
+    # standard output belongs to the result
+    console = Console(file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        bars: dict[str, TrainingProgress] = {}
+
+        def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+            if phase not in bars:
+                stack.close()  # the earlier phase's bar is done
+                bars[phase] = stack.enter_context(TrainingProgress(total, title=_PHASES[phase], console=console))
+            if not bars[phase].plain or step % 10 == 0 or step == total:
+                bars[phase].update(step, metrics)
+
+        result, before, after = run_demo(config, on_step)
+    _print_demo(result, before, after, config.json)
+    return 0
+
+
+_PHASES = {"sft": "supervised + reward", "ppo": "hydra-ppo"}
+
+
+def _print_demo(result: Any, before: Any, after: Any, as_json: bool) -> None:
+    from rich.console import Console
+
+    from rlhf_engine.report import summary_table
+
+    console = Console()
+    rows = {
+        "learned reward": (result.reward_before, result.reward_after),
+        "true score": (result.true_score_before, result.true_score_after),
+        "KL to SFT, nats per answer": (0.0, result.kl),
+        "wins by true preference": (None, f"{100 * result.win_rate:.1f} %"),
+    }
+    console.print(summary_table("Held-out prompts", ("SFT", "PPO"), rows))
+    memory = {
+        "parameters held": (f"{result.parameters_held:,}", f"{result.parameters_four_models:,}"),
+        "of these trained": (f"{result.trainable_parameters:,}", f"{result.parameters_four_models // 2:,}"),
+    }
+    console.print(summary_table("Memory", ("this method", "PPO with four models"), memory))
+    for i in range(min(3, len(before.prompts))):
+        console.print(f"\n{before.prompts[i]}", markup=False, style="bold")
+        console.print(f"  SFT  {before.completions[i]}", markup=False)
+        console.print(f"  PPO  {after.completions[i]}", markup=False)
+    console.print(
+        f"\n{result.seconds:.0f} s ({result.seconds_sft:.0f} supervised, {result.seconds_ppo:.0f} PPO), peak memory "
+        f"{result.peak_memory_bytes / 2**20:.0f} MiB; curves {result.output_dir}/ppo/curves.png, "
+        f"samples {result.output_dir}/ppo/samples.md",
+        markup=False,
+        highlight=False,
+    )
+    if as_json:
+        print(json.dumps(vars(result)))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    if list(argv) not in ([], ["--json"]):
+        raise ConfigError(f"doctor: expected no options or --json, got {list(argv)}")
+    _prepare("auto")
+    from rlhf_engine.doctor import examine, print_examination
+
+    found = examine()
+    if argv:
+        print(json.dumps(found))
+    else:
+        print_examination(found)
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": _demo,
+    "sft": _sft,
+    "train": _train,
+    "generate": _generate,
+    "doctor": _doctor,
+}
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {list(names)}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

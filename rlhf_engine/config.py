@@ -1,0 +1,233 @@
+"""Every option of every command, as flat frozen dataclasses; names as in TRL where TRL has the option.
+
+    PPOConfig       rlhf-engine ppo        Hydra-PPO and J-Hydra-PPO on one frozen backbone
+    SFTConfig       rlhf-engine sft        joint language-model and reward training
+    GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
+    DemoConfig      rlhf-engine demo       everything on a small built-in task
+
+Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
+`parse_config(cls, argv)` reads flags and `--config`.
+"""
+
+# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config_parser import Options, option, parse_config, required
+from rlhf_engine.errors import ConfigError
+
+__all__ = ["DemoConfig", "GenerateConfig", "PPOConfig", "SFTConfig", "parse_config"]
+
+Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
+Dtype = Literal["float32", "bfloat16"]
+Method = Literal["hydra_ppo", "j_hydra_ppo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunOptions(Options):
+    """What every command that computes something understands."""
+
+    kernels: Kernels = option("auto", "kernel backend; one asked for by name never falls back")
+    seed: int = option(0, "seed of everything random in this run", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelOptions(_RunOptions):
+    """The base model."""
+
+    model_name_or_path: str = required("folder or Hugging Face name of the base model")
+    dtype: Dtype = option("float32", "dtype of the base weights and activations; adapters and heads train in float32")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_empty("model_name_or_path", self.model_name_or_path)
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
+            raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingOptions(_ModelOptions):
+    """Adapters, optimizer, logging and the output folder."""
+
+    output_dir: str = required("folder for checkpoints, metrics and the run record")
+    overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
+    dataset_name: str = required("path of the training data, JSON or JSONL")
+    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
+    lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
+    lora_target_modules: str | list[str] = option(
+        "all-linear", "all-linear, or the last part of the names of the linears to adapt"
+    )
+    lr_scheduler_type: Literal["constant", "cosine"] = option("constant", "learning rate after the warm-up")
+    warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
+    max_grad_norm: float | None = option(1.0, "largest gradient norm of a role; none: no clipping", gt=0)
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_empty("output_dir", self.output_dir)
+        _not_empty("dataset_name", self.dataset_name)
+        _not_empty("lora_target_modules", self.lora_target_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(_TrainingOptions):
+    """PPO with actor, critic, reference and reward model on one frozen backbone."""
+
+    method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
+    actor_adapter: str | None = option(None, "PEFT folder the actor starts from; none: a fresh adapter")
+    reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
+    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
+    critic_init: Literal["base", "actor"] = option(
+        "base", "start the critic's adapter fresh or as a copy of the actor's"
+    )
+
+    eval_dataset_name: str | None = option(None, "path of held-out prompts, JSON or JSONL")
+    dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, longer ones are an error; none: any", ge=1)
+    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
+
+    reward_funcs: list[str] = option(
+        ["lane"], "reward sources: lane (the learned reward head), module:function or path/file.py:function"
+    )
+    reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
+    missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
+    beta: float = option(0.05, "KL coefficient: the token reward is -beta * KL to the reference", ge=0)
+    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL per token")
+    gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
+    lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
+    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
+    cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
+    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
+    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
+    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
+
+    generation_batch_size: int = option(64, "prompts per step", ge=1)
+    num_mini_batches: int = option(4, "optimizer steps per epoch over the batch", ge=1)
+    num_ppo_epochs: int = option(4, "epochs over each batch", ge=1)
+    per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
+    max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
+    learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
+    critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
+    critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
+    token_budget: int = option(16384, "most tokens of all lanes together in one traversal of the trunk", ge=1)
+    rollout_mismatch_bound: float | None = option(
+        None,
+        "largest |log ratio| allowed between rollout and recomputation at equal weights; none: by dtype",
+        gt=0,
+    )
+
+    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
+    save_total_limit: int | None = option(2, "checkpoints kept; none: all", ge=1)
+    eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
+    num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
+    resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_empty("reward_funcs", self.reward_funcs)
+        for source in self.reward_funcs:
+            if source != "lane" and not all(source.rpartition(":")[::2]):
+                expected = "lane, module:function or path/file.py:function"
+                raise ConfigError(f"reward_funcs: expected {expected}, got {source!r}")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ConfigError(
+                f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
+                f"got {len(self.reward_weights)}"
+            )
+        if self.reward_adapter is not None and "lane" not in self.reward_funcs:
+            raise ConfigError(f"reward_adapter: expected 'lane' among reward_funcs, got {self.reward_funcs}")
+        if self.generation_batch_size % self.num_mini_batches:
+            raise ConfigError(
+                f"generation_batch_size: expected a multiple of num_mini_batches ({self.num_mini_batches}), "
+                f"got {self.generation_batch_size}"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
+        if self.critic_warmup_steps >= self.max_steps:
+            raise ConfigError(
+                f"critic_warmup_steps: expected less than max_steps ({self.max_steps}), got {self.critic_warmup_steps}"
+            )
+        if self.eval_steps and self.eval_dataset_name is None:
+            raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
+        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
+            raise ConfigError(
+                "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
+                f"with {self.resume_from_checkpoint!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(_TrainingOptions):
+    """Supervised training of language model and reward head together.
+
+    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`.
+    """
+
+    mode: Literal["full", "lora"] = required(
+        "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
+    )
+    gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
+    max_length: int | None = option(None, "most tokens of prompt and answer, longer rows are an error; none: any", ge=1)
+    learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
+    num_train_epochs: float = option(1.0, "passes over the data", gt=0)
+    max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
+    per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
+    gradient_accumulation_steps: int = option(1, "batches per optimizer step", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(_ModelOptions):
+    """Answers to prompts, by a base model with or without an adapter."""
+
+    adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
+    prompt: list[str] | None = option(None, "prompts, each one argument")
+    prompt_file: str | None = option(None, "text file with one prompt a line, or JSONL with `prompt`")
+    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    temperature: float = option(1.0, "sampling temperature", gt=0)
+    greedy: bool = option(False, "take the likeliest token instead of sampling")
+    num_generations: int = option(1, "answers per prompt", ge=1)
+    json: bool = option(False, "print one JSON object per answer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompt and self.prompt_file is None:
+            raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
+        if self.prompt and self.prompt_file is not None:
+            raise ConfigError("prompt_file: expected either prompt or prompt_file, got both")
+        if self.greedy and self.num_generations > 1:
+            raise ConfigError(
+                f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(_RunOptions):
+    """Supervised training, then Hydra-PPO, on a small built-in task; needs a CPU and a few minutes."""
+
+    output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
+    method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
+    quick: bool = option(False, "a few steps only, to see that everything runs")
+    json: bool = option(False, "print the summary as one JSON object")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_empty("output_dir", self.output_dir)
+
+
+def _not_empty(name: str, value: str | list[str]) -> None:
+    if not value or (isinstance(value, list) and not all(value)):
+        raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")

@@ -1,0 +1,291 @@
+"""Flat option dataclasses, checked on construction, and one parser from flags and YAML to them.
+
+A config class derives from `Options`; its fields are made with `option(default, help, ge=…, lt=…)`. Types and
+bounds are checked in `__post_init__`: a config made in Python, by flags or from a file obeys the same rules.
+
+Flags follow the conventions of transformers' HfArgumentParser, with errors that name the option:
+`--flag value`, `--flag=value`, `--a-flag` for `--a_flag`, `--switch` / `--no_switch` / `--switch false`,
+`--list a b c`, `none` for an optional value. `--config file.yaml` supplies values that flags override,
+`--print_config` shows the resolved YAML and `--help` the options; both of these exit with 0.
+
+It does not use argparse to read the flags, because argparse takes `-1e-3` and `- a prompt` for options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from rlhf_engine.errors import ConfigError
+
+C = TypeVar("C", bound="Options")
+_REQUIRED = object()
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+_SPECIAL = ("config", "print_config", "help")
+
+
+def option(default: Any, help: str, *, switches: Sequence[str] = (), **bounds: float) -> Any:
+    """A dataclass field with its line of documentation and, for numbers, its bounds (`ge`, `gt`, `le`, `lt`).
+
+    switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
+    """
+    metadata = {"help": help, "bounds": bounds, "switches": tuple(switches)}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def required(help: str, *, switches: Sequence[str] = ()) -> Any:
+    """`option` without a default."""
+    return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of the config classes: type and bound checks, `to_dict`, `to_yaml`."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _typed(field.name, hints[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            for bound, limit in field.metadata.get("bounds", {}).items():
+                if value is not None and not _holds(value, bound, limit):
+                    kind = _describe(hints[field.name])
+                    raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {limit:g}, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name; lists are copies."""
+        return copy.deepcopy(dataclasses.asdict(self))
+
+    def to_yaml(self) -> str:
+        """YAML that `--config` reads back to an equal config."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) -> C:
+    """Build `cls` from command-line tokens (without the program's name). Raises `ConfigError`.
+
+    prog: what `--help` shows as the command. Relative paths start at the working folder.
+    """
+    flags = _scan(cls, argv)
+    if "help" in flags:
+        print(_help(cls, prog), end="")
+        raise SystemExit(0)
+    show = flags.pop("print_config", False)
+    path = flags.pop("config", None)
+    values = {**(_read_yaml(cls, Path(path)) if path is not None else {}), **flags}
+    missing = [f for f in _fields(cls).values() if _default(f) is _REQUIRED and f.name not in values]
+    if missing:
+        names = [f"--{f.name}" + "".join(f" or --{switch}" for switch in f.metadata["switches"]) for f in missing]
+        raise ConfigError(f"missing required option{'s' * (len(names) > 1)}: {', '.join(names)}")
+    config = cls(**values)
+    if show:
+        print(config.to_yaml(), end="")
+        raise SystemExit(0)
+    return config
+
+
+# ---- types -------------------------------------------------------------------------------------------------
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """`int | None` → (int, NoneType); anything else → a tuple of itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _describe(hint: Any) -> str:
+    """How an error message calls a type."""
+    plain = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "none"}
+    parts = []
+    for kind in _alternatives(hint):
+        if typing.get_origin(kind) is Literal:
+            parts.append("one of " + ", ".join(repr(v) for v in typing.get_args(kind)))
+        elif typing.get_origin(kind) is list:
+            parts.append("a list of strings" if typing.get_args(kind)[0] is str else "a list of numbers")
+        else:
+            parts.append(plain[kind])
+    return " or ".join(parts)
+
+
+def _matches(kind: Any, value: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, (list, tuple)) and all(_matches(typing.get_args(kind)[0], v) for v in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    if kind is float:
+        return float(value)
+    if typing.get_origin(kind) is list:
+        return [_convert(typing.get_args(kind)[0], v) for v in value]
+    return value
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    """`value` as the first alternative of `hint` that it is; only ints become floats."""
+    for kind in _alternatives(hint):
+        if _matches(kind, value):
+            return _convert(kind, value)
+    raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}")
+
+
+def _holds(value: float, bound: str, limit: float) -> bool:
+    return {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
+
+
+# ---- flags -------------------------------------------------------------------------------------------------
+
+
+def _fields(cls: type[Options]) -> dict[str, dataclasses.Field]:
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return _REQUIRED if field.default is dataclasses.MISSING else field.default
+
+
+def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
+    switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
+    close = difflib.get_close_matches(name, [*_fields(cls), *switches, *_SPECIAL], n=1)
+    return ConfigError(f"unknown {what} {prefix}{name}" + (f"; did you mean {prefix}{close[0]}?" if close else ""))
+
+
+def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
+    """Tokens → values by field name, plus `config`, `print_config`, `help` where given."""
+    fields, hints = _fields(cls), typing.get_type_hints(cls)
+    switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
+    switches |= {f"no_{n}": (n, False) for n in fields if hints[n] is bool}
+    found: dict[str, Any] = {}
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if token in ("-h", "--help"):
+            found["help"] = True
+            continue
+        if not token.startswith("--"):
+            raise ConfigError(f"unexpected argument {token!r}: expected an option that starts with --")
+        name, equals, attached = token[2:].partition("=")
+        name = name.replace("-", "_")
+        raw = [attached] if equals else []
+        while not equals and tokens and not tokens[0].startswith("--") and tokens[0] != "-h":
+            raw.append(tokens.pop(0))
+        if name in switches or name == "print_config":
+            if raw:
+                raise ConfigError(f"{name}: expected no value, got {' '.join(raw)!r}")
+            key, value = switches.get(name, (name, True))
+        elif name == "config":
+            key, value = name, _only(name, "the path of a YAML file", raw)
+        elif name in fields:
+            key, value = name, _from_strings(name, hints[name], raw)
+        else:
+            raise _unknown("option", name, cls, "--")
+        if key in found and found[key] != value:
+            raise ConfigError(f"{key}: given twice, as {found[key]!r} and as {value!r}")
+        found[key] = value
+    return found
+
+
+def _only(name: str, expected: str, raw: list[str]) -> str:
+    if len(raw) != 1:
+        raise ConfigError(f"{name}: expected {expected}, got {' '.join(raw)!r}" if raw else f"{name}: needs a value")
+    return raw[0]
+
+
+def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
+    """The strings that followed `--name` as a value of `hint`; what no alternative can read is an error."""
+    kinds = _alternatives(hint)
+    if type(None) in kinds and len(raw) == 1 and raw[0].lower() in ("none", "null"):
+        return None
+    if hint is bool and not raw:
+        return True
+    as_list = next((k for k in kinds if typing.get_origin(k) is list), None)
+    if as_list is not None and raw:
+        # `str | list[str]`: one word without commas stays a word (`all-linear`)
+        words = [w for r in raw for w in r.split(",")] if str in kinds else raw
+        if len(words) == 1 and str in kinds:
+            return words[0]
+        return [_from_string(name, hint, typing.get_args(as_list)[0], word) for word in words]
+    text = _only(name, _describe(hint), raw)
+    return _from_string(name, hint, kinds[0], text)
+
+
+def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
+    if kind is bool:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+    elif kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass  # reported below, with the option's name
+    else:
+        return text
+    raise ConfigError(f"{name}: expected {_describe(hint)}, got {text!r}")
+
+
+# ---- files and help ----------------------------------------------------------------------------------------
+
+
+def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config: expected the path of a YAML file, but there is no file {str(path)!r}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {path}: expected `name: value` lines, got a {type(content).__name__}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            raise _unknown(f"key in {path}:", name, cls, "")
+        # YAML 1.1 reads `1e-4` (no dot) as a string, which nobody means by it
+        if isinstance(value, str) and float in _alternatives(hints[name]):
+            value = _from_string(name, hints[name], float, value)
+        values[name] = value
+    return values
+
+
+def _help(cls: type[Options], prog: str | None) -> str:
+    """`--help`, laid out by argparse."""
+    parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").split("\n")[0], add_help=False)
+    hints = typing.get_type_hints(cls)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved options as YAML and stop")
+    for field in dataclasses.fields(cls):
+        default = _default(field)
+        text = f"{field.metadata['help']} ({'required' if default is _REQUIRED else f'default: {default}'})"
+        kinds = _alternatives(hints[field.name])
+        if typing.get_origin(kinds[0]) is Literal:
+            shown = "{" + ",".join(str(v) for v in typing.get_args(kinds[0])) + "}"
+        elif any(typing.get_origin(k) is list for k in kinds):
+            shown = "VALUE ..."
+        else:
+            shown = {bool: "[BOOL]", int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
+        names = [f"--{field.name}", *(f"--{s}" for s in field.metadata["switches"])]
+        parser.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))
+    return parser.format_help()

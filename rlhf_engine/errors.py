@@ -1,0 +1,27 @@
+"""Errors that a user can do something about. Each message names the argument, what was expected, what came.
+
+`EngineError` is what they share, so that the command line can print any of them in one line, not a traceback.
+(`BackendUnavailableError` belongs to `rlhf_kernels`, which knows nothing of this package.)
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of this package's own errors."""
+
+
+class ConfigError(EngineError, ValueError):
+    """An option, a config file or a path given by the user cannot be served."""
+
+
+class RewardError(EngineError, RuntimeError):
+    """A user's reward function raised; the original error is the `__cause__`."""
+
+
+class NonFiniteError(EngineError, ArithmeticError):
+    """A loss, gradient or log-prob is NaN or infinite; nothing of the step that made it was applied."""
+
+
+class MismatchError(EngineError, ArithmeticError):
+    """Two computations that must agree at equal weights do not: rollout and training, or actor and reference."""

@@ -1,0 +1,50 @@
+"""Text to tokens and back: where prompts begin, where answers end."""
+
+from __future__ import annotations
+
+import os
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_engine.errors import ConfigError
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model. Raises ConfigError if it has no end-of-sequence token.
+
+    A padding token is not needed: rows are packed, nothing is ever padded with tokens.
+    """
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in "
+            f"{str(path)!r}; "
+            "set eos_token in its tokenizer_config.json, or answers could never end"
+        )
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """Every token that ends an answer: the tokenizer's, and those that the model's generation config names."""
+    found = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if isinstance(configured, int):
+        found.add(configured)
+    elif configured is not None:
+        found |= {int(token) for token in configured}
+    return tuple(sorted(found))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt with the tokenizer's own beginning, but never an end-of-sequence token at its end."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> list[int]:
+    """Token ids of a whole answer, ended by the end-of-sequence token."""
+    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    assert tokenizer.eos_token_id is not None
+    return [*ids, int(tokenizer.eos_token_id)]

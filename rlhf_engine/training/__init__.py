@@ -1,0 +1,1 @@
+"""Training: SFT with a reward objective, the RL loop, rewards, metrics and checkpoints."""

@@ -1,0 +1,211 @@
+"""What a run leaves behind in numbers: `metrics.jsonl` and the record of what ran where.
+
+* One JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed run loses no line.
+* JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. That
+  key is there only when something is wrong, so one search finds every bad step.
+* Steps never go backwards. A resumed run calls `truncate_after(step of the checkpoint)` first, so that no step
+  is in the file twice. A last line cut short by a crash is dropped when the file is opened.
+* Files that are replaced are written beside themselves and renamed: a reader sees the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import numbers
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import rlhf_engine
+
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
+
+
+class MetricsWriter:
+    """Appends metrics to a JSONL file. A context manager; `close` may be called twice."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = _whole_lines(self.path)
+        if self.path.exists() and b"".join(lines) != self.path.read_bytes():
+            _write_atomic(self.path, b"".join(lines))
+        self.last_step = max((json.loads(line)["step"] for line in lines), default=-1)
+        self._file = self.path.open("ab")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line. Values: numbers, strings, booleans, None, tensors of one element."""
+        if step < self.last_step:
+            raise ValueError(f"step: expected at least {self.last_step}, got {step}; resuming? truncate_after first")
+        line: dict[str, Any] = {"step": int(step)}
+        nonfinite: dict[str, str] = {}
+        for name, value in metrics.items():
+            if name in ("step", "nonfinite"):
+                raise ValueError(f"metrics: the name {name!r} is taken")
+            line[name] = _plain(name, value)
+            if isinstance(line[name], float) and not math.isfinite(line[name]):
+                nonfinite[name], line[name] = str(line[name]), None
+        if nonfinite:
+            line["nonfinite"] = nonfinite
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        self.last_step = int(step)
+
+    def truncate_after(self, step: int) -> int:
+        """Drop every line of a later step; returns how many were dropped."""
+        lines = _whole_lines(self.path)
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        if len(kept) < len(lines):
+            self._file.close()
+            _write_atomic(self.path, b"".join(kept))
+            self._file = self.path.open("ab")
+        self.last_step = max((json.loads(line)["step"] for line in kept), default=-1)
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file as dicts, in order; a last line cut short by a crash is left out."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"metrics: there is no file {str(path)!r}")
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def run_record(
+    *,
+    config: Any,
+    command: Sequence[str],
+    backends: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """What ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
+
+    config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.registry.report(...)`.
+    """
+    device = torch.device(device)
+    options = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(command),
+        "config": options,
+        "versions": {
+            "rlhf-engine": rlhf_engine.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "git_commit": git_commit(Path(__file__)),
+        "platform": platform.platform(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "kernel_backends": {op: dict(row) if isinstance(row, Mapping) else row for op, row in backends.items()},
+    }
+
+
+def git_commit(file: Path) -> dict[str, Any] | None:
+    """`{"commit": …, "dirty": …}` of the checkout that tracks `file`; None without git or outside a checkout.
+
+    An installed copy that merely lies below some other repository is not tracked by it, and so gives None.
+    """
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(file.parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", file.name) is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno"))}
+
+
+def write_json_atomic(path: str | Path, obj: Any) -> None:
+    """Write `obj` as indented JSON; the file is either the old one or the whole new one.
+
+    NaN and infinity raise ValueError: a record has none, and JSON could not hold them.
+    """
+    _write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Most memory used so far: torch's allocations on a CUDA device, the process's resident set elsewhere."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TypeError(f"metrics: {name}: expected one number, got a tensor of shape {tuple(value.shape)}")
+        value = value.item()
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"metrics: {name}: expected a number, string, boolean or None, got {type(value).__name__}")
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """Lines of a JSONL file with their line ends, without a last one that was cut short."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _write_atomic(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

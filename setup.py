@@ -1,0 +1,47 @@
+"""Builds `rlhf_kernels._native` from csrc/ with pybind11 alone: neither torch nor its headers are needed.
+
+The extension is optional. Without a working compiler the package installs all the same and runs on Triton or
+the reference; `rlhf_kernels.native.missing()` says why. `RLHF_ENGINE_NATIVE=0` skips it on purpose.
+Everything else about the project stands in pyproject.toml.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+
+# The wheel must run on any CPU of its architecture, so no -march=native. Without -ffp-contract=off the
+# compiler may fuse a multiply and an add where the CPU can, and results would differ between machines.
+COMPILE = ["-O3", "-ffp-contract=off", "-Wall", "-Wextra"]
+OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []  # Apple's clang has none; pragmas are then ignored
+
+
+def native_extensions() -> list:
+    choice = os.environ.get("RLHF_ENGINE_NATIVE", "1")
+    if choice not in ("0", "1"):
+        raise SystemExit(f"RLHF_ENGINE_NATIVE: expected 0 or 1, got {choice!r}")
+    if choice == "0":
+        return []
+    from pybind11.setup_helpers import Pybind11Extension  # not needed, and perhaps not there, when skipped
+
+    sources = [ROOT / "csrc" / "bindings.cpp", *sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))]
+    headers = sorted((ROOT / "csrc").rglob("*.h"))
+    return [
+        Pybind11Extension(
+            "rlhf_kernels._native",
+            # setuptools wants paths relative to setup.py
+            [str(path.relative_to(ROOT)) for path in sources],
+            depends=[str(path.relative_to(ROOT)) for path in headers],
+            include_dirs=[str(ROOT / "csrc")],
+            cxx_std=17,
+            extra_compile_args=[*COMPILE, *OPENMP, *([] if OPENMP else ["-Wno-unknown-pragmas"])],
+            extra_link_args=OPENMP,
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=native_extensions())

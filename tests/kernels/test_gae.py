@@ -1,0 +1,285 @@
+"""`gae` against hand-computed numbers, the definition (a mixture of n-step returns), and hostile inputs."""
+
+import pytest
+import torch
+from rlhf_kernels import native, registry
+from rlhf_kernels.gae import _gae, _gae_backward, gae
+from rlhf_kernels.testing import assert_ok, tier1
+
+NAN = float("nan")
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
+DEVICE_BACKENDS = [
+    ("cpu", "reference"),
+    pytest.param("cpu", "cpu", marks=needs_native),
+    pytest.param("cuda", "auto", marks=[pytest.mark.gpu, needs_cuda]),
+]
+
+
+def definition(reward, value, mask, gamma, lam, bootstrap=None):
+    """A = (1 − λ) Σ_n λ^(n−1) G⁽ⁿ⁾ + λ^(N−1) G⁽ᴺ⁾ − V, on unmasked positions: no recursion, no δ."""
+    advantage = torch.zeros(reward.shape, dtype=torch.float64)
+    ret = torch.zeros_like(advantage)
+    for b in range(reward.shape[0]):
+        kept = [t for t in range(reward.shape[1]) if mask[b, t]]
+        r = [float(reward[b, t]) for t in kept]
+        v = [float(value[b, t]) for t in kept] + [0.0 if bootstrap is None else float(bootstrap[b])]
+        for i, t in enumerate(kept):
+            left = len(kept) - i
+            n_step = [
+                sum(gamma**k * r[i + k] for k in range(n)) + gamma**n * v[i + n] for n in range(1, left + 1)
+            ]  # G⁽¹⁾ … G⁽ᴺ⁾
+            mixture = sum((1 - lam) * lam**n * g for n, g in enumerate(n_step[:-1])) + lam ** (left - 1) * n_step[-1]
+            advantage[b, t] = mixture - v[i]
+            ret[b, t] = mixture
+    return advantage, ret
+
+
+def random_case(B, T, *, dtype=torch.float32, scale=1.0, holes=0.3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    reward, value = scale * torch.randn(2, B, T, generator=generator, dtype=torch.float64)
+    mask = torch.rand(B, T, generator=generator) >= holes
+    bootstrap = scale * torch.randn(B, generator=generator, dtype=torch.float64)
+    return reward.to(dtype), value.to(dtype), mask, bootstrap.to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hand_computed(backend):
+    # γ = λ = ½. Row 0: δ₂ = 4 + 0 − 2 = 2, δ₁ = 0 + 1 − 4 = −3, δ₀ = 1 + 2 − 2 = 1;
+    # A₂ = 2, A₁ = −3 + ¼·2 = −2½, A₀ = 1 − ⅝ = ⅜. Row 1: position 1 is skipped, so V_next at 0 is V₂ = 6:
+    # δ₂ = 2 + ½·8 − 6 = 0, δ₀ = 1 + 3 − 2 = 2; A₂ = 0, A₀ = 2.
+    reward = torch.tensor([[1.0, 0.0, 4.0], [1.0, NAN, 2.0]])
+    value = torch.tensor([[2.0, 4.0, 2.0], [2.0, NAN, 6.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+    out = gae(reward, value, mask, gamma=0.5, lam=0.5, bootstrap=torch.tensor([0.0, 8.0]), backend=backend)
+    assert out.advantage.tolist() == [[0.375, -2.5, 2.0], [2.0, 0.0, 0.0]]
+    assert out.ret.tolist() == [[2.375, 1.5, 4.0], [4.0, 0.0, 6.0]]
+
+
+@pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
+@pytest.mark.parametrize("with_bootstrap", [False, True])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
+def test_equals_definition_in_fp64(device, backend, with_bootstrap, gamma, lam):
+    reward, value, mask, bootstrap = random_case(6, 13, dtype=torch.float64)
+    mask[0], mask[1] = True, False  # a full row and an empty one
+    bootstrap = bootstrap if with_bootstrap else None
+    advantage, ret = definition(reward, value, mask, gamma, lam, bootstrap)
+    moved = None if bootstrap is None else bootstrap.to(device)
+    out = gae(
+        reward.to(device),
+        value.to(device),
+        mask.to(device),
+        gamma=gamma,
+        lam=lam,
+        bootstrap=moved,
+        backend=backend,
+    )
+    torch.testing.assert_close(out.advantage.cpu(), advantage, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.ret.cpu(), ret, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (2, 129), (15, 64), (64, 127)])
+def test_tier1(backend, scale, B, T):
+    inputs = random_case(B, T, scale=scale)
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+
+    def run(reward, value, mask, bootstrap, backend):
+        reward, value, bootstrap = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
+        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap, backend=backend)
+        weight = torch.linspace(-1, 1, B * T, dtype=torch.float64).reshape(B, T)
+        loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
+        return [*out, *torch.autograd.grad(loss, (reward, value, bootstrap))]
+
+    exact, plain = run(*wide, "reference"), run(*inputs, "reference")
+    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
+    for name, actual, e, p in zip(names, run(*inputs, backend), exact, plain, strict=True):
+        assert actual.dtype == torch.float32
+        assert_ok(tier1(actual.detach(), e.detach(), p.detach()), name)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cpu_has_the_references_bits(dtype):
+    reward, value, mask, bootstrap = random_case(67, 501, dtype=dtype)  # a group of rows cut short, parallel loop
+    previous = torch.get_num_threads()
+    outputs = []
+    try:
+        for backend, threads in (("reference", 1), ("cpu", 1), ("cpu", 3)):
+            torch.set_num_threads(threads)
+            r, v, last = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
+            out = gae(r, v, mask, gamma=0.99, lam=0.95, bootstrap=last, backend=backend)
+            (out.advantage.square() + out.ret).sum().backward()
+            outputs.append([*out, r.grad, v.grad, last.grad])
+    finally:
+        torch.set_num_threads(previous)
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend):
+    reward, value, mask, bootstrap = random_case(3, 6, dtype=torch.float64)
+    mask[1] = False
+    inputs = [x.requires_grad_() for x in (reward, value, bootstrap)]
+
+    def both(r, v, last):
+        return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=last, backend=backend))
+
+    assert torch.autograd.gradcheck(both, inputs)
+    assert torch.autograd.gradcheck(lambda r, v: both(r, v, None)[0], inputs[:2])  # ret unused: no gradient arrives
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_wanted_gradients(backend):
+    reward, value, mask, bootstrap = random_case(2, 5)
+    value.requires_grad_()
+    gae(reward, value, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend).ret.sum().backward()
+    assert value.grad is not None
+    assert reward.grad is None
+    assert bootstrap.grad is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(backend):
+    reward, value, mask, bootstrap = random_case(3, 6)
+    for last in (None, bootstrap.clone().requires_grad_()):
+        arguments = (
+            reward.clone().requires_grad_(),
+            value.clone().requires_grad_(),
+            mask,
+            last,
+            0.9,
+            0.8,
+            backend,
+        )
+        torch.library.opcheck(_gae, arguments)
+    torch.library.opcheck(_gae_backward, (reward, value, mask, 0.9, 0.8, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("garbage", [NAN, float("inf"), float("-inf")])
+def test_masked_inputs_reach_nothing(backend, garbage):
+    reward, value, mask, bootstrap = random_case(5, 9)
+    mask[2] = False
+    bootstrap[2] = garbage  # a row without positions has no use for it
+    results = []
+    for fill in (0.0, garbage):
+        r, v = (x.masked_fill(~mask, fill).requires_grad_() for x in (reward, value))
+        out = gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend)
+        torch.autograd.backward(out, [torch.ones_like(x).masked_fill(~mask, fill) for x in out])
+        results.append([*out, r.grad, v.grad])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+        assert (dirty[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_spreads_backwards_in_its_own_row_only(backend):
+    reward, value, mask, _ = random_case(3, 6, holes=0.0)
+    reward[1, 3] = NAN
+    advantage = gae(reward, value, mask, gamma=0.9, lam=0.8, backend=backend).advantage
+    expected = torch.zeros(3, 6, dtype=torch.bool)
+    expected[1, :4] = True
+    assert torch.equal(advantage.isnan(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("B", "T"), [(0, 5), (3, 0), (0, 0)])
+def test_empty(backend, B, T):
+    reward, value, bootstrap = (torch.zeros(s, requires_grad=True) for s in ((B, T), (B, T), (B,)))
+    out = gae(reward, value, torch.ones(B, T), gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend)
+    assert out.advantage.shape == out.ret.shape == (B, T)
+    (out.advantage.sum() + out.ret.sum()).backward()
+    assert torch.equal(bootstrap.grad, torch.zeros(B))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["row_slice", "column_slice", "transposed", "every_second", "expanded", "flipped"])
+def test_layouts(backend, layout):
+    change = {
+        "row_slice": lambda x: torch.stack([x, torch.full_like(x, 1)], dim=1).flatten(0, 1)[::2],
+        "column_slice": lambda x: torch.cat([torch.ones_like(x), x, torch.ones_like(x)], dim=1)[:, 7:14],
+        "transposed": lambda x: x.t().contiguous().t(),
+        "every_second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+        "expanded": lambda x: x[:1].expand(5, 7),
+        "flipped": lambda x: x.flip(0),
+    }[layout]
+    reward, value, mask, _ = (change(x) if x.dim() == 2 else x for x in random_case(5, 7))
+    dense = [x.clone(memory_format=torch.contiguous_format) for x in (reward, value, mask)]
+    out = gae(reward, value, mask, gamma=0.9, lam=0.8, backend=backend)
+    expected = gae(*dense, gamma=0.9, lam=0.8, backend="reference")
+    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    assert out.advantage.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs_accumulate_and_come_out_in_fp32(backend, dtype):
+    reward, value, mask, _ = random_case(4, 40, dtype=dtype)
+    value.requires_grad_()
+    out = gae(reward, value, mask, gamma=0.99, lam=0.95, backend=backend)
+    expected = gae(reward.float(), value.float(), mask, gamma=0.99, lam=0.95, backend="reference")
+    assert out.advantage.dtype == out.ret.dtype == torch.float32
+    assert torch.equal(out.advantage, expected.advantage)
+    out.advantage.sum().backward()
+    assert value.grad.dtype == dtype
+
+
+def test_mask_dtypes_agree():
+    reward, value, mask, _ = random_case(3, 8)
+    expected = gae(reward, value, mask, gamma=0.9, lam=0.8)
+    for other in (mask.float(), mask.long(), mask.to(torch.uint8), mask.bfloat16()):
+        assert torch.equal(gae(reward, value, other, gamma=0.9, lam=0.8).advantage, expected.advantage)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_auto_is_cpu_and_says_so(dtype):
+    assert registry.report("cpu", dtype)["gae"]["auto"] == "cpu"
+    assert registry.resolve("gae", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_named_backend_never_falls_back(backend):
+    x = torch.zeros(2, 3)
+    with pytest.raises(registry.BackendUnavailableError, match=f"backend='{backend}' cannot serve gae"):
+        gae(x, x, x, gamma=1.0, lam=1.0, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"reward": torch.zeros(3)}, ValueError, r"reward: expected shape \[B, T\], got \(3,\)"),
+        ({"reward": [[0.0]]}, TypeError, "reward: expected a tensor, got list"),
+        (
+            {"reward": torch.zeros(2, 3, dtype=torch.long)},
+            TypeError,
+            "reward: expected a floating point dtype",
+        ),
+        ({"value": torch.zeros(2, 4)}, ValueError, r"value: expected shape \(2, 3\), got \(2, 4\)"),
+        (
+            {"value": torch.zeros(2, 3, device="meta")},
+            ValueError,
+            "value: expected a tensor on cpu, got one on meta",
+        ),
+        ({"mask": torch.ones(2, 1)}, ValueError, r"mask: expected shape \(2, 3\), got \(2, 1\)"),
+        ({"mask": None}, TypeError, "mask: expected a tensor, got NoneType"),
+        ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap: expected shape \(2,\), got \(3,\)"),
+        ({"gamma": 1.5}, ValueError, r"gamma: expected a number in \[0, 1\], got 1.5"),
+        ({"lam": NAN}, ValueError, r"lam: expected a number in \[0, 1\], got nan"),
+        ({"backend": "fast"}, ValueError, "backend: expected 'auto' or one of"),
+    ],
+)
+def test_bad_input(change, error, message):
+    good = {
+        "reward": torch.zeros(2, 3),
+        "value": torch.zeros(2, 3),
+        "mask": torch.ones(2, 3),
+        "gamma": 1.0,
+        "lam": 1.0,
+    }
+    with pytest.raises(error, match=message):
+        gae(**{**good, **change})

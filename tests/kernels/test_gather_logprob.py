@@ -1,0 +1,218 @@
+"""`gather_logprob` against a dense float64 computation: every layout of the logits, both backwards."""
+
+import pytest
+import torch
+from rlhf_kernels.gather_logprob import (
+    _gather_logprob,
+    _gather_logprob_backward,
+    _gather_logprob_backward_,
+    gather_logprob,
+)
+from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.logits import OUTPUTS
+from rlhf_kernels.testing import assert_ok, tier1
+
+DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def dense(logits, target, temperature=1.0):
+    z = logits / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    log_p = torch.log_softmax(z, -1)
+    outputs = {
+        "logprob": log_p.gather(-1, target.clamp_min(0)[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": torch.logsumexp(z, -1),
+        "is_top1": (z.argmax(-1) == target).to(z.dtype),
+        "mean_logit": z.mean(-1),
+        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
+    }
+    return {name: torch.where(target != -100, x, 0.0) for name, x in outputs.items()}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradcheck_every_output(name):
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0, -100], [6, 3]])
+    temperature = torch.tensor([[0.5, 1.0], [2.0, 0.8]])
+
+    def f(x):
+        out = gather_logprob(x[:, :-1], target, temperature=temperature, outputs=(name,))
+        return getattr(out, name)
+
+    assert torch.autograd.gradcheck(f, (logits,))
+
+
+def test_opcheck():
+    logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 4])
+    row_temperature = torch.rand(4) + 0.5
+    torch.library.opcheck(
+        _gather_logprob, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, "reference")
+    )
+    torch.library.opcheck(_gather_logprob, (logits, target, None, 0.7, -100, "logprob", False, "reference"))
+    rows = [torch.randn(4) for _ in range(8)]
+    arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, "reference")
+    torch.library.opcheck(_gather_logprob_backward, arguments)
+    torch.library.opcheck(_gather_logprob_backward_, arguments)
+
+
+def layouts(logits):
+    """The same [6, V] values as: packed rows, a wider row stride, a transpose, every second column."""
+    n, v = logits.shape
+    wide = torch.full((n, v + 3), torch.nan, dtype=logits.dtype)
+    wide[:, :v] = logits
+    spread = torch.full((n, 2 * v), torch.nan, dtype=logits.dtype)
+    spread[:, ::2] = logits
+    return {
+        "packed": logits,
+        "row_stride": wide[:, :v],
+        "transposed": logits.T.contiguous().T,
+        "column_stride": spread[:, ::2],
+    }
+
+
+@pytest.mark.parametrize("layout", ["packed", "row_stride", "transposed", "column_stride"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_layouts_and_both_backwards(layout, inplace):
+    base = torch.randn(6, 33)
+    target = torch.tensor([0, 32, 5, -100, 7, 7])
+    cotangent = {name: torch.randn(6) for name in DIFFERENTIABLE}
+
+    def loss_of(out):
+        return sum((cotangent[name].to(out["lse"].dtype) * out[name]).sum() for name in DIFFERENTIABLE)
+
+    leaf = layouts(base)[layout].requires_grad_()
+    logits = leaf * torch.ones(())  # an intermediate with the leaf's layout where the layout is dense
+    if layout in ("row_stride", "column_stride"):
+        holder = torch.zeros(6, 99)
+        holder[:, : 33 * 2 : 2] = logits
+        logits = holder[:, : 33 * 2 : 2]
+    before = logits.detach().clone()
+    out = gather_logprob(logits, target, temperature=0.7, outputs=OUTPUTS, inplace_backward=inplace)
+    got = torch.autograd.grad(loss_of(out._asdict()), leaf)[0]
+    assert torch.equal(before, logits.detach()) != inplace
+
+    def exact(dtype):
+        x = base.to(dtype).requires_grad_()
+        outputs = dense(x, target, 0.7)
+        return outputs, torch.autograd.grad(loss_of(outputs), x)[0]
+
+    (out64, grad64), (out32, grad32) = exact(torch.float64), exact(torch.float32)
+    for name in OUTPUTS:
+        assert_ok(tier1(getattr(out, name), out64[name], out32[name]), name)
+    assert_ok(tier1(got, grad64, grad32), "d_logits")
+
+
+def test_batched_slice_equals_flat_rows_bit_for_bit():
+    logits = torch.randn(3, 5, 50)
+    target = torch.randint(0, 50, (3, 4))
+    sliced = gather_logprob(logits[:, :-1], target, outputs=OUTPUTS)
+    flat = gather_logprob(logits[:, :-1].reshape(-1, 50), target.reshape(-1), outputs=OUTPUTS)
+    for a, b in zip(sliced, flat, strict=True):
+        assert a.shape == (3, 4)
+        assert torch.equal(a.reshape(-1), b)
+
+
+def test_inplace_backward_guards():
+    target = torch.tensor([1, 2])
+    leaf = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="inplace_backward: expected logits that are an intermediate"):
+        gather_logprob(leaf, target, inplace_backward=True)
+    with torch.no_grad():
+        gather_logprob(leaf, target, inplace_backward=True)
+    logits = leaf * 2
+    also_needs_them = logits.square().sum()  # saved the logits for its own backward
+    loss = gather_logprob(logits, target, inplace_backward=True).logprob.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        also_needs_them.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _largest_allocation(function) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+        function()
+    return max(event.self_cpu_memory_usage for event in p.events())
+
+
+def test_no_whole_copy_and_no_gradient_tensor_in_place():
+    leaf = torch.randn(4096, 1).bfloat16().requires_grad_()
+    target = torch.zeros(4096, dtype=torch.int64)
+
+    def step(inplace):
+        logits = leaf.expand(4096, 3000) + torch.zeros(3000, dtype=torch.bfloat16)  # 24 MB in bf16, 49 in fp32
+
+        def run():
+            loss = gather_logprob(logits, target, inplace_backward=inplace).logprob.sum()
+            torch.autograd.grad(loss, logits)
+
+        return _largest_allocation(run)
+
+    size = 4096 * 3000 * 2
+    assert step(True) < size
+    assert size <= step(False) < 2 * size
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 15, 127, 129])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 30.0])
+def test_tier1_sizes_and_scales(n, scale):
+    logits = scale * torch.randn(n, 1003)
+    target = torch.randint(0, 1003, (n,))
+    out = gather_logprob(logits, target, outputs=OUTPUTS)
+    exact, plain = dense(logits.double(), target), dense(logits, target)
+    for name in OUTPUTS:
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
+
+
+def test_hostile_values():
+    logits = torch.stack([torch.full((17,), -200.0), torch.full((17,), -1e4), torch.randn(17), torch.randn(17)])
+    logits[2, 3:] = -torch.inf  # all but three tokens are forbidden
+    logits[3] = torch.nan  # an ignored row
+    logits.requires_grad_()
+    target = torch.tensor([3, 16, 5, -100])
+    out = gather_logprob(logits, target, outputs=("logprob", "entropy"))
+    assert out.logprob[:2].tolist() == pytest.approx([-torch.tensor(17.0).log().item()] * 2)
+    assert out.logprob[2] == -torch.inf  # a forbidden target is impossible, not NaN
+    assert out.logprob[3] == out.entropy[3] == 0
+    expected = torch.distributions.Categorical(logits=logits[2, :3].detach()).entropy()
+    torch.testing.assert_close(out.entropy[2].detach(), expected)
+    grad = torch.autograd.grad(out.logprob[:2].sum() + out.entropy.sum(), logits)[0]
+    assert torch.isfinite(grad).all()
+    assert (grad[3] == 0).all()
+
+
+def test_nan_logits_of_a_counted_row_are_not_hidden():
+    logits = torch.randn(2, 4)
+    logits[1, 2] = torch.nan
+    out = gather_logprob(logits, torch.tensor([0, 0]), outputs=("logprob", "entropy", "lse"))
+    assert all(torch.isfinite(x[0]) and torch.isnan(x[1]) for x in (out.logprob, out.entropy, out.lse))
+
+
+def test_agrees_with_linear_logprob():
+    hidden, weight = torch.randn(9, 8), torch.randn(40, 8)
+    target = torch.randint(0, 40, (9,))
+    linear = linear_logprob(hidden, weight, target, temperature=0.6, outputs=OUTPUTS)
+    gathered = gather_logprob(hidden @ weight.T, target, temperature=0.6, outputs=OUTPUTS)
+    assert all(torch.equal(a, b) for a, b in zip(linear, gathered, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": torch.randn(4)}, ValueError, "logits: expected a tensor"),
+        ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "logits: expected a floating"),
+        ({"target": torch.tensor([0])}, ValueError, "target: expected shape"),
+        ({"target": torch.tensor([0, 4])}, ValueError, "target: expected values in"),
+        ({"temperature": torch.tensor([0.0, 1.0])}, ValueError, "temperature: expected values > 0"),
+        ({"outputs": ()}, ValueError, "outputs: expected one or more"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    arguments = {"logits": torch.randn(2, 4), "target": torch.tensor([0, 1])} | change
+    with pytest.raises(error, match=message):
+        gather_logprob(**arguments)

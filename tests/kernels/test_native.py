@@ -1,0 +1,255 @@
+"""The extension itself: addresses, absence, a build without a compiler, its C++ under the sanitizers."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_kernels import native
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+@pytest.mark.skipif(
+    not os.environ.get("CI") or shutil.which("g++") is None or os.environ.get("RLHF_ENGINE_NATIVE") == "0",
+    reason="only `make test` promises that the extension is built, and only where there is a compiler",
+)
+def test_the_extension_is_there():
+    assert native.missing() is None  # or every test of the cpu backend would be skipped without a word
+
+
+def test_addresses():
+    x = torch.arange(12.0).reshape(3, 4)
+    assert native.dense("x", x, torch.float32) == x.data_ptr()
+    assert native.rows("x", x[1:, 1:], torch.float32) == (x.data_ptr() + 5 * 4, 4)
+    assert native.rows("x", x[:, ::4], torch.float32) == (x.data_ptr(), 4)  # one column: no inner stride
+    assert native.dense("x", x[:0], torch.float32) >= 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x: native.address("x", x, torch.float64),
+            TypeError,
+            "x: expected dtype torch.float64, got torch.float32",
+        ),
+        (
+            lambda x: native.address("x", x.to("meta"), x.dtype),
+            ValueError,
+            "x: expected a CPU tensor, got one on meta",
+        ),
+        (lambda x: native.dense("x", x.t(), x.dtype), ValueError, "x: expected a contiguous tensor"),
+        (
+            lambda x: native.rows("x", x.t(), x.dtype),
+            ValueError,
+            r"x: expected inner stride 1, got strides \(1, 4\)",
+        ),
+        (
+            lambda x: native.rows("x", x[0], x.dtype),
+            ValueError,
+            r"x: expected 2 dimensions, got shape \(4,\)",
+        ),
+    ],
+)
+def test_addresses_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.zeros(3, 4))
+
+
+def test_tensor_without_memory_of_its_own_is_refused():
+    class Wrapper(torch.Tensor):  # what a DTensor is: a shape and a device, with the numbers elsewhere
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError(function)
+
+    with pytest.raises(TypeError, match="x: expected a tensor with memory of its own, got Wrapper"):
+        native.address("x", Wrapper(torch.zeros(3)), torch.float32)
+
+
+def test_unsupported_says_why():
+    if native.missing() is None:
+        assert native.unsupported("cpu", torch.float32) is None
+        assert native.unsupported("cuda", torch.float32) == "it needs CPU tensors, not cuda"
+        assert "not in torch.int8" in native.unsupported("cpu", torch.int8)
+    else:
+        assert native.unsupported("cpu", torch.float32) == native.missing()
+
+
+@needs_native
+def test_cpp_refuses_null_pointers_and_sizes():
+    moments = native.function("masked_moments", torch.float32)
+    x, mask, out = torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="x: expected an address, got a null pointer"):
+        moments(0, mask.data_ptr(), 4, 1, out.data_ptr())
+    with pytest.raises(ValueError, match="count: expected a size of at least 0, got -1"):
+        moments(x.data_ptr(), mask.data_ptr(), -1, 1, out.data_ptr())
+    with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
+        moments(x.data_ptr(), mask.data_ptr(), 4, 0, out.data_ptr())
+
+
+@needs_native
+def test_the_gil_is_released():
+    n = 1 << 24  # tens of milliseconds of work
+    x, mask, out = torch.zeros(n), torch.ones(n, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
+    moments = native.function("masked_moments", torch.float32)
+    started, finished = threading.Event(), threading.Event()
+
+    def work():
+        started.set()
+        moments(x.data_ptr(), mask.data_ptr(), n, 1, out.data_ptr())
+        finished.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # the lock is not taken from a thread; it has to be given up
+    try:
+        worker = threading.Thread(target=work)
+        worker.start()
+        started.wait()
+        ran_meanwhile = not finished.is_set()  # with the lock held throughout, this line comes after the work
+        worker.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert ran_meanwhile
+    assert out.tolist() == [n, 0.0, 0.0]
+
+
+# An editable install adds a finder of its own, which would find the checkout's extension for the copied package.
+FORGET_CHECKOUT = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_EditableFinder"]
+"""
+
+
+def _run_copy_without_extension(folder, code):
+    """Standard output of `code`, run with a copy of the package that has lost its compiled extension."""
+    ignored = shutil.ignore_patterns("_native*", "__pycache__")
+    shutil.copytree(ROOT / "kernels" / "rlhf_kernels", folder / "rlhf_kernels", ignore=ignored)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", FORGET_CHECKOUT + code]
+    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_without_the_extension_the_reference_serves(tmp_path):
+    code = """
+import torch
+from rlhf_kernels import native, registry
+from rlhf_kernels.gae import gae
+assert registry.report("cpu")["gae"] == {
+    "auto": "reference", "reference": "available", "cpu": native.missing(),
+    "cuda": "gae has no cuda implementation", "triton": "gae has no triton implementation",
+}
+x = torch.ones(1, 2)
+assert gae(x, x, x, gamma=1.0, lam=1.0).ret.tolist() == [[2.0, 1.0]]
+try:
+    gae(x, x, x, gamma=1.0, lam=1.0, backend="cpu")
+except registry.BackendUnavailableError as error:
+    print(error)
+"""
+    output = _run_copy_without_extension(tmp_path, code)
+    assert output.startswith("backend='cpu' cannot serve gae: the native extension was not built; reinstall with")
+
+
+def test_an_extension_that_does_not_load_says_why(tmp_path):
+    code = """
+from pathlib import Path
+import rlhf_kernels
+(Path(rlhf_kernels.__file__).parent / "_native.so").write_bytes(b"not a library")
+from rlhf_kernels import native
+print(native.missing())
+"""
+    output = _run_copy_without_extension(tmp_path, code)
+    assert output.startswith("the native extension does not load: ")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ with its sanitizer libraries")
+def test_cpp_under_sanitizers(tmp_path):
+    binary = tmp_path / "native_gae_main"
+    sources = [
+        ROOT / "csrc/cpu/gae.cpp",
+        ROOT / "csrc/cpu/whiten.cpp",
+        ROOT / "tests/kernels/native_gae_main.cpp",
+    ]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
+    build = subprocess.run(
+        ["g++", *flags, *sanitize, *map(str, sources), "-o", str(binary)], capture_output=True, text=True
+    )
+    if build.returncode != 0 and "cannot find" in build.stderr and "san" in build.stderr:
+        pytest.skip("g++ is here without libasan or libubsan")
+    assert build.returncode == 0, build.stderr
+    run = subprocess.run([str(binary)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.strip() == "native code is clean"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What a build reads, in a folder of its own: building leaves files behind."""
+    target = tmp_path / "checkout"
+    target.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", "_native*")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target)
+    shutil.copytree(ROOT / "csrc", target / "csrc")
+    for name in ("kernels/rlhf_kernels", "rlhf_engine"):
+        shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    return target
+
+
+def _build(checkout, command, **environment):
+    """Run one build backend hook the way pip does, without its download of the build requirements."""
+    code = f"from setuptools import build_meta; print(build_meta.{command}('out'))"
+    (checkout / "out").mkdir(exist_ok=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return checkout / "out" / run.stdout.strip().splitlines()[-1], run.stdout + run.stderr
+
+
+_FALSE = shutil.which("false") or "/bin/false"
+NO_COMPILER = {"CC": _FALSE, "CXX": _FALSE}
+
+
+@pytest.mark.parametrize("environment", [NO_COMPILER, {"RLHF_ENGINE_NATIVE": "0"}], ids=["no_compiler", "skipped"])
+@pytest.mark.parametrize("command", ["build_wheel", "build_editable"])
+def test_installs_without_a_compiler(checkout, command, environment):
+    pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
+    wheel, log = _build(checkout, command, **environment)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not any("_native" in name for name in names)
+    assert ('building extension "rlhf_kernels._native" failed' in log) == (environment is NO_COMPILER)
+    if command == "build_wheel":
+        assert {"rlhf_engine/__init__.py", "rlhf_kernels/registry.py", "rlhf_kernels/gae/__init__.py"} <= set(names)
+        assert not any(name.startswith(("kernels/", "tests/", "bench/", "csrc/")) for name in names)
+
+
+@pytest.mark.long  # compiles the extension
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_wheel_from_sdist_has_the_extension(checkout):
+    pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
+    sdist, _ = _build(checkout, "build_sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(checkout / "unpacked")
+    (unpacked,) = (checkout / "unpacked").iterdir()
+    wheel, _ = _build(unpacked, "build_wheel")
+    assert any(name.startswith("rlhf_kernels/_native.") for name in zipfile.ZipFile(wheel).namelist())

@@ -1,0 +1,107 @@
+"""Which backend runs: preference of `auto`, named backends, the process-wide default, the report."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rlhf_kernels import registry
+
+X = torch.zeros(2)
+
+
+def only(device_type, *dtypes):
+    """An implementation that serves these dtypes on this device."""
+
+    def unsupported(d, dtype):
+        return None if d == device_type and dtype in dtypes else f"it serves {device_type} only, not {d} {dtype}"
+
+    return SimpleNamespace(unsupported=unsupported)
+
+
+@pytest.fixture
+def op():
+    """Name of an op that the process-wide registry knows for the length of one test."""
+    name = "test_registry_op"
+    registry.register(name, "reference", SimpleNamespace())
+    yield name
+    del registry._IMPLEMENTATIONS[name]
+    registry._AUTO_CHOICE.clear()
+
+
+def test_auto_prefers_native_and_decides_per_dtype(op):
+    assert registry.resolve(op, "auto", X) == "reference"
+    registry.register(op, "cpu", only("cpu", torch.float32))  # a later registration is seen: no stale choice
+    assert registry.resolve(op, "auto", X) == "cpu"
+    assert registry.resolve(op, "auto", X.double()) == "reference"
+    assert registry.resolve(op, "auto", X.to("meta")) == "reference"
+
+
+def test_auto_on_cuda_prefers_cuda_then_triton(op):
+    registry.register(op, "triton", only("cuda", torch.float32, torch.bfloat16))
+    registry.register(op, "cuda", only("cuda", torch.bfloat16))
+    assert registry.report("cuda", torch.bfloat16)[op]["auto"] == "cuda"
+    assert registry.report("cuda", torch.float32)[op]["auto"] == "triton"
+    assert registry.report("cuda", torch.float64)[op]["auto"] == "reference"
+    assert registry.report("cpu", torch.bfloat16)[op]["auto"] == "reference"
+
+
+def test_named_backend_is_served_or_refused(op):
+    registry.register(op, "cpu", only("cpu", torch.float32))
+    assert registry.resolve(op, "cpu", X) == "cpu"
+    assert registry.resolve(op, "reference", X) == "reference"
+    expected = r"backend='cpu' cannot serve test_registry_op: it serves cpu only.*available here: \['reference'\]"
+    with pytest.raises(registry.BackendUnavailableError, match=expected):
+        registry.resolve(op, "cpu", X.double())
+    with pytest.raises(registry.BackendUnavailableError, match="test_registry_op has no cuda implementation"):
+        registry.resolve(op, "cuda", X)
+    assert issubclass(registry.BackendUnavailableError, ValueError)
+
+
+def test_default_backend_is_what_auto_means(op):
+    registry.register(op, "cpu", only("cpu", torch.float32))
+    with registry.use_backend("reference"):
+        assert registry.default_backend() == "reference"
+        assert registry.resolve(op, "auto", X) == "reference"
+        assert registry.resolve(op, "cpu", X) == "cpu"
+    assert registry.default_backend() == "auto"
+    assert registry.resolve(op, "auto", X) == "cpu"
+
+
+def test_default_backend_never_falls_back_either(op):
+    with (
+        registry.use_backend("triton"),
+        pytest.raises(registry.BackendUnavailableError, match="backend='triton'"),
+    ):
+        registry.resolve(op, "auto", X)
+
+
+def test_use_backend_restores_after_an_error(op):
+    with pytest.raises(KeyError), registry.use_backend("reference"):
+        raise KeyError
+    assert registry.default_backend() == "auto"
+
+
+def test_report_gives_every_backend_a_reason(op):
+    registry.register(op, "cpu", only("cpu", torch.float32))
+    row = registry.report("cpu")[op]
+    assert row == {
+        "auto": "cpu",
+        "cuda": f"{op} has no cuda implementation",
+        "triton": f"{op} has no triton implementation",
+        "cpu": "available",
+        "reference": "available",
+    }
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda op: registry.register(op, "auto", SimpleNamespace()),
+        lambda op: registry.resolve(op, "Cpu", X),
+        lambda op: registry.set_default_backend("gpu"),
+    ],
+)
+def test_unknown_names(op, call):
+    with pytest.raises(ValueError, match="backend: expected"):
+        call(op)
+    assert registry.default_backend() == "auto"

@@ -1,0 +1,209 @@
+"""`sample`: the distribution it draws from, what a draw depends on, greedy rows, filters, log-probs."""
+
+import pytest
+import torch
+from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
+from rlhf_kernels.philox import gumbel
+from rlhf_kernels.sample import SampleOutputs, _sample, sample
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make(n, h, v, *, dtype=torch.float32, scale=1.0):
+    g = torch.Generator().manual_seed(0)
+    hidden = (scale * torch.randn(n, h, generator=g)).to(dtype)
+    weight = torch.randn(v, h, generator=g).to(dtype)
+    return hidden, weight, torch.arange(n) % 3, 10 * torch.arange(n)
+
+
+def many_draws(n, **options):
+    """n draws from one row of logits at n positions, and the probabilities before any filter."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(1, 4, generator=g), torch.randn(11, 4, generator=g)
+    out = sample(hidden.expand(n, 4), weight, seed=torch.full((n,), 5), position=torch.arange(n), **options)
+    return out, (hidden @ weight.T)[0]
+
+
+def check_frequencies(token, p):
+    counts = torch.bincount(token, minlength=p.shape[0]).double()
+    assert counts[p == 0].sum() == 0
+    live = p > 0
+    expected = (p[live] / p[live].sum() * token.shape[0]).double()
+    statistic = ((counts[live] - expected).square() / expected).sum()
+    freedom = (live.sum().double() - 1) / 2
+    assert torch.special.gammaincc(freedom, statistic / 2) > 1e-3  # p-value of the chi-square test
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_follow_the_softmax(temperature):
+    out, logits = many_draws(20000, temperature=temperature)
+    p = (logits.double() / temperature).softmax(-1)
+    check_frequencies(out.token, p)
+    torch.testing.assert_close(out.logprob, p.log()[out.token].float(), rtol=1e-5, atol=1e-5)
+
+
+def test_top_k_and_top_p():
+    n = 20000
+    logits = many_draws(1)[1].double()
+    p, order = logits.softmax(-1).sort(descending=True)
+
+    out, _ = many_draws(n, top_k=3, outputs=("token", "logprob", "entropy"))
+    kept = torch.zeros(11, dtype=torch.float64)
+    kept[order[:3]] = p[:3] / p[:3].sum()
+    check_frequencies(out.token, kept)
+    torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
+    entropy = torch.distributions.Categorical(probs=kept[order[:3]]).entropy()
+    torch.testing.assert_close(out.entropy.double(), entropy.expand(n), rtol=1e-5, atol=1e-5)
+
+    mass = 0.8
+    size = int((p.cumsum(-1) < mass).sum()) + 1  # the token that crosses the border belongs to the set
+    assert 1 < size < 11
+    out, _ = many_draws(n, top_p=mass)
+    kept = torch.zeros(11, dtype=torch.float64)
+    kept[order[:size]] = p[:size] / p[:size].sum()
+    check_frequencies(out.token, kept)
+
+    assert (many_draws(50, top_k=1)[0].token == order[0]).all()
+    assert (many_draws(50, top_p=1e-6)[0].token == order[0]).all()
+    everything = many_draws(50)[0]
+    for options in ({"top_k": 11}, {"top_k": 500}, {"top_p": 1.0}):
+        assert torch.equal(many_draws(50, **options)[0].token, everything.token)
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    hidden, weight, seed, position = make(12, 8, 301)
+    whole = sample(hidden, weight, seed=seed, position=position)
+    order = torch.randperm(12)
+    shuffled = sample(hidden[order], weight, seed=seed[order], position=position[order])
+    assert torch.equal(shuffled.token, whole.token[order])
+    for i in range(12):
+        row = slice(i, i + 1)
+        alone = sample(hidden[row], weight, seed=seed[row], position=position[row])
+        assert alone.token == whole.token[i]
+        torch.testing.assert_close(alone.logprob, whole.logprob[row])
+    assert not torch.equal(sample(hidden, weight, seed=seed + 1, position=position).token, whole.token)
+    assert not torch.equal(sample(hidden, weight, seed=seed, position=position + 1).token, whole.token)
+
+
+def test_token_is_the_argmax_of_logits_plus_gumbel():
+    hidden, weight, seed, position = make(15, 8, 101)
+    noise = gumbel(seed, position, 1, 101)
+    out = sample(hidden, weight, seed=seed, position=position, temperature=0.7)
+    assert torch.equal(out.token, (hidden @ weight.T / 0.7 + noise).argmax(-1))
+
+
+@pytest.mark.parametrize("with_options", [False, True])
+def test_logprob_and_entropy_are_those_of_linear_logprob(with_options):
+    hidden, weight, seed, position = make(140, 8, 32001)
+    options = {}
+    if with_options:
+        options = {
+            "temperature": torch.rand(140) + 0.5,
+            "softcap": 4.0,
+            "logit_scale": 1.5,
+            "bias": torch.randn(32001),
+            "lora": HeadLora(torch.randn(2, 8), torch.randn(32001, 2), 0.3),
+        }
+    greedy = torch.arange(140) % 2 == 0
+    out = sample(hidden, weight, seed=seed, position=position, greedy=greedy, outputs=SampleOutputs._fields, **options)
+    scored = linear_logprob(hidden, weight, out.token, outputs=("logprob", "entropy"), **options)
+    assert torch.equal(out.logprob, scored.logprob)
+    assert torch.equal(out.entropy, scored.entropy)
+    assert out.logprob.dtype == torch.float32
+
+
+def test_greedy_rows_in_a_mixed_batch():
+    hidden, weight, seed, position = make(10, 8, 50)
+    greedy = torch.arange(10) < 4
+    mixed = sample(hidden, weight, seed=seed, position=position, greedy=greedy)
+    drawn = sample(hidden, weight, seed=seed, position=position)
+    best = (hidden @ weight.T).argmax(-1)
+    assert torch.equal(mixed.token[:4], best[:4])
+    assert torch.equal(mixed.token[4:], drawn.token[4:])
+    assert not torch.equal(mixed.token, drawn.token)
+    all_greedy = sample(hidden, weight, seed=seed, position=position, greedy=torch.ones(10, dtype=torch.bool))
+    assert torch.equal(all_greedy.token, best)
+
+
+def test_greedy_takes_the_first_maximum_before_the_temperature():
+    weight = torch.tensor([[1.0], [3.0], [3.0], [2.0]])
+    one = torch.zeros(1, dtype=torch.int64)
+    greedy = torch.ones(1, dtype=torch.bool)
+    out = sample(torch.ones(1, 1), weight, seed=one, position=one, greedy=greedy, temperature=0.5)
+    assert out.token == 1
+    # Two logits one ulp apart that the division by 3 rounds onto each other
+    x = torch.arange(1, 2, 2.0**-23)
+    pair = int(((x[1:] / 3) == (x[:-1] / 3)).nonzero()[0])
+    out = sample(torch.ones(1, 1), x[pair : pair + 2, None], seed=one, position=one, greedy=greedy, temperature=3.0)
+    assert out.token == 1
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 127])
+@pytest.mark.parametrize("vocab", [1, 17, 517])
+def test_sizes_and_hostile_rows(n, vocab):
+    hidden, weight, seed, position = make(n, 6, vocab, scale=30.0)
+    out = sample(hidden, weight, seed=seed, position=position, outputs=SampleOutputs._fields)
+    assert out.token.shape == out.logprob.shape == out.entropy.shape == (n,)
+    assert ((out.token >= 0) & (out.token < vocab)).all()
+    assert torch.isfinite(out.logprob).all()
+    bias = torch.full((vocab,), -200.0)
+    if vocab > 1:
+        bias[-1] = -torch.inf  # a padded column is never drawn
+    out = sample(torch.zeros(n, 6), weight, bias=bias, seed=seed, position=position, outputs=SampleOutputs._fields)
+    live = max(vocab - 1, 1)
+    assert (out.token < live).all()
+    torch.testing.assert_close(out.logprob, torch.full((n,), -float(torch.tensor(float(live)).log())))
+    assert torch.isfinite(out.entropy).all()
+
+
+def test_bf16_and_float64():
+    hidden, weight, seed, position = make(20, 16, 100, dtype=torch.bfloat16)
+    low = sample(hidden, weight, seed=seed, position=position)
+    high = sample(hidden.double(), weight.double(), seed=seed, position=position)
+    assert torch.equal(low.token, high.token)
+    assert low.logprob.dtype == torch.float32
+    assert high.logprob.dtype == torch.float64
+    torch.testing.assert_close(low.logprob.double(), high.logprob, rtol=1e-5, atol=1e-5)
+
+
+def test_opcheck():
+    hidden, weight, seed, position = make(4, 3, 7)
+    greedy = torch.tensor([True, False, False, True])
+    tensors = (torch.randn(7), torch.randn(2, 3), torch.randn(7, 2), torch.rand(4) + 0.5)
+    numbers = (0.5, 1.0, 2.0, 1.5, 3, 0.9, True)
+    torch.library.opcheck(_sample, (hidden, weight, seed, position, greedy, *tensors, *numbers, "reference"))
+    plain = (None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, "reference")
+    torch.library.opcheck(_sample, (hidden, weight, seed, position, *plain))
+
+
+def test_asking_for_gradients_raises():
+    hidden, weight, seed, position = make(4, 3, 7)
+    weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"weight: expected one that needs no gradient .* linear_logprob"):
+        sample(hidden, weight, seed=seed, position=position)
+    with torch.no_grad():
+        assert sample(hidden, weight, seed=seed, position=position).token.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"seed": torch.zeros(2)}, TypeError, "seed: expected int64"),
+        ({"position": torch.zeros(3, dtype=torch.int64)}, ValueError, "position: expected shape"),
+        ({"greedy": torch.zeros(2)}, TypeError, "greedy: expected bool"),
+        ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"temperature": torch.zeros(2)}, ValueError, "temperature: expected values > 0"),
+        ({"top_k": 0}, ValueError, "top_k"),
+        ({"top_p": 0.0}, ValueError, "top_p"),
+        ({"top_p": 1.5}, ValueError, "top_p"),
+        ({"outputs": ("tokens",)}, ValueError, "outputs"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    zeros = torch.zeros(2, dtype=torch.int64)
+    arguments = {"hidden": torch.randn(2, 3), "weight": torch.randn(5, 3), "seed": zeros, "position": zeros}
+    with pytest.raises(error, match=message):
+        sample(**(arguments | change))

@@ -1,0 +1,211 @@
+"""`whiten` and `masked_moments` against hand-computed numbers, fp64 formulas, and on hostile inputs."""
+
+import pytest
+import torch
+from rlhf_kernels import native, registry
+from rlhf_kernels.gae import _masked_moments, _whiten, _whiten_backward, masked_moments, whiten
+from rlhf_kernels.testing import assert_ok, tier2
+
+NAN = float("nan")
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
+DEVICE_BACKENDS = [
+    ("cpu", "reference"),
+    pytest.param("cpu", "cpu", marks=needs_native),
+    pytest.param("cuda", "auto", marks=[pytest.mark.gpu, needs_cuda]),
+]
+
+
+def random_case(*shape, dtype=torch.float32, scale=1.0, shift=0.5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = scale * (torch.randn(shape, generator=generator, dtype=torch.float64) + shift)
+    return x.to(dtype), torch.rand(shape, generator=generator) >= 0.3
+
+
+def plainly(x, mask, shift_mean, eps):
+    """The formula on the compacted elements, with torch's own mean and unbiased variance, in fp64."""
+    kept = x.double()[mask]
+    y = (kept - kept.mean()) / (kept.var(unbiased=True) + eps).sqrt() + (0.0 if shift_mean else kept.mean())
+    return torch.zeros(x.shape, dtype=torch.float64).masked_scatter(mask, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hand_computed(backend):
+    # 1, 3, 5, 7: mean 4, unbiased variance (9 + 1 + 1 + 9) / 3 = 20/3; s = √0.15. The rest is masked.
+    x = torch.tensor([[1.0, NAN, 3.0], [5.0, 7.0, 100.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    s = 0.15**0.5
+    y = whiten(x, mask, eps=0.0, backend=backend)
+    expected = torch.tensor([[-3 * s, 0.0, -s], [s, 3 * s, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(y, expected, rtol=1e-15, atol=0)
+    y = whiten(x, mask, shift_mean=False, eps=0.0, backend=backend)
+    torch.testing.assert_close(y, expected + 4 * mask, rtol=1e-15, atol=0)
+    assert masked_moments(x, mask, backend=backend).tolist() == [4.0, 16.0, 84.0]
+
+
+@pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
+@pytest.mark.parametrize("shift_mean", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize("shape", [(2,), (15, 127), (3, 5, 7), (129, 1000)])
+def test_one_final_rounding(device, backend, shift_mean, scale, shape):
+    x, mask = random_case(*shape, scale=scale)
+    mask.view(-1)[:2] = True
+    exact = plainly(x, mask, shift_mean, 1e-8)
+    on_device = x.to(device), mask.to(device)
+    y = whiten(*on_device, shift_mean=shift_mean, backend=backend)
+    assert y.dtype == torch.float32
+    assert_ok(tier2(y.cpu(), exact), "whiten")
+    y = whiten(*on_device, shift_mean=shift_mean, moments=masked_moments(*on_device), backend=backend)
+    assert_ok(tier2(y.cpu(), exact), "whiten from moments")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moments_add_over_ranks(backend):
+    x, mask = random_case(8, 33, shift=-2.0)
+    ranks = list(zip(x.split(3), mask.split(3), strict=True))
+    moments = sum(masked_moments(part, keep, backend=backend) for part, keep in ranks)
+    parts = [whiten(part, keep, moments=moments, backend=backend) for part, keep in ranks]
+    whole = whiten(x, mask, backend=backend)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-7)
+    assert abs(parts[0][mask[:3]].mean().item()) > 1e-3  # a part is not centred by itself
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp32_moments_are_accepted(backend):
+    x, mask = random_case(4, 9)
+    moments = masked_moments(x, mask, backend=backend)
+    assert moments.dtype == torch.float64
+    y = whiten(x, mask, moments=moments.float(), backend=backend)
+    torch.testing.assert_close(y, whiten(x, mask, backend=backend), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift_mean", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_gradcheck(backend, shift_mean, given):
+    x, mask = random_case(3, 4, dtype=torch.float64)
+    moments = masked_moments(*random_case(5, 5, dtype=torch.float64, seed=1)) if given else None
+
+    def function(x):
+        return whiten(x, mask, shift_mean=shift_mean, moments=moments, eps=0.1, backend=backend)
+
+    assert torch.autograd.gradcheck(function, [x.requires_grad_()])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(backend):
+    x, mask = random_case(3, 4)
+    moments = masked_moments(x, mask)
+    torch.library.opcheck(_masked_moments, (x, mask, backend))
+    for given in (None, moments):
+        torch.library.opcheck(_whiten, (x.clone().requires_grad_(), mask, given, False, 1e-8, backend))
+    torch.library.opcheck(_whiten_backward, (x, x, mask, moments, True, False, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("garbage", [NAN, float("inf")])
+def test_masked_inputs_reach_nothing(backend, garbage):
+    x, mask = random_case(5, 9)
+    results = []
+    for fill in (0.0, garbage):
+        filled = x.masked_fill(~mask, fill).requires_grad_()
+        y = whiten(filled, mask, shift_mean=False, backend=backend)
+        y.backward(x.square().masked_fill(~mask, fill))
+        results.append([y.detach(), filled.grad, masked_moments(filled, mask, backend=backend)])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+    assert (results[1][0][~mask] == 0).all()
+    assert (results[1][1][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n_kept", [0, 1])
+@pytest.mark.parametrize("given", [True, False])
+def test_too_few_elements_for_a_variance(backend, n_kept, given):
+    x, mask = torch.tensor([[3.0, NAN]], requires_grad=True), torch.tensor([[n_kept, 0]])
+    moments = masked_moments(x, mask, backend=backend) if given else None
+    assert whiten(x, mask, moments=moments, backend=backend).tolist() == [[0.0, 0.0]]
+    y = whiten(x, mask, shift_mean=False, moments=moments, backend=backend)
+    assert y.tolist() == [[3.0 * n_kept, 0.0]]
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_mean_keeps_its_digits(backend):
+    # Σ x² − (Σ x)²/n in fp32 has no digit left here: the mean is 1000 times the spread.
+    x, mask = random_case(64, 100, shift=1000.0, dtype=torch.float32)
+    assert_ok(tier2(whiten(x, mask, backend=backend), plainly(x, mask, True, 1e-8)), "whiten")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_equal_is_zero(backend):
+    y = whiten(torch.full((7, 11), 0.1), torch.ones(7, 11), backend=backend)
+    # The fp64 mean of equal numbers may be off by an ulp, and dividing by √eps makes that 1e4 times larger.
+    assert y.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty(backend):
+    x = torch.zeros(0, 5, requires_grad=True)
+    y = whiten(x, torch.ones(0, 5), backend=backend)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 5)
+    assert masked_moments(x, torch.ones(0, 5), backend=backend).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_and_narrow_inputs(backend):
+    x, mask = random_case(6, 10, dtype=torch.bfloat16)
+    expected = whiten(x.float(), mask, backend="reference")
+    for view in (lambda v: v.t().contiguous().t(), lambda v: torch.cat([v, v], dim=1)[:, :10]):
+        y = whiten(view(x), view(mask), backend=backend)
+        assert y.dtype == torch.float32
+        assert y.is_contiguous()
+        # Both round an fp64 result once, and the fp64 sums differ in their last digits: an ulp apart at most.
+        torch.testing.assert_close(y, expected, rtol=1.2e-7, atol=0)
+
+
+@needs_native
+def test_threads_do_not_change_the_bits():
+    x, mask = random_case(600, 512)
+    previous = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaf = x.clone().requires_grad_()
+            y = whiten(leaf, mask, backend="cpu")
+            y.backward(x.square())
+            results.append([y.detach(), leaf.grad, masked_moments(x, mask, backend="cpu")])
+    finally:
+        torch.set_num_threads(previous)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_named_backend_never_falls_back():
+    with pytest.raises(registry.BackendUnavailableError, match="backend='cuda' cannot serve whiten"):
+        whiten(torch.zeros(2), torch.ones(2), backend="cuda")
+    with pytest.raises(registry.BackendUnavailableError, match="backend='triton' cannot serve whiten"):
+        masked_moments(torch.zeros(2), torch.ones(2), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"x": torch.zeros(2, 3, dtype=torch.int32)},
+            TypeError,
+            "x: expected a floating point dtype, got torch.int32",
+        ),
+        ({"mask": torch.ones(3, 2)}, ValueError, r"mask: expected shape \(2, 3\), got \(3, 2\)"),
+        ({"moments": torch.zeros(2)}, ValueError, r"moments: expected shape \(3,\), got \(2,\)"),
+        ({"moments": (1.0, 2.0, 3.0)}, TypeError, "moments: expected a tensor, got tuple"),
+        ({"eps": -1.0}, ValueError, "eps: expected a number of at least 0, got -1.0"),
+    ],
+)
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        whiten(**{"x": torch.zeros(2, 3), "mask": torch.ones(2, 3), **change})

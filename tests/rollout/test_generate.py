@@ -1,0 +1,121 @@
+"""Rollouts: the same tokens as transformers' generate, log-probs of the training forward, independent of the batch."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_engine.hydra import HydraModel, hydra_roles
+from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.experience import MISMATCH_BOUND
+from tests.conftest import build, random_batch, tiny_llama
+
+PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25], [4, 4]]
+
+
+def sampling(**changes) -> SamplingConfig:
+    return SamplingConfig(**{"max_completion_length": 12, "eos_token_ids": (2,), "seed": 3, **changes})
+
+
+@pytest.mark.parametrize("role", ["reference", "actor"])
+def test_greedy_rows_equal_transformers_generate(role):
+    model, plain = build(), tiny_llama()
+    if role == "actor":  # the plain model with the adapter multiplied into a copy of its weights
+        for path, pair in model.backbone().slot("actor").items():
+            with torch.no_grad():
+                plain.get_submodule(path).weight += model.backbone().slot("actor").config.scale * pair.B @ pair.A
+    rollout = generate(model, PROMPTS, sampling(), role=role, greedy=[True] * 4)
+    for i, prompt in enumerate(PROMPTS):
+        expected = plain.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
+        assert rollout.batch.completion_tokens(i) == expected[0, len(prompt) :].tolist()
+
+
+def test_greedy_rows_on_a_real_pretrained_model(stories):
+    model = HydraModel.from_pretrained(stories, roles=hydra_roles())
+    plain = AutoModelForCausalLM.from_pretrained(stories)
+    prompt = [1, 403, 407, 261, 378, 432]
+    expected = plain.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
+    rollout = generate(model, [prompt, [1]], sampling(max_completion_length=60), greedy=[True, False])
+    assert rollout.batch.completion_tokens(0) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_training_forward(dtype, temperature):
+    model = build() if dtype == torch.float32 else build_bf16()
+    prompts = [p * 3 for p in PROMPTS] * 4
+    rollout = generate(model, prompts, sampling(temperature=temperature, max_completion_length=30))
+    scores = model.score(rollout.batch, ("actor",), temperature=temperature)
+    gap = (scores.logprobs_M - rollout.logprobs_M).abs().max().item()
+    assert gap <= MISMATCH_BOUND[dtype]
+    other = model.score(rollout.batch, ("actor",), temperature=2 * temperature)
+    assert (other.logprobs_M - rollout.logprobs_M).abs().max() > 10 * gap
+
+
+def build_bf16() -> HydraModel:
+    model = HydraModel.from_pretrained(tiny_llama(dtype=torch.bfloat16), roles=hydra_roles())
+    return model.eval()
+
+
+def test_a_sample_does_not_depend_on_its_batch_or_place():
+    model = build()
+    whole = generate(model, PROMPTS, sampling(), sample_ids=[10, 11, 12, 13])
+    part = generate(model, [PROMPTS[2], PROMPTS[0]], sampling(), sample_ids=[12, 10])
+    assert part.batch.completion_tokens(0) == whole.batch.completion_tokens(2)
+    assert part.batch.completion_tokens(1) == whole.batch.completion_tokens(0)
+    other = generate(model, PROMPTS, sampling(), sample_ids=[20, 21, 22, 23])
+    assert any(other.batch.completion_tokens(i) != whole.batch.completion_tokens(i) for i in range(4))
+
+
+def test_rows_stop_on_their_own_end_token():
+    model = build()
+    lengths = set()
+    for eos in range(3, 40):
+        rollout = generate(model, PROMPTS, sampling(eos_token_ids=(eos,)))
+        for i, done in enumerate(rollout.finished):
+            tokens = rollout.batch.completion_tokens(i)
+            assert eos not in tokens[:-1]
+            assert done == (tokens[-1] == eos)
+            assert done or len(tokens) == 12
+        lengths.add(rollout.batch.completion_lens)
+    assert len(lengths) > 3  # rows of one batch did stop at different places
+
+
+def test_greedy_and_sampled_rows_share_a_batch():
+    model = build()
+    mixed = generate(model, PROMPTS, sampling(), greedy=[True, False, True, False])
+    greedy = generate(model, PROMPTS, sampling(), greedy=[True] * 4)
+    sampled = generate(model, PROMPTS, sampling())
+    for i, source in enumerate([greedy, sampled, greedy, sampled]):
+        assert mixed.batch.completion_tokens(i) == source.batch.completion_tokens(i)
+
+
+def test_the_cache_gives_the_hidden_states_of_a_full_forward():
+    model, batch = build(), random_batch()
+    rollout = generate(model, [batch.prompt_tokens(i) for i in range(4)], sampling(max_completion_length=40))
+    scores = model.score(rollout.batch, ("actor",))
+    torch.testing.assert_close(scores.logprobs_M, rollout.logprobs_M, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "batch of size 0"),
+        ([[5], []], {}, r"prompts\[1\]: expected at least one token, got an empty prompt"),
+        ([[5] * 60], {}, r"prompts\[0\]: expected at most 52 tokens .*got 60"),
+        ([[5]], {"role": "teacher"}, "role: expected one of .*got 'teacher'"),
+        ([[5]], {"role": "critic"}, "expected one with an LM head, got 'critic'"),
+        ([[5]], {"greedy": [True, False]}, "expected 1 entries like prompts, got 2"),
+    ],
+)
+def test_bad_requests(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(build(), prompts, sampling(), **options)
+
+
+def test_bad_sampling():
+    with pytest.raises(ValueError, match="temperature: expected a positive number"):
+        sampling(temperature=0.0)
+    with pytest.raises(ValueError, match="max_completion_length: expected at least 1 token, got 0"):
+        sampling(max_completion_length=0)

@@ -1,0 +1,84 @@
+"""The example reward orders stories as its text says, and each guard does the work it is there for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rlhf_engine.training.rewards import check_reward, load_reward, score_with_functions
+
+REWARD = load_reward(f"{Path(__file__).parents[1]}/examples/happy_endings.py:reward")
+
+PLAIN = (
+    "One day, a girl named Lily went to the market with her mom. She saw a red ball and a box of apples. "
+    "Her mom bought some bread and they walked home before the rain came."
+)
+HAPPY = (
+    "One day, a girl named Lily found a small dog in the park. The dog was cold, so she gave it her scarf. "
+    "Her mom smiled and said the dog could stay. Lily hugged her new friend and they were happy together."
+)
+SAD = (
+    "One day, a girl named Lily lost a small dog in the park. The dog was cold, and nobody gave it a scarf. "
+    "Her mom cried and said the dog would not come back. Lily sat alone in her room until the night came."
+)
+
+
+def score(story: str) -> float:
+    (value,) = REWARD(prompts=["Once upon a time"], completions=[story], completion_ids=[[1]])
+    return value
+
+
+def test_happy_beats_plain_beats_nothing() -> None:
+    assert score(HAPPY) > score(PLAIN) + 1
+    assert score(HAPPY) > score(SAD) + 1
+    assert score("") == -3
+    assert score("!!! 123") == -3
+
+
+@pytest.mark.parametrize(
+    "hack",
+    [
+        "happy " * 40,
+        "happy happy happy",
+        "They were happy and they hugged. " * 10,
+        "happy fun love joy " * 12,
+        "love fun joy happy fun love happy joy fun happy love joy joy fun love happy happy love fun joy",
+        "They laughed and hugged.",
+        HAPPY + " They were happy. They were happy. They were happy. They were happy. They were happy." * 4,
+    ],
+)
+def test_hacks_lose_to_a_plain_story_or_to_the_honest_happy_one(hack: str) -> None:
+    assert score(hack) < score(HAPPY) - 0.5
+    if HAPPY not in hack:
+        assert score(hack) < score(PLAIN)
+
+
+def test_each_further_happy_word_earns_less() -> None:
+    words = ["smiled", "hugged", "laughed", "cheered"]
+    # one word is replaced at a time, so that length and distinct words stay as they are
+    stories = [PLAIN]
+    for old, new in zip(["went", "saw", "bought", "walked"], words, strict=True):
+        stories.append(stories[-1].replace(old, new))
+    scores = [score(story + " The sun went down behind the hill and every window was dark.") for story in stories]
+    gains = [b - a for a, b in pairwise(scores)]
+    assert all(gain > 0 for gain in gains)
+    assert all(later < earlier for earlier, later in pairwise(gains))
+
+
+def test_a_happy_word_near_the_end_earns_more_than_at_the_start() -> None:
+    start, end = "They were glad. " + PLAIN, PLAIN + " They were glad."
+    assert score(end) > score(start) > score(PLAIN)
+
+
+def test_prompt_words_earn_nothing_and_the_range_is_bounded() -> None:
+    result = score_with_functions([REWARD], None, ["happy " * 9, "x"], [PLAIN, PLAIN], [[1], [1]])
+    assert result.totals[0] == result.totals[1]
+    module = REWARD.__globals__
+    assert score(" ".join(sorted(module["HAPPY_WORDS"]))) == 3
+    assert score("a " * 300) == -3
+
+
+def test_survives_the_start_up_check() -> None:
+    check_reward(REWARD, ["Once upon a time"])
