@@ -1,0 +1,164 @@
+"""PPO's pure functions on hand-computed numbers, and the update's exactness, stops and refusals."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms.ppo import (
+    Experience,
+    UpdateOptions,
+    advantages,
+    minibatches,
+    ppo_update,
+    token_kl,
+    token_rewards,
+)
+from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.training.optimizer import RoleOptimizer
+from tests.conftest import build, random_batch
+
+
+def test_kl_estimators_by_hand():
+    new, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert token_kl(new, ref, "k1").tolist() == [0.5, -1.0]
+    torch.testing.assert_close(token_kl(new, ref, "k3"), torch.tensor([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1.0]))
+    exact = torch.tensor([0.25, 0.5])
+    assert token_kl(new, ref, "exact", exact) is exact
+    with pytest.raises(ValueError, match="estimator: expected 'k1', 'k3' or 'exact', got 'k9'"):
+        token_kl(new, ref, "k9")
+    with pytest.raises(ValueError, match="exact_kl_M: expected the exact KL"):
+        token_kl(new, ref, "exact")
+
+
+def test_token_rewards_put_the_score_on_the_last_token():
+    batch = random_batch(((2, 3), (1, 2)))
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([10.0, 20.0]), batch, beta=0.5)
+    assert rewards.tolist() == [-0.5, -1.0, 10 - 1.5, -2.0, 20 - 2.5]
+
+
+def test_advantages_by_hand():
+    batch = random_batch(((2, 3), (1, 1)))
+    advantage, ret = advantages(
+        torch.tensor([0.0, 0.0, 1.0, 2.0]),
+        torch.tensor([0.5, 0.25, 0.125, 1.0]),
+        batch,
+        gamma=0.5,
+        lam=0.5,
+        whiten_rewards=False,
+        whiten_advantages=False,
+    )
+    # δ of the first answer: 0.125 − 0.5, 0.0625 − 0.25, 1 − 0.125; γλ = 0.25
+    a2 = 0.875
+    a1 = -0.1875 + 0.25 * a2
+    a0 = -0.375 + 0.25 * a1
+    assert advantage.tolist() == [a0, a1, a2, 1.0]
+    assert ret.tolist() == [a0 + 0.5, a1 + 0.25, a2 + 0.125, 2.0]
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_real_tokens():
+    batch = random_batch()
+    m = batch.n_completion_tokens
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(m, generator=generator), torch.randn(m, generator=generator)
+    advantage, _ = advantages(
+        rewards, values, batch, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True
+    )
+    assert abs(advantage.mean().item()) < 1e-6
+    assert abs(advantage.std().item() - 1) < 1e-4
+
+
+def test_minibatches_partition():
+    generator = torch.Generator().manual_seed(0)
+    parts = minibatches(10, 4, generator)
+    assert sorted(i for part in parts for i in part) == list(range(10))
+    assert sorted(len(part) for part in parts) == [2, 2, 3, 3]
+    assert len(minibatches(3, 8, generator)) == 3
+
+
+def experience(model, batch) -> Experience:
+    scores = model.score(batch, ("actor", "critic"))
+    generator = torch.Generator().manual_seed(1)
+    m = batch.n_completion_tokens
+    return Experience(
+        batch=batch,
+        old_logprobs_M=scores.logprobs_M,
+        old_values_M=scores.values_M,
+        advantages_M=torch.randn(m, generator=generator),
+        returns_M=torch.randn(m, generator=generator),
+    )
+
+
+def options(**changes) -> UpdateOptions:
+    return UpdateOptions(
+        **{
+            "num_ppo_epochs": 1,
+            "num_mini_batches": 1,
+            "micro_batch_size": 99,
+            "cliprange": 0.2,
+            "cliprange_value": 0.2,
+            "vf_coef": 0.5,
+            "entropy_coef": 0.01,
+            "temperature": 1.0,
+            "target_kl": None,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
+    model, batch = build(), random_batch()
+    found = []
+    for size in (99, micro):
+        def step():
+            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad(set_to_none=True)
+            return {}
+
+        ppo_update(model, experience(model, batch), options(micro_batch_size=size), step, seed=0)
+    whole, parts = found
+    assert whole.keys() == parts.keys()
+    for name, gradient in whole.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-5 * scale + 1e-9, msg=name)
+
+
+def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
+    model, batch = build(), random_batch()
+    optimizer = RoleOptimizer(model, {"actor": 5e-3, "critic": 5e-3})
+    metrics = ppo_update(model, experience(model, batch), options(num_ppo_epochs=3), optimizer.step, seed=0)
+    assert metrics["mismatch/update_max"] < 1e-4
+    assert metrics["approx_kl"] > 0
+    assert metrics["optimizer_steps"] == 3
+
+
+def test_target_kl_stops_before_the_step_that_exceeds_it():
+    model, batch = build(), random_batch()
+    optimizer = RoleOptimizer(model, {"actor": 5e-2, "critic": 5e-2})
+    metrics = ppo_update(
+        model, experience(model, batch), options(num_ppo_epochs=50, target_kl=1e-3), optimizer.step, seed=0
+    )
+    assert metrics["stopped_by_target_kl"] == 1.0
+    assert 1 <= metrics["optimizer_steps"] < 50
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_critic_warm_up_leaves_the_actor_alone():
+    model, batch = build(), random_batch()
+    before = {n: p.detach().clone() for n, p in model.trainable_parameters("actor").items()}
+    optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2}, weight_decay=0.1)
+    ppo_update(model, experience(model, batch), options(train_actor=False), optimizer.step, seed=0)
+    assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters("actor").items())
+
+
+@pytest.mark.parametrize(("field", "culprit"), [("advantages_M", "policy/loss"), ("returns_M", "value/loss")])
+def test_a_loss_that_is_not_finite_is_named_and_not_applied(field, culprit):
+    model, batch = build(), random_batch()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    made = experience(model, batch)
+    getattr(made, field)[3] = float("nan")
+    optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
+    with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
+        ppo_update(model, made, options(), optimizer.step, seed=0)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
