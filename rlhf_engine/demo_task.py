@@ -73,7 +73,7 @@ FILLER = (
     "the weather is nice today",
     "the garden opens at nine",
     "we have many guests",
-    "the music starts at eight",
+    "the live music starts at eight",
     "our chef won a prize",
     "please enjoy our new bar below",
     "this house was built by my uncle",

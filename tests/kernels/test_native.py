@@ -132,10 +132,12 @@ sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_
 """
 
 
-def _run_copy_without_extension(folder, code):
-    """Standard output of `code`, run with a copy of the package that has lost its compiled extension."""
+def _run_copy(folder, code, extension=None):
+    """Standard output of `code`, run with a copy of the package whose extension is gone, or holds these bytes."""
     ignored = shutil.ignore_patterns("_native*", "__pycache__")
-    shutil.copytree(ROOT / "kernels" / "rlhf_kernels", folder / "rlhf_kernels", ignore=ignored)
+    package = shutil.copytree(ROOT / "kernels" / "rlhf_kernels", folder / "rlhf_kernels", ignore=ignored)
+    if extension is not None:
+        (package / "_native.so").write_bytes(extension)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", FORGET_CHECKOUT + code]
     run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
@@ -159,19 +161,13 @@ try:
 except registry.BackendUnavailableError as error:
     print(error)
 """
-    output = _run_copy_without_extension(tmp_path, code)
+    output = _run_copy(tmp_path, code)
     assert output.startswith("backend='cpu' cannot serve gae: the native extension was not built; reinstall with")
 
 
 def test_an_extension_that_does_not_load_says_why(tmp_path):
-    code = """
-from pathlib import Path
-import rlhf_kernels
-(Path(rlhf_kernels.__file__).parent / "_native.so").write_bytes(b"not a library")
-from rlhf_kernels import native
-print(native.missing())
-"""
-    output = _run_copy_without_extension(tmp_path, code)
+    code = "from rlhf_kernels import native; print(native.missing())"
+    output = _run_copy(tmp_path, code, extension=b"not a library")
     assert output.startswith("the native extension does not load: ")
 
 

@@ -1,4 +1,4 @@
-"""PPO policy and value losses: hand-computed cases, derivatives, masked garbage, and sums over micro-batches."""
+"""PPO policy and value losses: hand-computed cases, derivatives, masked garbage, sums over micro-batches."""
 
 import math
 
@@ -267,7 +267,7 @@ def test_value_loss_by_hand():
     ret = torch.tensor([2.0, 0.0, 3.5], dtype=torch.float64)
     out = value_loss(value, old, ret, torch.ones(3, dtype=torch.bool), denom=3, clip=0.5)
     out.loss.backward()
-    # errors: (1.2 − 2)² = 0.64;  max(2², 1.5²) = 4;  max(0.5², (1.5 − 3.5)²) = 4 from the clipped value: no gradient
+    # squared errors: 0.8²;  max(2², 1.5²) = 4;  max(0.5², (1.5 − 3.5)²) = 4, clipped, so without a gradient
     assert out.loss.item() == pytest.approx((0.64 + 4 + 4) / 6)
     torch.testing.assert_close(value.grad, torch.tensor([-0.8, 2.0, 0.0], dtype=torch.float64) / 3)
     assert out.clip_fraction.item() == pytest.approx(1 / 3)
@@ -275,6 +275,17 @@ def test_value_loss_by_hand():
     assert out.sum_error.item() == pytest.approx(0.8 - 2 + 0.5)
     assert out.sum_error_sq.item() == pytest.approx(0.64 + 4 + 0.25)
     assert out.sum_ret_sq.item() == pytest.approx(4 + 0 + 12.25)
+
+
+def test_rounding_of_the_clipped_value_cuts_no_gradient():
+    """old + (v − old) is not v in fp32; inside the range that must not look like a clip."""
+    value, old, ret = (x.float().requires_grad_() for x in tokens(500)[:3])
+    old = old.detach() * 100
+    assert (old + (value - old) != value).any()
+    out = value_loss(value, old, ret, torch.ones(500), denom=500, clip=1e4)
+    out.loss.backward()
+    assert out.clip_fraction == 0
+    torch.testing.assert_close(value.grad, ((value - ret) / 500).detach())
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

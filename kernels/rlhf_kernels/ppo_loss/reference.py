@@ -120,22 +120,18 @@ def forward(
     dtype = accumulate_dtype(new_logprob)
     zero = torch.zeros((), dtype=dtype, device=new_logprob.device)
     live, weight, denom = mask != 0, mask.to(dtype), denom.to(dtype)
-
-    def clean(x: Tensor) -> Tensor:
-        return torch.where(live, x.to(dtype), zero)
-
-    new, old, adv = clean(new_logprob), clean(old_logprob), clean(advantage)
+    new, old, adv = new_logprob.to(dtype), old_logprob.to(dtype), advantage.to(dtype)
     policy = _policy_terms(new, old, adv, clip_low, clip_high, dual_clip)
     policy_loss = _masked_sum(weight, live, policy.loss) / denom
     loss, dloss = policy_loss, policy.dloss_dnew_logprob
     kl_mean = entropy_mean = zero
     if ref_logprob is not None:
-        kl_value, dkl = _kl_terms(new, clean(ref_logprob), kl)
+        kl_value, dkl = _kl_terms(new, ref_logprob.to(dtype), kl)
         kl_mean = _masked_sum(weight, live, kl_value) / denom
         if kl_coef != 0:
             loss, dloss = loss + kl_coef * kl_mean, dloss + kl_coef * dkl
     if entropy is not None:
-        entropy_mean = _masked_sum(weight, live, clean(entropy)) / denom
+        entropy_mean = _masked_sum(weight, live, entropy.to(dtype)) / denom
         if entropy_coef != 0:
             loss = loss - entropy_coef * entropy_mean
     low = _masked_sum(weight, live, policy.clipped_low.to(dtype)) / denom
@@ -181,11 +177,11 @@ def value_forward(
     dtype = accumulate_dtype(value)
     zero = torch.zeros((), dtype=dtype, device=value.device)
     live, weight, denom = mask != 0, mask.to(dtype), denom.to(dtype)
-    v, target = torch.where(live, value.to(dtype), zero), torch.where(live, ret.to(dtype), zero)
+    v, target = value.to(dtype), ret.to(dtype)
     error = v - target
     worst, dloss, clipped = error.square(), error, torch.zeros_like(live)
     if clip is not None and old_value is not None:
-        old = torch.where(live, old_value.to(dtype), zero)
+        old = old_value.to(dtype)
         v_clip = old + (v - old).clamp(-clip, clip)
         clipped_sq = (v_clip - target).square()
         # Inside the range old + (v − old) may round away from v; only a real clip may cut a gradient.

@@ -1,0 +1,235 @@
+"""Paged decode attention: against SDPA row by row, hostile cache content, tables, strides, and the two CPU paths."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import registry, testing
+from rlhf_kernels.decode_attention import decode_attention, reference
+
+# heads, cache heads, features: the small case takes the packed path, the large one does not
+SMALL, LARGE = (4, 2, 8), (4, 2, 160)
+
+
+def case(heads=SMALL, *, lengths=(5, 1, 12, 9), block=4, dtype=torch.float64, seed=0, garbage=float("nan")):
+    """q, caches, lengths, table: every row's blocks are scattered, everything unused is garbage."""
+    n_heads, n_kv, d = heads
+    g = torch.Generator().manual_seed(seed)
+    n, per_row = len(lengths), -(-max(lengths, default=0) // block) + 1
+    blocks = n * per_row + 2
+    q = torch.randn(n, n_heads, d, generator=g, dtype=torch.float64).to(dtype)
+    k_cache, v_cache = (torch.full((blocks, block, n_kv, d), garbage, dtype=dtype) for _ in range(2))
+    table = torch.randperm(blocks, generator=g)[: n * per_row].view(n, per_row)
+    for row, length in enumerate(lengths):
+        for s in range(length):
+            for cache in (k_cache, v_cache):
+                cache[table[row, s // block], s % block] = torch.randn(n_kv, d, generator=g, dtype=torch.float64).to(
+                    dtype
+                )
+    return q, k_cache, v_cache, torch.tensor(lengths), table
+
+
+def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=None):
+    """One row at a time on its own positions only, so that nothing unused is ever read."""
+    out, block = [], k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[2]
+    for n, length in enumerate(lengths.tolist()):
+        if length == 0:
+            out.append(torch.zeros_like(q[n]))
+            continue
+        lo = 0 if window is None else max(0, length - window)
+        k, v = (
+            torch.stack([cache[table[n, s // block], s % block] for s in range(lo, length)], 1).repeat_interleave(
+                group, 0
+            )
+            for cache in (k_cache, v_cache)
+        )  # [Hq, L, D]
+        if softcap is None:
+            out.append(F.scaled_dot_product_attention(q[n][:, None], k, v, scale=scale)[:, 0])
+        else:
+            z = softcap * torch.tanh(scale * torch.einsum("hd,hsd->hs", q[n], k) / softcap)
+            out.append(torch.einsum("hs,hsd->hd", z.softmax(-1), v))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_equals_attention_row_by_row(heads, window, softcap):
+    args = case(heads)
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    torch.testing.assert_close(decode_attention(*args, **options), by_row(*args, **options))
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e300, 0.0])
+def test_unused_cache_never_leaks(heads, garbage):
+    clean = case(heads, garbage=1.0)
+    dirty = case(heads, garbage=garbage)
+    torch.testing.assert_close(
+        decode_attention(*dirty, scale=0.3, window=4), decode_attention(*clean, scale=0.3, window=4)
+    )
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+def test_used_nan_stays_in_its_row_and_head(heads):
+    q, k_cache, v_cache, lengths, table = case(heads, garbage=0.0)
+    want = by_row(q, k_cache, v_cache, lengths, table, scale=0.3)
+    v_cache[table[2, 1], 0, 1] = float("nan")  # row 2, position 4, cache head 1: query heads 2 and 3
+    out = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    assert out[2, 2:].isnan().all()
+    want[2, 2:] = out[2, 2:]
+    torch.testing.assert_close(out, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("garbage", [0.0, float("nan")])
+def test_length_zero_gives_zeros(heads, garbage):
+    args = case(heads, lengths=(0, 3, 0, 6), garbage=garbage)
+    out = decode_attention(*args, scale=0.5)
+    torch.testing.assert_close(out, by_row(*args, scale=0.5))
+    assert (out[[0, 2]] == 0).all()
+    all_zero = case(heads, lengths=(0, 0))
+    assert torch.equal(decode_attention(*all_zero, scale=0.5), torch.zeros_like(all_zero[0]))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_wild_table_entries_past_the_length_are_ignored(index_dtype):
+    q, k_cache, v_cache, lengths, table = case()
+    want = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    used = torch.arange(table.shape[1]) * k_cache.shape[1] < lengths[:, None]
+    wild = torch.where(used, table, torch.tensor([-7, 2**30, -1, 999])[: table.shape[1]])
+    got = decode_attention(q, k_cache, v_cache, lengths.to(index_dtype), wild.to(index_dtype), scale=0.3)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 1)])
+def test_one_block_per_row_and_strided_caches(heads, order):
+    """The layout of a plain cache: row n owns block n, a view of a longer buffer; also permuted and shared rows."""
+    n_heads, n_kv, d = heads
+    g = torch.Generator().manual_seed(3)
+    q = torch.randn(3, n_heads, d, generator=g, dtype=torch.float64)
+    buffers = [torch.randn(5, n_kv, 40, d, generator=g, dtype=torch.float64) for _ in range(2)]
+    k_cache, v_cache = (b.transpose(1, 2)[:, :30] for b in buffers)
+    assert not k_cache.is_contiguous()
+    args = (q, k_cache, v_cache, torch.tensor([30, 7, 19]), torch.tensor(order)[:, None])
+    for window in (None, 6):
+        got = decode_attention(*args, scale=0.4, window=window)
+        torch.testing.assert_close(got, by_row(*args, scale=0.4, window=window))
+
+
+def test_identity_table_reads_the_cache_in_place():
+    cache = torch.randn(4, 16, 2, 8)
+    lengths, own = torch.tensor([16, 3, 0, 9]), torch.arange(4)[:, None]
+    k, v = reference._gather(cache, cache + 1, lengths, own, 0, 16)
+    assert k.data_ptr() == cache.data_ptr()
+    assert torch.equal(v, cache + 1)
+    copied, _ = reference._gather(cache, cache, torch.full((4,), 16), own.flip(0), 0, 16)
+    assert copied.data_ptr() != cache.data_ptr()
+    assert torch.equal(copied, cache.flip(0))
+
+
+def test_rows_do_not_depend_on_the_rest_of_the_batch():
+    q, k_cache, v_cache, lengths, table = case()
+    whole = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    for n in range(len(lengths)):
+        row = decode_attention(q[n : n + 1], k_cache, v_cache, lengths[n : n + 1], table[n : n + 1], scale=0.3)
+        torch.testing.assert_close(row[0], whole[n])
+
+
+def test_peaked_scores():
+    """Scores of ± thousands: the softmax has to subtract its maximum."""
+    q, k_cache, v_cache, lengths, table = case(dtype=torch.float32)
+    got = decode_attention(1000 * q, k_cache, v_cache, lengths, table, scale=30.0)
+    assert got.isfinite().all()
+    want = by_row(1000 * q.double(), k_cache.double(), v_cache.double(), lengths, table, scale=30.0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_tier1(heads, scale):
+    q, k_cache, v_cache, lengths, table = case(heads, dtype=torch.float32, lengths=(33, 7, 50, 21), block=16)
+    args = (q * scale, k_cache, v_cache * scale, lengths, table)
+    exact = by_row(*(x.double() for x in args[:3]), *args[3:], scale=0.3)
+    got = decode_attention(*args, scale=0.3)
+    testing.assert_ok(testing.tier1(got, exact, by_row(*args, scale=0.3)), "decode_attention")
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_tier2_bf16(heads, autocast):
+    """fp32 inside and one rounding at the end, under autocast too."""
+    args = case(heads, dtype=torch.bfloat16)
+    exact = by_row(*(x.double() for x in args[:3]), *args[3:], scale=0.3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got = decode_attention(*args, scale=0.3)
+    assert got.dtype == torch.bfloat16
+    # Where values cancel, the fp32 error of the sum is large in units of the small result.
+    kept = exact.abs() > 0.01
+    testing.assert_ok(testing.tier2(got[kept], exact[kept]), "decode_attention")
+
+
+def test_empty_batch():
+    q, k_cache, v_cache, lengths, table = case()
+    out = decode_attention(q[:0], k_cache, v_cache, lengths[:0], table[:0], scale=1.0)
+    assert out.shape == (0, *q.shape[1:])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_opcheck(window):
+    op = torch.ops.rlhf_kernels.decode_attention.default
+    for heads in (SMALL, LARGE):
+        args = case(heads, dtype=torch.float32, garbage=0.0)
+        torch.library.opcheck(op, (*args, 0.3, window, None, "reference"))
+    torch.library.opcheck(op, (*args, 0.3, window, 5.0, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 4)}, ValueError, r"q: expected shape \[N, Hq, D\], got \(2, 4\)"),
+        ({"q": torch.zeros(2, 3, 8)}, ValueError, "q: expected a multiple of the cache's 2 heads, got 3"),
+        ({"q": torch.zeros(2, 4, 8, dtype=torch.bfloat16)}, TypeError, "k_cache: expected the dtype of q"),
+        ({"q": torch.zeros(2, 4, 8, dtype=torch.int32)}, TypeError, "q: expected a floating dtype"),
+        ({"k_cache": torch.zeros(3, 4, 2, 7)}, ValueError, r"k_cache: expected shape \[blocks, block, Hkv, 8\]"),
+        ({"v_cache": torch.zeros(3, 5, 2, 8)}, ValueError, "v_cache: expected the shape of k_cache"),
+        ({"lengths": torch.ones(2)}, TypeError, "lengths: expected int32 or int64, got torch.float32"),
+        ({"lengths": torch.ones(3, dtype=torch.int64)}, ValueError, "lengths: expected 1 dims with 2 rows"),
+        (
+            {"lengths": torch.tensor([1, 9])},
+            ValueError,
+            r"lengths: expected 0 to 8 \(what block_table can hold\), got 9",
+        ),
+        ({"lengths": torch.tensor([1, -1])}, ValueError, "lengths: expected 0 to 8 .*, got -1"),
+        ({"block_table": torch.zeros(2, dtype=torch.int64)}, ValueError, "block_table: expected 2 dims with 2 rows"),
+        ({"block_table": torch.tensor([[0, 1], [3, 0]])}, ValueError, "block_table: .* indices below 3, got 3"),
+        ({"block_table": torch.tensor([[-2, 1], [0, 1]])}, ValueError, "block_table: .* indices below 3, got -2"),
+        ({"window": 0}, ValueError, "window: expected None or an integer >= 1, got 0"),
+        ({"softcap": 0.0}, ValueError, "softcap: expected None or a number > 0, got 0.0"),
+        ({"backend": "triton"}, registry.BackendUnavailableError, "cannot serve decode_attention"),
+    ],
+)
+def test_bad_input(change, error, message):
+    good = {
+        "q": torch.zeros(2, 4, 8),
+        "k_cache": torch.zeros(3, 4, 2, 8),
+        "v_cache": torch.zeros(3, 4, 2, 8),
+        "lengths": torch.tensor([5, 2]),
+        "block_table": torch.tensor([[0, 1], [2, 0]]),
+        "scale": 1 / math.sqrt(8),
+    }
+    assert decode_attention(**good).shape == (2, 4, 8)
+    with pytest.raises(error, match=message):
+        decode_attention(**(good | change))
+
+
+def test_refuses_gradients_but_serves_no_grad():
+    q, *rest = case()
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="inference only"):
+        decode_attention(q, *rest, scale=0.3)
+    with torch.no_grad():
+        assert not decode_attention(q, *rest, scale=0.3).requires_grad
