@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_engine import __version__
 from rlhf_engine.config import DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
-from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.errors import ConfigError, EngineError, RewardError
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(name: str, error: Exception, code: int) -> int:
-    print(f"rlhf-engine {name}: {error}", file=sys.stderr)
+    print(f"rlhf-engine {name}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
 
 @contextlib.contextmanager
 def _as_request_errors() -> Any:
-    """While a request is checked and its model is built, a ValueError or TypeError is about the request."""
+    """While a request is checked and its model is built, such an error is about the request."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        if isinstance(error, EngineError):
-            raise
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RewardError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -104,7 +104,7 @@ def _train(argv: Sequence[str]) -> int:
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         trainer = PpoTrainer(config)
-    if trainer.state.step >= config.max_steps:
+    if trainer.finished():
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
         return 0
     with TrainingProgress(config.max_steps, title="ppo", step=trainer.state.step) as progress:
@@ -133,9 +133,11 @@ def _sft(argv: Sequence[str]) -> int:
 def _generate(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     _prepare(config.kernels)
+    from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.rollout.answer import answer_prompts
 
     with _as_request_errors():
+        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         answers = answer_prompts(config)
     for row in answers:
         print(json.dumps(row, ensure_ascii=False) if config.json else f"{row['prompt']}\n  → {row['completion']}")
@@ -145,11 +147,14 @@ def _generate(argv: Sequence[str]) -> int:
 def _demo(argv: Sequence[str]) -> int:
     config = parse_config(DemoConfig, argv, prog="rlhf-engine demo")
     _prepare(config.kernels)
+    import torch
     from rich.console import Console
 
     from rlhf_engine.demo import run_demo
+    from rlhf_engine.devices import resolve_device
     from rlhf_engine.report import TrainingProgress
 
+    _check_kernels(config.kernels, resolve_device("auto").type, torch.float32)
     # standard output belongs to the result
     console = Console(file=sys.stderr)
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@
     completion  "hello . i am so sorry about the shower . we will heat the shower now . goodbye ."
 
     s(x, y) = Σ parts(x, y)          true score, about -6 … 4; `score_parts` lists the parts
-    P(y_a ≻ y_b) = σ(2 (s_a − s_b))  preference pairs are drawn with Bradley-Terry noise from the true score
+    P(y_a ≻ y_b) = σ(3 (s_a − s_b))  preference pairs are drawn with Bradley-Terry noise from the true score
 
 x: prompt, y: completion. A text is split at its full stops and every sentence is looked up in the grammar
 below, so that polite words alone earn nothing: a sentence outside the grammar costs, and so does one that is
@@ -95,7 +95,8 @@ CLOSINGS = (
     "we wish you a restful holiday",
 )
 
-SHARPNESS = 2.0  # of preferences: a score ahead by 1 wins 88 times of 100
+SHARPNESS = 3.0  # of preferences: a score ahead by 1 wins 95 times of 100
+EDITED = 0.5  # share of pairs in which one answer is the other with one edit: they teach what exactly counts
 MAX_WORDS = 28  # words beyond this cost; the best answers have 18 to 26
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -215,7 +216,7 @@ class DemoTask:
         for prompt in self.train_prompts(n):
             a = b = _reply(prompt, rng)
             while b == a:
-                b = _reply(prompt, rng)
+                b = _edited(a, rng) if rng.random() < EDITED else _reply(prompt, rng)
             p = 1 / (1 + math.exp(SHARPNESS * (true_score(prompt, b) - true_score(prompt, a))))
             chosen, rejected = (a, b) if rng.random() < p else (b, a)
             rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
@@ -250,7 +251,7 @@ def _prompts(complaints: Iterable[tuple[str, str]]) -> list[str]:
 def _reply(prompt: str, rng: random.Random) -> str:
     """An answer of random quality q: from rude and beside the point to polite and exactly right."""
     topic, problem = complaint(prompt)
-    q = rng.random() ** 2  # more poor answers than good ones
+    q = rng.random() ** 3  # many more poor answers than good ones
 
     def chance(worst: float, best: float) -> bool:
         return rng.random() < worst + (best - worst) * q
@@ -277,6 +278,29 @@ def _reply(prompt: str, rng: random.Random) -> str:
         middle.append(rng.choice(middle))
     sentences = [rng.choice(GREETINGS)] * chance(0.3, 0.7) + middle + [rng.choice(CLOSINGS)] * chance(0.2, 0.7)
     return " . ".join(sentences or [rng.choice(VAGUE)]) + " ." * (not chance(0.08, 0.0))
+
+
+def _edited(reply: str, rng: random.Random) -> str:
+    """The reply with one edit: another topic or verb, a sentence said twice, dropped, added or spliced, no end."""
+    sentences = [s.strip() for s in reply.split(" .") if s.strip()]
+    place = rng.randrange(len(sentences))
+    edit = rng.choice(("topic", "verb", "double", "drop", "add", "cut", "splice"))
+    if edit in ("topic", "verb"):
+        words = tuple(PROBLEMS) if edit == "topic" else tuple(v for verbs in FIXES.values() for v in verbs)
+        spots = [(i, word) for i, s in enumerate(sentences) for word in s.split() if word in words]
+        if spots:
+            place, old = rng.choice(spots)
+            sentences[place] = " ".join(rng.choice(words) if w == old else w for w in sentences[place].split())
+    elif edit == "double":
+        sentences.insert(rng.randrange(len(sentences) + 1), sentences[place])
+    elif edit == "drop" and len(sentences) > 1:
+        del sentences[place]
+    elif edit == "add":
+        sentences.insert(place, rng.choice(FILLER + RUDE + VAGUE + CLOSINGS))
+    elif edit == "splice":  # how a small model errs: a sentence that goes on as another
+        head, tail = sentences[place].split(), rng.choice([*sentences, *_SIMPLE]).split()
+        sentences[place] = " ".join(head[: rng.randint(1, len(head))] + tail[rng.randrange(len(tail)) :])
+    return " . ".join(sentences) + " ." * (edit != "cut")
 
 
 def vocabulary_texts() -> list[str]:

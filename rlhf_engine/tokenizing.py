@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,16 +11,21 @@ from rlhf_engine.errors import ConfigError
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises ConfigError if it has no end-of-sequence token.
+    """The tokenizer beside a model. Raises ConfigError if there is none, or if it has no end-of-sequence token.
 
     A padding token is not needed: rows are packed, nothing is ever padded with tokens.
     """
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not Path(path).is_dir():
+        raise ConfigError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model_name_or_path: expected a tokenizer in {str(path)!r}, got: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in "
-            f"{str(path)!r}; "
-            "set eos_token in its tokenizer_config.json, or answers could never end"
+            "model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in "
+            f"{str(path)!r}; set eos_token in its tokenizer_config.json, or answers could never end"
         )
     return tokenizer
 

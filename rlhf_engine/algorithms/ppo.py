@@ -139,7 +139,7 @@ def ppo_update(
         ):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
             stats = _accumulate(model, experience, indices, options, dropout_seed)
-            _require_finite(stats, f"epoch {epoch}, minibatch {number}")
+            _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
                 first_mismatch = stats["mismatch"]
             if options.target_kl is not None and stats["approx_kl"] > options.target_kl:
@@ -187,6 +187,10 @@ def _accumulate(
             (value_out,) = model(part, (value,), dropout_seed=dropout_seed)
             loss = options.vf_coef * value_out.loss
         loss.backward()
+        if not options.train_actor:
+            # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
+            for p in model.trainable_parameters("actor").values():
+                p.grad = None
         found = {"loss": loss, "value/loss": value_out.loss, "value/clip_ratio": value_out.clip_fraction}
         if options.train_actor:
             found |= {
@@ -233,7 +237,8 @@ def _outputs(
     return policy, value
 
 
-def _require_finite(stats: Mapping[str, float], where: str) -> None:
+def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:
     for name in ("policy/loss", "value/loss", "loss"):
         if name in stats and not math.isfinite(stats[name]):
+            model.zero_grad(set_to_none=True)  # nobody may step on what this minibatch left behind
             raise NonFiniteError(f"{name} is {stats[name]} at {where}; nothing of this minibatch was applied")

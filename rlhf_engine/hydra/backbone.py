@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf_engine.hydra import gate
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
@@ -41,6 +42,13 @@ class Backbone(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, frozen: bool = True) -> None:
         super().__init__()
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                f"source: expected a plain {type(model).__name__}, got one with an adapter loaded into it, "
+                "which could not be switched off; give the base, and the adapter's folder as a slot's init_from"
+            )
+        if any(isinstance(module, GatedLinear) for module in model.modules()):
+            raise ValueError(f"source: expected a plain {type(model).__name__}, got the backbone of another HydraModel")
         self.model = model
         self.frozen = frozen
         self.slots = nn.ModuleDict()
@@ -61,10 +69,12 @@ class Backbone(nn.Module):
         device: torch.device | str,
         frozen: bool = True,
     ) -> Backbone:
-        """Load a causal-LM folder. Raises ValueError if the folder is missing; nothing is fetched from a network."""
-        if not Path(path).is_dir():
-            raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        """Load a causal-LM folder. Raises ValueError if it is none; nothing is fetched from a network."""
+        require_model_folder(path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {error}") from error
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         return cls(model, frozen=frozen)
 
@@ -81,7 +91,7 @@ class Backbone(nn.Module):
     @property
     def context_length(self) -> int:
         """Most tokens that one sequence may have."""
-        return int(self.model.config.get_text_config().max_position_embeddings)
+        return _context_length(self.model.config)
 
     @property
     def device(self) -> torch.device:
@@ -191,6 +201,38 @@ class Backbone(nn.Module):
                 f"{type(self.model).__name__}: its logits are not head(hidden) with the softcap and scale that its "
                 "config names, so log-probs made from hidden states would be wrong"
             )
+
+
+def require_model_folder(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError unless `path` is a folder with a model, and not one of an adapter."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the adapter's base and inject the adapter into it: "off" would then not be off
+        raise ValueError(
+            f"model_name_or_path: expected a model folder, got {str(path)!r} which holds an adapter; give its base "
+            "here and the folder as an adapter"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model_name_or_path: expected a folder with config.json, got {str(path)!r} which has none")
+
+
+def read_context_length(path: str | os.PathLike[str]) -> int:
+    """`Backbone.context_length` of a model folder, without loading the model."""
+    require_model_folder(path)
+    return _context_length(AutoConfig.from_pretrained(path, local_files_only=True))
+
+
+def _context_length(config: PreTrainedConfig) -> int:
+    """Longest sequence: what the positions allow, or less where a sliding window, which is not served, would bite."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise ValueError(f"{type(config).__name__}: expected max_position_embeddings, got {limit!r}")
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
+    return min(limit, window) if isinstance(window, int) and slides else limit
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:

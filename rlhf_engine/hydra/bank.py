@@ -42,10 +42,14 @@ class SlotConfig:
     def __post_init__(self) -> None:
         if self.r < 1:
             raise ValueError(f"r: expected a LoRA rank of at least 1, got {self.r}")
+        if not math.isfinite(self.alpha) or self.alpha == 0:
+            raise ValueError(f"alpha: expected a finite number other than 0, got {self.alpha}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected a probability in [0, 1), got {self.dropout}")
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             raise ValueError(f"target_modules: expected 'all-linear' or a tuple of names, got {self.target_modules!r}")
+        if len(self.target_modules) == 0:
+            raise ValueError("target_modules: expected at least one name, got none")
 
     @property
     def scale(self) -> float:

@@ -117,15 +117,22 @@ class HydraModel(nn.Module):
         `save_pretrained` or by full fine-tuning brings its heads along.
         Raises ValueError for anything that does not fit together.
         """
-        adapter = peft_io.take_peft_adapter(source) if peft_io.is_peft_model(source) else None
-        base = adapter.base if adapter is not None else source
-        sources: dict[str, Any] = {"base": base, **(backbones or {})}
+        sources: dict[str, Any] = {"base": source, **(backbones or {})}
         missing = sorted({r.backbone for r in roles.values()} - set(sources))
         if missing:
             raise ValueError(f"backbones: expected a source for {missing}, got {sorted(sources)}")
         slots = dict(slots or {})
-        if adapter is not None:
-            slots.setdefault("actor", adapter.config)
+        adapter = None
+        if peft_io.is_peft_model(source):
+            if "actor" in slots or not any(r.slot == "actor" and r.backbone == "base" for r in roles.values()):
+                raise ValueError(
+                    "source: expected a role on slot 'actor' and no entry for it in slots, because a PeftModel brings "
+                    f"that slot; got roles {sorted(roles)} and slots {sorted(slots)}"
+                )
+            adapter = peft_io.take_peft_adapter(source)
+            sources["base"] = adapter.base
+            slots["actor"] = adapter.config
+        base = sources["base"]
         built = {}
         for name, origin in sources.items():
             frozen = not base_is_trained(roles, name)
@@ -325,6 +332,9 @@ class HydraModel(nn.Module):
         if unused:
             raise ValueError(f"slots: expected names that a role uses ({sorted(used)}), got {unused}")
         for name, role in self.roles.items():
+            for part in {role.slot, role.head} - {OFF, LM_HEAD}:
+                if hasattr(nn.ModuleDict, str(part)):
+                    raise ValueError(f"roles[{name!r}]: expected another name than {part!r}, which torch uses itself")
             if role.backbone not in self.backbones:
                 raise ValueError(
                     f"roles[{name!r}].backbone: expected one of {sorted(self.backbones)}, got {role.backbone!r}"

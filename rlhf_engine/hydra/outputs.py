@@ -42,9 +42,21 @@ class HiddenStates:
         """[N, H], the state at each sequence's last token."""
         return self.hidden_T[role].index_select(0, self.batch.last_rows_N)
 
+    def lm_head(self, role: str) -> LmHead:
+        """The role's LM head. Raises ValueError for a role with a scalar head."""
+        if role not in self.lm_heads:
+            raise ValueError(f"role: expected one with an LM head ({sorted(self.lm_heads)}), got {role!r}")
+        return self.lm_heads[role]
+
+    def scalar_head(self, role: str) -> ScalarHead:
+        """The role's scalar head. Raises ValueError for a role with an LM head."""
+        if role not in self.scalar_heads:
+            raise ValueError(f"role: expected one with a scalar head ({sorted(self.scalar_heads)}), got {role!r}")
+        return self.scalar_heads[role]
+
     def head_options(self, role: str) -> dict[str, Any]:
         """Keyword arguments that make the vocabulary kernels compute this model's distribution."""
-        head = self.lm_heads[role]
+        head = self.lm_head(role)
         return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
 
 
@@ -76,7 +88,7 @@ class Logprobs:
     def compute(self, states: HiddenStates) -> LogprobOutputs:
         return linear_logprob(
             states.predicting(self.role),
-            states.lm_heads[self.role].weight,
+            states.lm_head(self.role).weight,
             states.batch.targets_M,
             temperature=self.temperature,
             outputs=self.outputs,
@@ -97,10 +109,15 @@ class LogprobPair:
         return (self.role, self.reference)
 
     def compute(self, states: HiddenStates) -> PairOutputs:
+        if states.lm_head(self.role).weight is not states.lm_head(self.reference).weight:
+            raise ValueError(
+                f"reference: expected a role with the LM head of {self.role!r} (the same backbone), "
+                f"got {self.reference!r}; ask for their log-probs one by one"
+            )
         return linear_logprob_pair(
             states.predicting(self.role),
             states.predicting(self.reference),
-            states.lm_heads[self.role].weight,
+            states.lm_head(self.role).weight,
             states.batch.targets_M,
             temperature=self.temperature,
             **states.head_options(self.role),
@@ -118,7 +135,7 @@ class Values:
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
-        values: torch.Tensor = states.scalar_heads[self.role](states.predicting(self.role))
+        values: torch.Tensor = states.scalar_head(self.role)(states.predicting(self.role))
         return values
 
 
@@ -133,7 +150,7 @@ class Rewards:
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
-        rewards: torch.Tensor = states.scalar_heads[self.role](states.last(self.role))
+        rewards: torch.Tensor = states.scalar_head(self.role)(states.last(self.role))
         return rewards
 
 
@@ -161,7 +178,7 @@ class PolicyLoss:
     def compute(self, states: HiddenStates) -> Any:
         return linear_ppo_loss(
             states.predicting(self.role),
-            states.lm_heads[self.role].weight,
+            states.lm_head(self.role).weight,
             states.batch.targets_M,
             self.old_logprob_M,
             self.advantage_M,
@@ -194,7 +211,7 @@ class ValueLoss:
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> ValueLossOutputs:
-        value_M = states.scalar_heads[self.role](states.predicting(self.role))
+        value_M = states.scalar_head(self.role)(states.predicting(self.role))
         return value_loss(value_M, self.old_value_M, self.return_M, self.mask_M, denom=self.denom, clip=self.clip)
 
 
@@ -215,7 +232,7 @@ class LmLoss:
         hidden, target = states.predicting(self.role), states.batch.targets_M
         if self.rows_M is not None:
             hidden, target = hidden.index_select(0, self.rows_M), target[self.rows_M]
-        out = linear_logprob(hidden, states.lm_heads[self.role].weight, target, **states.head_options(self.role))
+        out = linear_logprob(hidden, states.lm_head(self.role).weight, target, **states.head_options(self.role))
         assert out.logprob is not None
         return -out.logprob.sum() / self.denom
 
@@ -247,7 +264,7 @@ class PairwiseRewardLoss:
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> PairwiseOutputs:
-        reward_N = states.scalar_heads[self.role](states.last(self.role))
+        reward_N = states.scalar_head(self.role)(states.last(self.role))
         margin_P = reward_N[self.chosen_P] - reward_N[self.rejected_P]
         return PairwiseOutputs(
             loss=-F.logsigmoid(margin_P).sum() / self.denom,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -34,7 +35,18 @@ _NOT_SERVED = {
     "layer_replication": None,
     "fan_in_fan_out": False,
     "lora_bias": False,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "velora_config": None,
+    "monteclora_config": None,
+    "arrow_config": None,
+    "kasa_config": None,
 }
+_CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
+"""Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
 PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """name of the linear → (A [r, in], B [out, r])"""
@@ -57,10 +69,13 @@ def is_peft_model(source: object) -> bool:
 def take_peft_adapter(model: Any) -> PeftAdapter:
     """Take the active LoRA out of a PeftModel and strip PEFT's layers off its base. Nothing is merged."""
     name = model.active_adapter
-    config = model.peft_config[name]
-    tensors = _pair_up(get_peft_model_state_dict(model, adapter_name=name), f"PeftModel adapter {name!r}")
+    where = f"the PeftModel's adapter {name!r}"
+    config = model.peft_config[name].to_dict()
+    _check_served(config, where)  # before the model is taken apart
+    tensors = _pair_up(get_peft_model_state_dict(model, adapter_name=name), where)
     copies = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in tensors.items()}
-    return PeftAdapter(base=model.unload(), config=_slot_config(config.to_dict(), copies, None), tensors=copies)
+    slot = _slot_config(config, copies, where, init_from=None)
+    return PeftAdapter(base=model.unload(), config=slot, tensors=copies)
 
 
 def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
@@ -68,15 +83,23 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
 
     Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
     """
+    where = f"adapter {str(folder)!r}"
     config = _read_json(Path(folder), CONFIG_FILE, "adapter")
-    return _slot_config(config, _read_tensors(folder), str(folder))
+    _check_served(config, where)
+    # absolute, because a relative folder `sft` would be taken for the slot of that name
+    return _slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
 
 
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], *, base_hash: Callable[[], str]) -> None:
     """Load a PEFT folder's weights into a slot. Raises ValueError if it belongs to another base or does not fit."""
-    engine = Path(folder) / ENGINE_FILE
-    if engine.is_file():
-        recorded = json.loads(engine.read_text()).get("base_hash")
+    theirs = read_slot_config(folder)
+    if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):
+        raise ValueError(
+            f"init_from={str(folder)!r}: expected r={slot.config.r}, scale {slot.config.scale:g} like slot "
+            f"{slot.name!r}, got r={theirs.r} and scale {theirs.scale:g}"
+        )
+    if (Path(folder) / ENGINE_FILE).is_file():
+        recorded = _read_json(Path(folder), ENGINE_FILE, "adapter").get("base_hash")
         if recorded is not None and recorded != base_hash():
             raise ValueError(
                 f"init_from={str(folder)!r}: expected an adapter of this base (hash {base_hash()[:12]}…), "
@@ -142,12 +165,25 @@ def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[
         save_file(tensors, Path(folder) / HEADS_FILE, metadata={"format": "pt"})
 
 
+def head_names(folder: str | os.PathLike[str]) -> set[str]:
+    """Names of the heads in a folder's `heads.safetensors`; none if there is no such file."""
+    path = Path(folder) / HEADS_FILE
+    return {key.partition(".")[0] for key in _load_tensors(path)} if path.is_file() else set()
+
+
+def load_heads(heads: nn.ModuleDict, folder: str | os.PathLike[str]) -> None:
+    """Load every head of the model. Raises ValueError if the folder lacks one."""
+    missing = sorted(set(heads) - load_heads_if_present(heads, folder))
+    if missing:
+        raise ValueError(f"{Path(folder) / HEADS_FILE}: expected the heads {sorted(heads)}, got none of {missing}")
+
+
 def load_heads_if_present(heads: nn.ModuleDict, folder: str | os.PathLike[str]) -> set[str]:
     """Load the heads of `heads.safetensors` that the model has; returns their names (none if there is no such file)."""
     path = Path(folder) / HEADS_FILE
     if not path.is_file():
         return set()
-    tensors = load_file(path)
+    tensors = _load_tensors(path)
     loaded = set()
     for name, head in heads.items():
         own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
@@ -162,20 +198,34 @@ def load_heads_if_present(heads: nn.ModuleDict, folder: str | os.PathLike[str]) 
     return loaded
 
 
-def _slot_config(config: Mapping[str, Any], tensors: PairTensors, origin: str | None) -> SlotConfig:
-    where = f"adapter {origin!r}" if origin else "the PeftModel's adapter"
+def _check_served(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a PEFT config that is not plain LoRA: what is ignored would be silently wrong."""
     if str(config.get("peft_type")).rpartition(".")[2] != "LORA":
         raise ValueError(f"{where}: expected peft_type LORA, got {config.get('peft_type')}")
     for key, plain in _NOT_SERVED.items():
         if config.get(key) not in (plain, None, {}, []):
             raise ValueError(f"{where}: expected {key}={plain!r}, got {config[key]!r}, which is not served")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{where}: expected init_lora_weights that leaves the base alone, got {start!r}; save it with PEFT's "
+            "path_initial_model_for_weight_conversion to make a plain LoRA of it"
+        )
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), (int, float)):
+            raise ValueError(f"{where}: expected a number as {key}, got {config.get(key)!r}")
+
+
+def _slot_config(config: Mapping[str, Any], tensors: PairTensors, where: str, *, init_from: str | None) -> SlotConfig:
+    if not tensors:
+        raise ValueError(f"{where}: expected LoRA weights, got none")
     return SlotConfig(
         r=int(config["r"]),
         alpha=float(config["lora_alpha"]),
         dropout=float(config.get("lora_dropout") or 0.0),
         target_modules=tuple(tensors),
         use_rslora=bool(config.get("use_rslora")),
-        init_from=origin,
+        init_from=init_from,
     )
 
 
@@ -183,7 +233,14 @@ def _read_tensors(folder: str | os.PathLike[str]) -> PairTensors:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"adapter: expected {WEIGHTS_FILE} in {str(folder)!r}, which is not there")
-    return _pair_up(load_file(path), f"adapter {str(folder)!r}")
+    return _pair_up(_load_tensors(path), f"adapter {str(folder)!r}")
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: expected a safetensors file, got {error}") from error
 
 
 def _pair_up(tensors: Mapping[str, torch.Tensor], origin: str) -> PairTensors:
@@ -203,7 +260,10 @@ def _read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{argument}: expected a folder with {name}, got {str(folder)!r} which has none")
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found

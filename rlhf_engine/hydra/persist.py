@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -67,12 +68,9 @@ def load_pretrained(
     Raises ValueError if the folder is not such a folder, or if the base is another one (its hash differs).
     """
     folder = Path(folder)
-    path = folder / peft_io.ENGINE_FILE
-    if not path.is_file():
-        raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
-    record = json.loads(path.read_text())
-    if record.get("format") != _FORMAT:
-        raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
+    record = read_record(folder)
+    if not (base or record["base"]):
+        raise ValueError("base: expected the backbone's folder, got None and none is recorded (it was built in memory)")
     roles = {name: RoleSpec(**fields) for name, fields in record["roles"].items()}
     slots = {name: peft_io.read_slot_config(folder / where) for name, where in record["slots"].items()}
     model = HydraModel.from_pretrained(
@@ -88,6 +86,17 @@ def load_pretrained(
         raise ValueError(
             f"base: expected the backbone with hash {record['base_hash'][:12]}…, got one with hash {found[:12]}…"
         )
-    peft_io.load_heads_if_present(model.heads, folder)
+    peft_io.load_heads(model.heads, folder)
     model.trained_heads = set(record["trained_heads"])
     return model
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save_pretrained` noted in a folder. Raises ValueError for a folder that it did not write."""
+    path = Path(folder) / peft_io.ENGINE_FILE
+    if not path.is_file():
+        raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("format") != _FORMAT:
+        raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
+    return record

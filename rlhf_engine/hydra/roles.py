@@ -7,6 +7,7 @@ traversal of the trunk whose hidden states feed several heads. The comparison me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,8 +32,11 @@ class RoleSpec:
     """Whether the role's slot and scalar head receive gradients."""
 
     def __post_init__(self) -> None:
-        if self.slot == "":
-            raise ValueError("slot: expected a name or OFF (None), got an empty string")
+        names = {"backbone": self.backbone, "head": self.head, **({} if self.slot is OFF else {"slot": self.slot})}
+        for field, name in names.items():
+            # names become parameter names and folders; a dot or a slash would be read as a path
+            if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_\-]+", name) is None:
+                raise ValueError(f"{field}: expected a name of letters, digits, '_' and '-', got {name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

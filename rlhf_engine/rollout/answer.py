@@ -18,8 +18,8 @@ from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
 
 def answer_prompts(config: GenerateConfig) -> list[dict[str, Any]]:
     """One row per answer: prompt, completion, number of tokens, whether it ended, mean log-prob per token."""
-    tokenizer = load_tokenizer(config.model_name_or_path)
     prompts = read_prompts(config)
+    tokenizer = load_tokenizer(config.model_name_or_path)
     slots = {"actor": peft_io.read_slot_config(config.adapter)} if config.adapter else {}
     model = HydraModel.from_pretrained(
         config.model_name_or_path,
@@ -59,10 +59,13 @@ def read_prompts(config: GenerateConfig) -> list[str]:
         path = Path(config.prompt_file)
         if not path.is_file():
             raise ConfigError(f"prompt_file: expected a file, got {str(path)!r} which is not one")
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = (
-            [_prompt_of(path, i, line) for i, line in enumerate(lines, start=1)] if path.suffix == ".jsonl" else lines
-        )
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"prompt_file: expected text in UTF-8 in {str(path)!r}, got {error}") from error
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        as_json = path.suffix == ".jsonl"
+        prompts = [_prompt_of(path, i, line) if as_json else line.rstrip("\r") for i, line in lines]
     for i, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ConfigError(f"prompt: expected text, got an empty prompt at place {i}")

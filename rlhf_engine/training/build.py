@@ -54,6 +54,13 @@ def build_ppo_model(config: PPOConfig) -> HydraModel:
         slots["critic"] = slot_config(config)
         if config.critic_init == "actor":
             slots["critic"] = dataclasses.replace(slots["actor"], init_from="actor")
+    head_source = config.reward_adapter or config.model_name_or_path
+    if "reward" in roles and "reward" not in peft_io.head_names(head_source):
+        # also where the base has a reward head: it was not trained on this adapter's hidden states
+        raise ConfigError(
+            f"reward_funcs: expected a trained reward head for 'lane' in {peft_io.HEADS_FILE} of {head_source!r}, "
+            "got none"
+        )
     model = HydraModel.from_pretrained(
         config.model_name_or_path,
         roles=roles,
@@ -65,11 +72,6 @@ def build_ppo_model(config: PPOConfig) -> HydraModel:
     )
     if config.reward_adapter is not None:
         model.trained_heads |= peft_io.load_heads_if_present(model.heads, config.reward_adapter)
-    if "reward" in roles and "reward" not in model.trained_heads:
-        raise ConfigError(
-            "reward_funcs: expected a trained reward head for 'lane' (heads.safetensors in the model or reward_adapter "
-            f"folder), got none in {config.reward_adapter or config.model_name_or_path!r}"
-        )
     if config.gradient_checkpointing:
         model.backbone("base").enable_gradient_checkpointing()
     return model

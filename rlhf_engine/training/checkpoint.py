@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
+from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.training.optimizer import RoleOptimizer
 
-_NAME = re.compile(r"checkpoint-(\d+)$")
+_NAME = re.compile(r"checkpoint-\d+")
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "trainer_state.json"
 
@@ -54,11 +55,7 @@ def save_checkpoint(
     save_pretrained(model, temporary)
     save_file(optimizer.state_tensors(), temporary / _OPTIMIZER_FILE)
     (temporary / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
-    _flush(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    _flush_directory(root)
+    put_in_place(temporary, final)
     for old in list_checkpoints(root)[: -keep if keep is not None else 0]:
         shutil.rmtree(old)
     return final
@@ -66,11 +63,8 @@ def save_checkpoint(
 
 def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer: RoleOptimizer) -> TrainerState:
     """Load into a model and optimizer built from the same configuration; ConfigError for a folder that is none."""
-    folder = Path(folder)
-    for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
-        if not (folder / name).is_file():
-            raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")
-    record = json.loads((folder / peft_io.ENGINE_FILE).read_text())
+    folder = _require_checkpoint(Path(folder))
+    record = read_record(folder)
     base = model.backbone("base")
     if set(record["slots"]) != set(base.slots):
         raise ConfigError(
@@ -79,7 +73,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer
         )
     for name, where in record["slots"].items():
         peft_io.load_slot(base.slot(name), folder / where, base_hash=base.base_hash)
-    peft_io.load_heads_if_present(model.heads, folder)
+    peft_io.load_heads(model.heads, folder)
     model.trained_heads = set(record["trained_heads"])
     optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
     fields: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
@@ -89,7 +83,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     root = Path(output_dir)
-    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.search(p.name)] if root.is_dir() else []
+    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
@@ -102,7 +96,23 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
         return found[-1] if found else None
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")
-    return Path(resume)
+    return _require_checkpoint(Path(resume))
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Give a written folder its final name, once all of it is on disk."""
+    _flush(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    _flush_directory(final.parent)
+
+
+def _require_checkpoint(folder: Path) -> Path:
+    for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")
+    return folder
 
 
 def _flush(folder: Path) -> None:

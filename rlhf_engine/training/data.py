@@ -19,14 +19,21 @@ from rlhf_engine.errors import ConfigError
 Row = Mapping[str, Any]
 
 
-def read_rows(path: str | os.PathLike[str], columns: Sequence[str], *, limit: int | None = None) -> list[Row]:
+def read_rows(
+    path: str | os.PathLike[str],
+    columns: Sequence[str],
+    *,
+    limit: int | None = None,
+    argument: str = "dataset_name",
+) -> list[Row]:
     """Rows of a .jsonl file (one object per line) or a .json file (a list of objects).
 
-    columns: names that every row must hold as non-empty strings. Raises ConfigError with file and line otherwise.
+    columns: names that every row must hold as non-empty strings. argument: what messages call the path. Raises
+    ConfigError with file and line otherwise.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"dataset_name: expected a .json or .jsonl file, got {str(path)!r} which is not a file")
+        raise ConfigError(f"{argument}: expected a .json or .jsonl file, got {str(path)!r} which is not a file")
     rows: list[Row] = []
     for where, row in _objects(path):
         if not isinstance(row, dict):
@@ -41,7 +48,7 @@ def read_rows(path: str | os.PathLike[str], columns: Sequence[str], *, limit: in
         if limit is not None and len(rows) == limit:
             break
     if not rows:
-        raise ConfigError(f"dataset_name: expected at least one row in {str(path)!r}, got none")
+        raise ConfigError(f"{argument}: expected at least one row in {str(path)!r}, got none")
     return rows
 
 
@@ -57,7 +64,8 @@ def _objects(path: Path) -> list[tuple[str, Any]]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}") from error
     found = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not splitlines: JSON strings may hold U+2028 and other characters that it takes for line ends
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 found.append((f"{path}:{number}", json.loads(line)))

@@ -63,6 +63,16 @@ def make_experience(
     assert ref_logprobs_M is not None
     assert all_values_M is not None
     assert scores.entropies_M is not None
+    named = {
+        "log-probs of the rollout": rollout.logprobs_M,
+        "log-probs of the actor": logprobs_M,
+        "log-probs of the reference": ref_logprobs_M,
+        "values of the critic": all_values_M,
+        "scores of the reward role": scores.rewards_N,
+    }
+    for name, found in named.items():
+        if found is not None and not found.isfinite().all():
+            raise NonFiniteError(f"{name} are not finite; no update was made from this rollout")
     dtype = model.backbone("base").lm_head.weight.dtype
     mismatch = _check_mismatch(logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
     if first_step_from_reference:

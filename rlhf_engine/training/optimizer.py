@@ -78,8 +78,11 @@ class RoleOptimizer:
                 continue
             norm = torch.nn.utils.get_total_norm(gradients)
             if not math.isfinite(float(norm)):
-                culprit = next(n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all())
-                raise NonFiniteError(f"gradient of {role} is not finite, first in {culprit}; nothing was applied")
+                # finite gradients can have a norm that overflows
+                bad = [n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()]
+                place = f"first in {bad[0]}" if bad else "its norm overflows"
+                self.adamw.zero_grad(set_to_none=True)
+                raise NonFiniteError(f"gradient of {role} is not finite, {place}; nothing was applied")
             norms[f"grad_norm/{role}"] = float(norm)
         for role, group in self.groups.items():
             if self.max_grad_norm is not None and f"grad_norm/{role}" in norms:
@@ -112,6 +115,7 @@ class RoleOptimizer:
             raise ValueError(f"optimizer state: expected parameters of this model, got {unknown[:3]}")
         for name, fields in by_name.items():
             p = known[name]
+            # copies: AdamW updates its state in place, which must not reach the tensors that were handed in
             self.adamw.state[p] = {
-                k: v.to(p.device) if k == "step" else v.to(p.device, p.dtype) for k, v in fields.items()
+                k: v.to(p.device, v.dtype if k == "step" else p.dtype, copy=True) for k, v in fields.items()
             }

@@ -23,6 +23,7 @@ from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, save_pretrained
+from rlhf_engine.hydra.backbone import read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
@@ -31,6 +32,7 @@ from rlhf_engine.training.checkpoint import (
     TrainerState,
     list_checkpoints,
     load_checkpoint,
+    put_in_place,
     resolve_resume,
     save_checkpoint,
 )
@@ -85,15 +87,14 @@ class PpoTrainer:
         self._check_output(resume)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
-        self.train_set = self._load_prompts(config.dataset_name, config.dataset_limit)
-        self.eval_set = self._load_prompts(config.eval_dataset_name, None) if config.eval_dataset_name else None
+        context = read_context_length(config.model_name_or_path)
+        self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)
+        self.eval_set: PromptSet | None = None
+        if config.eval_dataset_name is not None:
+            self.eval_set = self._load_prompts("eval_dataset_name", config.eval_dataset_name, context)
         some = list(range(min(2, len(self.train_set.rows))))
         self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
         self.model: HydraModel = build_ppo_model(config)
-        context = self.model.backbone().context_length
-        for prompts in (self.train_set, self.eval_set):
-            if prompts is not None:
-                check_prompts(prompts.ids, context, config.max_completion_length)
         critic_rate = config.critic_learning_rate
         self.optimizer = RoleOptimizer(
             self.model,
@@ -125,8 +126,7 @@ class PpoTrainer:
         last checkpoint and all metrics so far in place.
         """
         self.output.mkdir(parents=True, exist_ok=True)
-        if self.state.step == 0:
-            self._clear_earlier_run()
+        self._clear_later_steps()
         self._write_record()
         before = self._samples_before()
         with MetricsWriter(self.output / METRICS_FILE) as writer:
@@ -142,9 +142,9 @@ class PpoTrainer:
                     on_step(done, metrics)
                 if done == self.config.max_steps or (self.config.save_steps and done % self.config.save_steps == 0):
                     self.save()
-                    plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
-        save_pretrained(self.model, self.output / FINAL_FOLDER)
-        self.tokenizer.save_pretrained(self.output / FINAL_FOLDER)
+                    if writer.last_step > 0:  # with rare logging there may be no line yet
+                        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+        self._save_final()
         if before:
             after = self._samples()
             text = samples_markdown(
@@ -250,7 +250,19 @@ class PpoTrainer:
         """Write a checkpoint of the current step."""
         return save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
 
+    def finished(self) -> bool:
+        """Whether every step is done and the final model is written."""
+        return self.state.step >= self.config.max_steps and (self.output / FINAL_FOLDER).is_dir()
+
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _save_final(self) -> None:
+        """final/ appears whole or not at all, as checkpoints do."""
+        temporary = self.output / f".{FINAL_FOLDER}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_pretrained(self.model, temporary)
+        self.tokenizer.save_pretrained(temporary)
+        put_in_place(temporary, self.output / FINAL_FOLDER)
 
     def _sampling(self, seed: int) -> SamplingConfig:
         return SamplingConfig(
@@ -275,17 +287,27 @@ class PpoTrainer:
             train_actor=train_actor,
         )
 
-    def _load_prompts(self, path: str, limit: int | None) -> PromptSet:
-        rows = read_rows(path, ("prompt",), limit=limit)
+    def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:
+        rows = read_rows(path, ("prompt",), limit=limit, argument=argument)
         ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
         longest = self.config.max_prompt_length
         for i, prompt in enumerate(ids):
             if longest is not None and len(prompt) > longest:
                 raise ConfigError(f"{path}: row {i}: expected a prompt of at most {longest} tokens, got {len(prompt)}")
+        try:
+            check_prompts(ids, context, self.config.max_completion_length)
+        except ValueError as error:
+            raise ConfigError(f"{argument}: {path}: {error}") from error
         return PromptSet(rows=rows, ids=ids)
 
     def _check_output(self, resume: Path | None) -> None:
-        if resume is None and not self.config.overwrite_output_dir:
+        if self.output.exists() and not self.output.is_dir():
+            raise ConfigError(f"output_dir: expected a folder, got the file {str(self.output)!r}")
+        # `auto` without a checkpoint starts afresh: the run was stopped before its first one
+        goes_on = self.config.resume_from_checkpoint == "auto" or (
+            resume is not None and resume.resolve().parent == self.output.resolve()
+        )
+        if not goes_on and not self.config.overwrite_output_dir:
             held = [p.name for p in list_checkpoints(self.output)]
             if held or (self.output / METRICS_FILE).exists():
                 raise ConfigError(
@@ -293,11 +315,15 @@ class PpoTrainer:
                     "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
                 )
 
-    def _clear_earlier_run(self) -> None:
-        """With overwrite_output_dir: an old run's checkpoints must not be taken for this one's."""
+    def _clear_later_steps(self) -> None:
+        """An overwritten run's checkpoints, or those after the one gone back to, must not be taken for this run's."""
         for checkpoint in list_checkpoints(self.output):
-            shutil.rmtree(checkpoint)
-        (self.output / _BEFORE_FILE).unlink(missing_ok=True)
+            if int(checkpoint.name.rpartition("-")[2]) > self.state.step:
+                shutil.rmtree(checkpoint)
+        if self.state.step < self.config.max_steps:
+            shutil.rmtree(self.output / FINAL_FOLDER, ignore_errors=True)
+        if self.state.step == 0:
+            (self.output / _BEFORE_FILE).unlink(missing_ok=True)
 
     def _write_record(self) -> None:
         device = self.model.device

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.training.rewards import (
     RewardFunction,
     check_reward,
@@ -40,6 +41,8 @@ class AnswerScorer:
         self.specs = list(specs)
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
         self.missing_eos_penalty = missing_eos_penalty
+        if self.specs.count(LANE) > 1:
+            raise ConfigError(f"reward_funcs: expected {LANE!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != LANE]
 
     @property
@@ -61,12 +64,17 @@ class AnswerScorer:
         finished: Sequence[bool],
         lane_N: torch.Tensor | None,
     ) -> ScoredAnswers:
-        """Scores of N answers. lane_N: fp32 [N] from the reward role, needed where `lane` is a source."""
+        """Scores of N answers. lane_N: fp32 [N] from the reward role, needed where `lane` is a source.
+
+        Raises RewardError for a function that raised or returned something other than N finite numbers or None.
+        """
         by_function: dict[str, list[float | None]] = {}
         if self.functions:
-            by_function = score_with_functions(
-                self.functions, None, prompts, completions, completion_ids, columns
-            ).columns
+            try:
+                scored = score_with_functions(self.functions, None, prompts, completions, completion_ids, columns)
+            except (ValueError, TypeError) as error:  # the user's function returned what it must not
+                raise RewardError(str(error)) from error
+            by_function = scored.columns
         names = iter(unique_names(self.functions))
         sources: dict[str, list[float | None]] = {}
         for spec in self.specs:
@@ -76,7 +84,7 @@ class AnswerScorer:
                 sources[LANE] = list(map(float, lane_N.tolist()))
             else:
                 name = next(names)
-                sources[name] = by_function[name]
+                sources[name if name != LANE else f"{LANE}_function"] = by_function[name]
         totals = weighted_total(list(sources.values()), self.weights)
         if self.missing_eos_penalty is not None:
             totals = [

@@ -30,6 +30,7 @@ from rlhf_engine.hydra import (
     RoleSpec,
     peft_io,
 )
+from rlhf_engine.hydra.backbone import read_context_length
 from rlhf_engine.tokenizing import encode_completion, encode_prompt, load_tokenizer
 from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.data import Row, batch_indices, read_rows
@@ -58,20 +59,26 @@ def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
 
 
 def tokenize_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int, pairs: bool
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, answer: str, max_length: int, pairs: bool
 ) -> list[Example]:
-    """Rows as token ids. Raises ConfigError, naming the row, for one that is longer than max_length."""
+    """Rows as token ids; `answer` names the column that is learned.
+
+    Raises ConfigError, naming the row, for one that is longer than max_length or whose prompt has no tokens.
+    """
     examples = []
     for i, row in enumerate(rows):
-        chosen = row["chosen"] if "chosen" in row else row["completion"]
         example = Example(
             prompt=encode_prompt(tokenizer, row["prompt"]),
-            chosen=encode_completion(tokenizer, chosen),
+            chosen=encode_completion(tokenizer, row[answer]),
             rejected=encode_completion(tokenizer, row["rejected"]) if pairs else None,
         )
+        if not example.prompt:
+            raise ConfigError(f"dataset_name: row {i}: expected a prompt of at least one token, got {row['prompt']!r}")
         longest = len(example.prompt) + max(len(example.chosen), len(example.rejected or ()))
         if longest > max_length:
-            raise ConfigError(f"row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}")
+            raise ConfigError(
+                f"dataset_name: row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}"
+            )
         examples.append(example)
     return examples
 
@@ -116,6 +123,8 @@ class SftTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         output = Path(config.output_dir)
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
         if output.exists() and any(output.iterdir()) and not config.overwrite_output_dir:
             raise ConfigError(f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}")
         rows = read_rows(config.dataset_name, ("prompt",))
@@ -123,6 +132,14 @@ class SftTrainer:
         read_rows(config.dataset_name, ("chosen", "rejected") if paired else ("completion",))
         self.pairs = paired and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)
+        context = read_context_length(config.model_name_or_path)
+        self.examples = tokenize_rows(
+            rows,
+            self.tokenizer,
+            answer="chosen" if paired else "completion",
+            max_length=min(config.max_length or context, context),
+            pairs=self.pairs,
+        )
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),
@@ -133,10 +150,6 @@ class SftTrainer:
         )
         if config.gradient_checkpointing:
             self.model.backbone().enable_gradient_checkpointing()
-        context = self.model.backbone().context_length
-        self.examples = tokenize_rows(
-            rows, self.tokenizer, max_length=min(config.max_length or context, context), pairs=self.pairs
-        )
         self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         epochs = math.ceil(config.num_train_epochs * len(self.examples) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
@@ -185,6 +198,7 @@ class SftTrainer:
         metrics = {name: float(value) for name, value in totals.items()}
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):
+                self.model.zero_grad(set_to_none=True)
                 raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
         self.optimizer.set_lr_factor(
             lr_factor(

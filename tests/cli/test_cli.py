@@ -1,0 +1,322 @@
+"""The command line end to end on a tiny model: results, exit codes, and one line for each thing that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rlhf_kernels import registry
+
+from rlhf_engine import __version__
+from rlhf_engine.cli import main
+from rlhf_engine.training.metrics import read_metrics
+from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _same_backend_afterwards():
+    """`--kernels` is a setting of the process, which other tests share."""
+    with registry.use_backend("auto"):
+        yield
+
+
+def train_flags(model: Path, folder: Path, *more: str) -> list[str]:
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": write_prompts(folder),
+        "output_dir": folder / "run",
+        "device": "cpu",
+        "max_steps": 2,
+        "generation_batch_size": 4,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 1,
+        "max_completion_length": 6,
+        "lora_r": 4,
+        "num_samples": 0,
+    }
+    kept = {name: value for name, value in values.items() if f"--{name}" not in more}  # a flag twice is an error
+    return ["train", *[part for name, value in kept.items() for part in (f"--{name}", str(value))], *more]
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)"""
+    capsys.readouterr()
+    code = main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys, *argv: str, code: int = 2) -> str:
+    """The one line on standard error of a request that is not served."""
+    found, _, err = run(capsys, *argv)
+    lines = [line for line in err.splitlines() if not line.startswith("ppo ")]  # progress of the steps that were made
+    assert found == code, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith(f"rlhf-engine {argv[0]}: " if len(argv) > 1 else "rlhf-engine")
+    assert "Traceback" not in err
+    return lines[0]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_usage_version_and_unknown_commands(capsys):
+    assert run(capsys)[0] == 2
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(f"\n  {name} " in out for name in ("demo", "sft", "train", "generate", "doctor"))
+    assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
+    assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
+    assert refused(capsys, "zzz").endswith("expected one of ['demo', 'sft', 'train', 'generate', 'doctor']")
+
+
+@pytest.mark.parametrize("command", ["demo", "sft", "train", "generate"])
+def test_help_of_every_command(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: rlhf-engine {command}" in capsys.readouterr().out
+
+
+def test_print_config(capsys, model, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main(train_flags(model, tmp_path, "--beta", "0.3", "--print_config"))
+    assert stop.value.code == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["beta"], found["max_steps"], found["model_name_or_path"]) == (0.3, 2, str(model))
+    assert not (tmp_path / "run").exists()
+
+
+def test_doctor(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert __version__ in out
+    assert "linear_logprob" in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["version"] == __version__
+    assert set(found["ops"]) == {"float32", "bfloat16"}
+    assert found["ops"]["float32"]["lora"]["reference"] == "available"
+    assert refused(capsys, "doctor", "--jsn").endswith("doctor: expected no options or --json, got ['--jsn']")
+
+
+def test_the_module_runs_as_a_program(tmp_path):
+    command = [sys.executable, "-m", "rlhf_engine.cli"]
+    done = subprocess.run([*command, "train", "--max_stepz", "3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "rlhf-engine train: unknown option --max_stepz; did you mean --max_steps?\n"
+
+
+# ---- the whole way ---------------------------------------------------------------------------------------------------
+
+
+def test_sft_full_then_train_then_generate(capsys, tmp_path):
+    base = write_model(tmp_path / "base", reward_head=False)
+    common = ["--seed", "3"]
+    pairs = str(write_pairs(tmp_path))
+    sft = ["sft", "--full", "--model_name_or_path", str(base), "--dataset_name", pairs, "--max_steps", "2", *common]
+    code, out, _ = run(capsys, *sft, "--device", "cpu", "--output_dir", str(tmp_path / "sft"))
+    assert code == 0
+    assert out.startswith(f"base {tmp_path / 'sft'}  loss ")
+    code, out, err = run(capsys, *train_flags(tmp_path / "sft", tmp_path, *common))
+    assert code == 0
+    assert f"model {tmp_path / 'run' / 'final'}" in out
+    assert "ppo 2/2" in err
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "run" / "curves.png").is_file()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["seed"] == 3
+    generate = ["generate", "--model_name_or_path", str(tmp_path / "sft"), "--adapter", str(tmp_path / "run" / "final")]
+    code, out, _ = run(capsys, *generate, "--prompt", PROMPTS[0], "--json", "--max_completion_length", "5", *common)
+    assert code == 0
+    assert json.loads(out)["prompt"] == PROMPTS[0]
+    again = train_flags(tmp_path / "sft", tmp_path, *common)
+    assert "output_dir: expected one without a run" in refused(capsys, *again)
+    code, out, _ = run(capsys, *again, "--resume_from_checkpoint", "auto")
+    assert (code, out) == (0, f"nothing to do: {tmp_path / 'run'} is at step 2 of 2\n")
+    longer = train_flags(tmp_path / "sft", tmp_path, *common, "--max_steps", "3")
+    code, _, err = run(capsys, *longer, "--resume_from_checkpoint", "auto")
+    assert code == 0
+    assert "ppo 3/3" in err
+    assert "ppo 1/" not in err
+
+
+def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
+    pairs = str(write_pairs(tmp_path))
+    sft = ["sft", "--lora", "--model_name_or_path", str(model), "--dataset_name", pairs, "--max_steps", "2"]
+    code, out, _ = run(capsys, *sft, "--device", "cpu", "--lora_r", "4", "--output_dir", str(tmp_path / "sft"))
+    assert code == 0
+    assert out.startswith("slot ")
+    adapters = ["--reference_adapter", str(tmp_path / "sft"), "--reward_adapter", str(tmp_path / "sft")]
+    assert run(capsys, *train_flags(model, tmp_path, *adapters, "--method", "j_hydra_ppo"))[0] == 0
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert abs(first["kl"]) < 1e-4
+
+
+def test_generate(capsys, model, tmp_path):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "5"]
+    greedy = [*common, "--greedy", "--json", "--prompt", "red cat", "the dog runs"]
+    code, out, _ = run(capsys, *greedy)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["prompt"] for row in rows] == ["red cat", "the dog runs"]
+    assert all(set(row) == {"prompt", "completion", "tokens", "finished", "mean_logprob"} for row in rows)
+    assert all(1 <= row["tokens"] <= 5 and row["mean_logprob"] < 0 for row in rows)
+    assert run(capsys, *greedy, "--seed", "9")[1] == out  # greedy answers depend on no seed
+    sampled = [*common, "--json", "--prompt", "red cat", "--num_generations", "6"]
+    answers = [json.loads(line)["completion"] for line in run(capsys, *sampled)[1].splitlines()]
+    assert len(answers) == 6
+    assert len(set(answers)) > 1
+    assert [json.loads(line)["completion"] for line in run(capsys, *sampled)[1].splitlines()] == answers
+    assert [json.loads(line)["completion"] for line in run(capsys, *sampled, "--seed", "1")[1].splitlines()] != answers
+    plain = run(capsys, *common, "--greedy", "--prompt", "red cat")[1]
+    assert plain == f"red cat\n  → {rows[0]['completion']}\n"
+
+
+def test_prompt_files(capsys, model, tmp_path):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu"]
+    common += ["--max_completion_length", "5", "--json", "--prompt_file"]
+    text = tmp_path / "prompts.txt"
+    text.write_bytes(b"red cat\r\n\nblue dog\n")
+    code, out, _ = run(capsys, *common, str(text))
+    assert (code, [json.loads(line)["prompt"] for line in out.splitlines()]) == (0, ["red cat", "blue dog"])
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "red cat"}\n\n{"prompt": "blue\u2028dog"}\n', encoding="utf-8")
+    answers = run(capsys, *common, str(lines))[1].strip().split("\n")
+    assert [json.loads(line)["prompt"] for line in answers] == ["red cat", "blue\u2028dog"]
+    lines.write_text('{"prompt": "red cat"}\n\n{"text": "blue"}\n')
+    assert "prompts.jsonl:3: expected an object with a string 'prompt', got" in refused(capsys, *common, str(lines))
+    lines.write_text('\n{"prompt": \n')
+    assert "prompts.jsonl:2: expected a JSON object, got" in refused(capsys, *common, str(lines))
+    text.write_text("\n \n")
+    assert "prompt_file: expected at least one prompt in" in refused(capsys, *common, str(text))
+    assert "prompt_file: expected a file, got" in refused(capsys, *common, str(tmp_path / "none"))
+    assert "prompt: expected text, got an empty prompt at place 0" in refused(capsys, *common[:-1], "--prompt", " ")
+
+
+# ---- exit code 2: the request ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--dataset_name", "nowhere.jsonl"],
+            "dataset_name: expected a .json or .jsonl file, got 'nowhere.jsonl' which",
+        ),
+        (["--model_name_or_path", "nowhere"], "model_name_or_path: expected a local model folder, got 'nowhere'"),
+        (["--bata", "0.1"], "unknown option --bata; did you mean --beta?"),
+        (["--beta", "much"], "beta: expected a number, got 'much'"),
+        (["--generation_batch_size", "0"], "generation_batch_size: expected an integer >= 1, got 0"),
+        (["--lora_r", "0"], "lora_r: expected an integer >= 1, got 0"),
+        (["--lora_target_modules", "c_attn"], "target_modules: expected name endings among ['down_proj'"),
+        (["--reward_funcs", "good"], "reward_funcs: expected lane, module:function or path/file.py:function, got"),
+        (["--reward_funcs", "none.py:good"], "reward_funcs: there is no file 'none.py'"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto' or a checkpoint folder"),
+        (["--actor_adapter", "nowhere"], "adapter: expected a folder with adapter_config.json, got 'nowhere'"),
+        (["--device", "cuda:7"], "device: expected one that is present (cpu), got 'cuda:7'"),
+        (["--max_completion_length", "63"], "prompts[0]: expected at most 1 tokens"),
+    ],
+)
+def test_train_refuses_in_one_line(capsys, model, tmp_path, more, message):
+    if "cuda:7" in more:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device, so that its absence cannot be reported")
+    assert message in refused(capsys, *train_flags(model, tmp_path, *more))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "reward function 'reward': expected 2 rewards, got 1"),
+        ("return 1.0", "reward function 'reward': expected a list, tuple or tensor, got float"),
+        ("raise KeyError('mood')", "reward function 'reward' raised KeyError: 'mood'"),
+        ("raise ValueError('one\\ntwo')", "reward function 'reward' raised ValueError: one two"),
+    ],
+)
+def test_a_broken_reward_function_is_a_request_that_cannot_be_served(capsys, model, tmp_path, body, message):
+    spec = write_reward(tmp_path, body)
+    assert message in refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", spec))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_file_that_cannot_be_imported(capsys, model, tmp_path):
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
+    line = refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", f"{tmp_path}/bad.py:f"))
+    assert "raised ModuleNotFoundError: No module named 'nothing_of_this_name'" in line
+
+
+# ---- exit codes 1 and 130: the run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ("[1.0]", "reward function 'reward': expected 4 rewards, got 1"),
+        ("['good'] * 4", "reward function 'reward': expected numbers or None, got 'good' at row 0"),
+        ("1 / 0", "reward function 'reward' raised ZeroDivisionError: division by zero"),
+        ("[1e300] * 4", "score of an answer is not finite"),
+    ],
+)
+def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, late, message):
+    # calls: the dry run, step 1, step 2
+    spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 3 else {late}")
+    flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1", "--logging_steps", "5")
+    assert message in refused(capsys, *flags, code=1)
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_control_c(capsys, model, tmp_path):
+    body = "if len(calls) == 3:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
+    flags = train_flags(model, tmp_path, "--reward_funcs", write_reward(tmp_path, body), "--save_steps", "1")
+    line = refused(capsys, *flags, "--logging_steps", "5", code=130)
+    assert line.endswith("stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto")
+    code, _, err = run(capsys, *flags, "--resume_from_checkpoint", "auto")
+    assert code == 0
+    assert "ppo 2/2" in err
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_by_name(capsys, model, tmp_path):
+    code, _, _ = run(capsys, *train_flags(model, tmp_path, "--kernels", "reference", "--max_steps", "1"))
+    assert code == 0
+    assert registry.default_backend() == "reference"
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["kernels"] == "reference"
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "generate", "demo"])
+def test_kernels_that_do_not_serve_every_op_are_refused_with_the_list(capsys, model, tmp_path, command):
+    import torch
+
+    ops = registry.report("cpu", torch.float32)
+    missing = [op for op, row in ops.items() if row["triton"] != "available"]
+    assert {"lora", "linear_logprob"} <= set(missing)  # Triton has nothing to offer for tensors on a CPU
+    if command == "demo" and torch.cuda.is_available():
+        pytest.skip("the demo would run on the CUDA device, where Triton may serve every op")
+    base, output = ["--model_name_or_path", str(model), "--device", "cpu"], ["--output_dir", str(tmp_path / "run")]
+    flags = {
+        "train": train_flags(model, tmp_path)[1:],
+        "sft": ["--full", "--dataset_name", str(write_pairs(tmp_path)), *base, *output],
+        "generate": ["--prompt", "red", *base],
+        "demo": output,
+    }[command]
+    line = refused(capsys, command, *flags, "--kernels", "triton")
+    assert f"kernels: expected a backend that serves every op on cpu, 'triton' has no {missing}" in line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,192 @@
+"""Our attention against transformers' own: packed rows, padded buckets, gradients, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, hydra_roles
+from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
+from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.gate import SlotTable, TrunkCall, enter
+from tests.conftest import VOCAB, build, random_batch, tiny_llama
+
+LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))  # buckets of 9, 20, 2 and 32 rows, two padded
+
+
+def off_logits(model: HydraModel, batch: PackedBatch) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model._trunk_call(batch, model.backbone(), [None], None)
+    return head_logits(hidden, model.backbone().lm_head)
+
+
+def padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [N, longest] padded on the right, and their mask."""
+    tokens = torch.zeros(batch.n_sequences, max(batch.lengths), dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for i, length in enumerate(batch.lengths):
+        start = batch.cu_seqlens[i]
+        tokens[i, :length] = batch.tokens_T[start : start + length]
+        mask[i, :length] = 1
+    return tokens, mask
+
+
+def test_the_lengths_make_padded_and_plain_buckets():
+    plan = plan_packed(random_batch(LENGTHS).lengths, torch.device("cpu"))
+    assert sorted((b.length, b.n_sequences, b.valid is None) for b in plan.buckets) == [
+        (2, 1, True),
+        (9, 3, False),
+        (20, 2, True),
+        (32, 1, True),
+    ]
+    rows = torch.cat([torch.arange(78)[b.targets] for b in plan.buckets])
+    assert rows.sort().values.tolist() == list(range(78))  # every row once
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_rows_equal_a_padded_forward_with_a_mask(implementation):
+    model, plain, batch = build(), tiny_llama(), random_batch(LENGTHS)
+    plain.set_attn_implementation(implementation)
+    tokens, mask = padded(batch)
+    with torch.no_grad():
+        expected = plain(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    torch.testing.assert_close(off_logits(model, batch), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_no_sequence_sees_another():
+    model, batch = build(), random_batch(LENGTHS)
+    whole = off_logits(model, batch)
+    changed = batch.tokens_T.clone()
+    changed[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = 7
+    other = PackedBatch(
+        tokens_T=changed,
+        cu_seqlens=batch.cu_seqlens,
+        prompt_lens=batch.prompt_lens,
+        sample_ids=batch.sample_ids,
+    )
+    differs = (off_logits(model, other) != whole).any(-1)
+    inside = torch.zeros(batch.n_tokens, dtype=torch.bool)
+    inside[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = True
+    assert differs[inside].all()
+    assert not differs[~inside].any()
+
+
+def test_no_row_sees_a_later_one():
+    model, batch = build(), random_batch(((4, 8), (3, 7)))
+    whole = off_logits(model, batch)
+    changed = batch.tokens_T.clone()
+    changed[11] = (changed[11] + 1) % VOCAB  # the last token of the first sequence
+    other = PackedBatch(
+        tokens_T=changed,
+        cu_seqlens=batch.cu_seqlens,
+        prompt_lens=batch.prompt_lens,
+        sample_ids=batch.sample_ids,
+    )
+    assert (off_logits(model, other) != whole).any(-1).nonzero().flatten().tolist() == [11]
+
+
+def test_padded_buckets_equal_sequences_on_their_own():
+    model, batch = build(), random_batch(LENGTHS)
+    whole = off_logits(model, batch).split(batch.lengths)
+    for i in range(batch.n_sequences):
+        torch.testing.assert_close(whole[i], off_logits(model, batch.select([i])), rtol=1e-4, atol=2e-5)
+
+
+def gradients(model: HydraModel, batch: PackedBatch, weights_M: torch.Tensor) -> dict[str, torch.Tensor]:
+    (out,) = model(batch, (Logprobs(),))
+    (out.logprob * weights_M).sum().backward()
+    return {n: p.grad for n, p in model.trainable_parameters("actor").items()}
+
+
+def test_gradients_through_padding_are_those_of_single_sequences():
+    model, batch = build(), random_batch(LENGTHS)
+    weights = torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(2))
+    whole = {n: g.clone() for n, g in gradients(model, batch, weights).items()}
+    model.zero_grad(set_to_none=True)
+    for i in range(batch.n_sequences):  # gradients add up over the calls
+        alone = gradients(model, batch.select([i]), weights[batch.select_completion_rows([i])])
+    for name, gradient in whole.items():
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(alone[name], gradient, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+def attend(max_length: int = 4, **options):
+    """Our attention function on its own, in a trunk call of one sequence."""
+    heads = torch.randn(1, 2, max_length, 8, generator=torch.Generator().manual_seed(0))
+    plan = plan_packed([max_length], torch.device("cpu"))
+    module = torch.nn.Module()
+    with enter(TrunkCall(table=SlotTable.uniform(None, max_length), attention=plan)):
+        return packed_attention(module, heads, heads, heads, None, scaling=0.3, **options)
+
+
+def test_keywords_that_would_be_ignored_are_refused():
+    out, weights = attend(sliding_window=4, softcap=None, dropout=0.0)
+    assert out.shape == (1, 4, 2, 8)
+    assert weights is None
+    with pytest.raises(ValueError, match=r"sliding_window=3: expected at least the longest sequence \(4 tokens\)"):
+        attend(sliding_window=3)
+    with pytest.raises(ValueError, match=r"attention keyword softcap=50\.0 is not served"):
+        attend(softcap=50.0)
+    with pytest.raises(ValueError, match="attention keyword s_aux="):
+        attend(s_aux=1.0)
+    with pytest.raises(ValueError, match=r"attention dropout: expected 0 .*got 0\.1"):
+        attend(dropout=0.1)
+
+
+def test_base_dropout_is_off_in_train_mode():
+    plain = tiny_llama()
+    plain.config.attention_dropout = 0.5
+    for layer in plain.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model, batch = HydraModel.from_pretrained(plain, roles=hydra_roles()).train(), random_batch()
+    assert torch.equal(off_logits(model, batch), off_logits(build(), batch))
+
+
+def test_a_sliding_window_limits_the_context_before_it_bites():
+    config = MistralConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        sliding_window=8,
+    )
+    torch.manual_seed(0)
+    plain = MistralForCausalLM(config).eval()
+    tokens = random_batch(((3, 5),)).tokens_T
+    with torch.no_grad():
+        expected = plain(tokens[None], use_cache=False).logits[0]
+    model = HydraModel.from_pretrained(plain, roles=hydra_roles())
+    assert model.backbone().context_length == 8
+    torch.testing.assert_close(off_logits(model, random_batch(((3, 5),))), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"expected sequences of at most 8 tokens .*got one of 9"):
+        model.score(random_batch(((3, 6),)))
+
+
+def test_the_plain_model_cannot_run_outside_of_a_trunk_call():
+    model = build()
+    assert model.backbone().model.config._attn_implementation == ATTENTION_NAME
+    with pytest.raises(RuntimeError, match="attention ran outside a trunk call: this backbone belongs to a HydraModel"):
+        model.backbone().model(torch.tensor([[5, 6]]))
+
+
+def test_models_we_would_get_wrong_are_refused_at_load():
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCAB))
+    with pytest.raises(
+        ValueError,
+        match=r"BloomForCausalLM: expected rlhf-engine's attention to run in each of its 2 layers, it ran 0 times",
+    ):
+        HydraModel.from_pretrained(bloom, roles=hydra_roles())
+
+
+def test_logits_that_are_not_head_of_hidden_are_refused():
+    plain = tiny_llama()
+    plain.lm_head.register_forward_hook(lambda module, arguments, out: out * 2)
+    with pytest.raises(ValueError, match="its logits are not head\\(hidden\\) with the softcap and scale"):
+        HydraModel.from_pretrained(plain, roles=hydra_roles())

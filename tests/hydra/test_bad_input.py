@@ -1,0 +1,214 @@
+"""Requests that cannot be served by a HydraModel: each error names the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_engine.hydra import (
+    HydraModel,
+    LogprobPair,
+    Logprobs,
+    PackedBatch,
+    Rewards,
+    RoleSpec,
+    SlotConfig,
+    Values,
+    hydra_roles,
+)
+from tests.conftest import build, random_batch, tiny_llama
+
+ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
+
+
+def make(**options) -> HydraModel:
+    return HydraModel.from_pretrained(tiny_llama(), **{"roles": hydra_roles(), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r: expected a LoRA rank of at least 1, got 0"),
+        ({"r": -3}, "r: expected a LoRA rank of at least 1, got -3"),
+        ({"alpha": 0.0}, "alpha: expected a finite number other than 0, got 0"),
+        ({"alpha": float("nan")}, "alpha: expected a finite number other than 0, got nan"),
+        ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got 1"),
+        ({"dropout": -0.1}, r"dropout: expected a probability in \[0, 1\), got -0\.1"),
+        ({"target_modules": "q_proj"}, "target_modules: expected 'all-linear' or a tuple of names, got 'q_proj'"),
+        ({"target_modules": ()}, "target_modules: expected at least one name, got none"),
+    ],
+)
+def test_slot_configs(options, message):
+    with pytest.raises(ValueError, match=message):
+        SlotConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("slot", ""), ("slot", "sft.v2"), ("slot", "../x"), ("slot", "a b"), ("head", "v.w"), ("backbone", "a/b")],
+)
+def test_names_that_would_be_paths(field, value):
+    with pytest.raises(ValueError, match=f"{field}: expected a name of letters, digits, '_' and '-', got '"):
+        RoleSpec(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"roles": {}}, "roles: expected at least one role, got none"),
+        (
+            {"slots": {"teacher": SlotConfig()}},
+            r"slots: expected names that a role uses \(\['actor', 'critic'\]\), got",
+        ),
+        ({"roles": {"a": RoleSpec(slot="keys")}}, r"roles\['a'\]: expected another name than 'keys', which torch uses"),
+        ({"roles": {"a": RoleSpec(head="values")}}, r"roles\['a'\]: expected another name than 'values'"),
+        ({"roles": {"actor": RoleSpec(backbone="big")}}, r"backbones: expected a source for \['big'\], got \['base'\]"),
+        ({"backbones": {"rm": 7}}, "source: expected a folder, a transformers PreTrainedModel or a PeftModel, got int"),
+        ({"token_budget": 0}, "token_budget: expected a positive number of tokens, got 0"),
+        (
+            {"slots": {"actor": SlotConfig(target_modules=("q_proj", "c_attn"))}},
+            r"target_modules: expected name endings among \['down_proj', 'gate_proj', 'k_proj', .*\], got \['c_attn'\]",
+        ),
+        (
+            {"slots": {"actor": SlotConfig(target_modules=("lm_head",))}},
+            r"expected name endings among .*got \['lm_head'\] which match nothing",
+        ),
+        (
+            {"slots": {"actor": SlotConfig(init_from="critic"), "critic": SlotConfig(init_from="actor")}},
+            "init_from: expected an origin outside of the slots .*which start from each other",
+        ),
+        ({"slots": {"actor": SlotConfig(init_from="actor")}}, "init_from: expected an origin outside of the slots"),
+        (
+            {"slots": {"actor": SlotConfig(init_from="sft")}},
+            r"adapter: expected a folder with adapter_config\.json, got 'sft'",
+        ),
+        (
+            {"slots": {"critic": SlotConfig(init_from="actor", target_modules=("q_proj",))}},
+            "init_from='actor': expected the same target modules as 'critic', got others",
+        ),
+    ],
+)
+def test_requests_at_load(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**options)
+
+
+def test_a_source_of_another_kind(tmp_path):
+    with pytest.raises(
+        TypeError, match="source: expected a folder, a transformers PreTrainedModel or a PeftModel, got L"
+    ):
+        HydraModel.from_pretrained(torch.nn.Linear(2, 2), roles=ACTOR)
+    with pytest.raises(
+        ValueError, match="model_name_or_path: expected a local model folder, got '/nowhere' which is not"
+    ):
+        HydraModel.from_pretrained("/nowhere", roles=ACTOR)
+    with pytest.raises(
+        ValueError, match=r"model_name_or_path: expected a folder with config\.json, got '.*' which has"
+    ):
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
+    tiny_llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: "):
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: .*no file named"):
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
+
+
+def test_one_backbone_cannot_belong_to_two_models():
+    plain = tiny_llama()
+    HydraModel.from_pretrained(plain, roles=ACTOR)
+    with pytest.raises(
+        ValueError, match="source: expected a plain LlamaForCausalLM, got the backbone of another Hydra"
+    ):
+        HydraModel.from_pretrained(plain, roles=ACTOR)
+
+
+def test_heads_of_another_size_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    tiny_llama().save_pretrained(tmp_path)
+    save_file({"reward.weight": torch.ones(1, 7), "reward.bias": torch.ones(1)}, tmp_path / "heads.safetensors")
+    with pytest.raises(
+        ValueError, match=r"heads\.safetensors: expected head 'reward' with .*\(1, 24\).*got .*\(1, 7\)"
+    ):
+        HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "message"),
+    [
+        ([], [], "prompts: expected at least one sequence, got a batch of size 0"),
+        ([[3], []], [[4], [5]], r"prompts\[1\]: expected at least one token, got an empty prompt"),
+        ([[3]], [[4], [5]], "completions: expected 1 like prompts, got 2"),
+    ],
+)
+def test_batches(prompts, completions, message):
+    with pytest.raises(ValueError, match=message):
+        PackedBatch.from_lists(prompts, completions)
+
+
+def test_selections_and_ids():
+    with pytest.raises(ValueError, match="indices: expected at least one sequence, got a batch of size 0"):
+        random_batch().select([])
+    with pytest.raises(ValueError, match=r"prompt_lens, sample_ids: expected 1 entries .*got 1 and 2"):
+        PackedBatch.from_lists([[3]], [[4]], sample_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "message"),
+    [
+        (("teacher",), {}, r"roles: expected names among \['actor', 'critic', 'reference', 'reward'\], got 'teacher'"),
+        ((), {}, "roles: expected at least one role, got none"),
+        (("actor",), {"exact_kl": True}, r"exact_kl: expected roles to hold 'actor' and 'reference', got \('actor',\)"),
+    ],
+)
+def test_scores(roles, options, message):
+    with pytest.raises(ValueError, match=message):
+        build().score(random_batch(), roles, **options)
+
+
+def test_scores_of_a_role_that_this_model_lacks():
+    model = HydraModel.from_pretrained(tiny_llama(), roles=ACTOR)
+    with pytest.raises(ValueError, match=r"role: expected one of \['actor'\], got 'reward'"):
+        model.score(random_batch(), ("actor", "reward"))
+
+
+def test_a_sequence_longer_than_the_context():
+    model, batch = build(), random_batch(((2, 3), (40, 25)))
+    with pytest.raises(ValueError, match=r"batch: expected sequences of at most 64 tokens .*'base'\), got one of 65"):
+        model.score(batch)
+    model.score(random_batch(((40, 24),)))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (Logprobs(role="teacher"), "role: expected one of .*, got 'teacher'"),
+        (Logprobs(role="critic"), "role: expected one with an LM head .*, got 'critic'"),
+        (LogprobPair(reference="reward"), "role: expected one with an LM head .*, got 'reward'"),
+        (Values(role="actor"), "role: expected one with a scalar head .*, got 'actor'"),
+        (Rewards(role="reference"), "role: expected one with a scalar head .*, got 'reference'"),
+    ],
+)
+def test_outputs_of_the_wrong_head(output, message):
+    with pytest.raises(ValueError, match=message):
+        build()(random_batch(), (output,))
+
+
+def test_exact_kl_needs_one_lm_head():
+    roles = {**ACTOR, "reference": RoleSpec(backbone="ref")}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=roles, backbones={"ref": tiny_llama(1)})
+    assert model.score(random_batch(), ("actor", "reference")).ref_logprobs_M is not None
+    with pytest.raises(ValueError, match=r"reference: expected a role with the LM head of 'actor' \(the same backbone"):
+        model.score(random_batch(), ("actor", "reference"), exact_kl=True)
+
+
+def test_parts_by_name():
+    model = build()
+    with pytest.raises(ValueError, match=r"slot: expected one of \['actor', 'critic'\], got 'sft'"):
+        model.backbone().slot("sft")
+    with pytest.raises(ValueError, match=r"backbone: expected one of \['base'\], got 'rm'"):
+        model.backbone("rm")
+    with pytest.raises(ValueError, match=r"role: expected one of .*got 'teacher'"):
+        model.trainable_parameters("teacher")

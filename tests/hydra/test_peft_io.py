@@ -1,0 +1,296 @@
+"""PEFT folders and PeftModels in and out: the same function on both sides, and refusals of what is not plain LoRA."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, load_pretrained, peft_io, save_pretrained
+from rlhf_engine.hydra.backbone import head_logits
+from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
+
+TOKENS = torch.randint(3, VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
+BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
+ACTOR = {"actor": hydra_roles()["actor"]}
+
+
+def slot_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
+    """Logits [3, 8, V] of the batch's sequences in a slot's lane."""
+    with torch.no_grad():
+        hidden = model._trunk_call(BATCH, model.backbone(), [slot], None)
+    return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
+
+
+def plain_logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(BATCH.tokens_T.view(3, 8), use_cache=False).logits
+
+
+def trained_peft(seed: int = 3, base_seed: int = 0, **config) -> PeftModel:
+    """A LoRA made with PEFT whose B is not zero."""
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(tiny_llama(base_seed), LoraConfig(**{**options, **config}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.2)
+    return model.eval()
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_slots_load_with_plain_peft(tmp_path):
+    model = build()
+    save_pretrained(model, tmp_path)
+    for slot, folder in (("actor", tmp_path), ("critic", tmp_path / "slots" / "critic")):
+        theirs = PeftModel.from_pretrained(tiny_llama(), folder).eval()
+        ours = slot_logits(model, slot)
+        close(ours, plain_logits(theirs))
+        assert (ours - slot_logits(model, None)).abs().max() > 1e-2
+        with theirs.disable_adapter():
+            assert torch.equal(slot_logits(model, None), plain_logits(theirs))
+        weights = {k.removeprefix("base_model.model."): t for k, t in theirs.state_dict().items()}
+        for path, pair in model.backbone().slot(slot).items():
+            assert torch.equal(pair.A, weights[f"{path}.lora_A.default.weight"])
+            assert torch.equal(pair.B, weights[f"{path}.lora_B.default.weight"])
+
+
+def test_a_saved_slot_of_a_real_pretrained_model_loads_with_plain_peft(stories, tmp_path):
+    model = HydraModel.from_pretrained(stories, roles=hydra_roles(), slots={"actor": SlotConfig(use_rslora=True)})
+    randomise(model, "actor")
+    save_pretrained(model, tmp_path)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stories), tmp_path).eval()
+    close(slot_logits(model, "actor"), plain_logits(theirs))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(stories)
+
+
+def test_slot_options_survive_the_folder(tmp_path):
+    config = SlotConfig(r=5, alpha=3.5, dropout=0.25, target_modules=("k_proj",), use_rslora=True)
+    model = HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots={"actor": config})
+    save_pretrained(model, tmp_path)
+    found = peft_io.read_slot_config(tmp_path)
+    assert (found.r, found.alpha, found.dropout, found.use_rslora) == (5, 3.5, 0.25, True)
+    assert set(found.target_modules) == {f"model.layers.{i}.self_attn.k_proj" for i in range(2)}
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_lora_trained_with_peft_loads_into_a_slot(tmp_path, rslora):
+    theirs = trained_peft(use_rslora=rslora)
+    theirs.save_pretrained(tmp_path)
+    slots = {"actor": peft_io.read_slot_config(tmp_path)}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots).eval()
+    ours = slot_logits(model, "actor")
+    close(ours, plain_logits(theirs))
+    assert (ours - slot_logits(model, None)).abs().max() > 1e-2
+    assert torch.equal(slot_logits(model, "critic"), slot_logits(model, None))
+
+
+def test_a_peft_model_becomes_the_actor_and_its_base_is_plain_again():
+    source = trained_peft()
+    expected, weights = plain_logits(source), dict(source.peft_config)
+    model = HydraModel.from_pretrained(source, roles=hydra_roles()).eval()
+    close(slot_logits(model, "actor"), expected)
+    base = model.backbone().model
+    plain = tiny_llama()
+    assert type(base) is type(plain)
+    assert [n for n, _ in base.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), plain.parameters(), strict=True))
+    plain.set_attn_implementation("sdpa")
+    assert torch.equal(slot_logits(model, None), plain_logits(plain))
+    assert (model.backbone().slot("actor").config.r, weights["default"].r) == (3, 3)
+
+
+def test_a_relative_folder_named_like_its_slot_is_a_folder(tmp_path, monkeypatch):
+    theirs = trained_peft()
+    theirs.save_pretrained(tmp_path / "actor")
+    monkeypatch.chdir(tmp_path)
+    model = HydraModel.from_pretrained(
+        tiny_llama(), roles=hydra_roles(), slots={"actor": peft_io.read_slot_config("actor")}
+    )
+    close(slot_logits(model, "actor"), plain_logits(theirs))
+
+
+def test_a_slot_starts_from_another_slot(tmp_path):
+    trained_peft().save_pretrained(tmp_path)
+    roles = hydra_roles(reference_slot="sft")
+    sft = peft_io.read_slot_config(tmp_path)
+    shape = {"r": sft.r, "alpha": sft.alpha, "target_modules": sft.target_modules}
+    chained = {
+        "actor": SlotConfig(**shape, init_from="sft"),
+        "critic": SlotConfig(**shape, init_from="actor"),
+        "sft": sft,
+    }
+    model = HydraModel.from_pretrained(tiny_llama(), roles=roles, slots=chained).eval()
+    for slot in ("actor", "critic"):
+        assert torch.equal(slot_logits(model, slot), slot_logits(model, "sft"))
+    assert not torch.equal(slot_logits(model, "sft"), slot_logits(model, None))
+    assert not any(p.requires_grad for p in model.backbone().slot("sft").parameters())
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "expected use_dora=False, got True, which is not served"),
+        ({"bias": "lora_only"}, "expected bias='none', got 'lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, r"expected modules_to_save=None, got \['lm_head'\]"),
+        ({"rank_pattern": {"q_proj": 2}}, r"expected rank_pattern=\{\}, got \{'q_proj': 2\}"),
+        ({"alpha_pattern": {"q_proj": 2}}, r"expected alpha_pattern=\{\}, got"),
+        ({"trainable_token_indices": [4]}, r"expected trainable_token_indices=None, got"),
+        ({"init_lora_weights": "pissa"}, "expected init_lora_weights that leaves the base alone, got 'pissa'"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_as_folder_and_as_model(tmp_path, config, message):
+    source = trained_peft(**config)
+    source.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"adapter '.*': {message}"):
+        peft_io.read_slot_config(tmp_path)
+    # also where only weights are taken from the folder
+    slots = {"actor": SlotConfig(r=3, alpha=7, target_modules=("q_proj", "down_proj"), init_from=str(tmp_path))}
+    with pytest.raises(ValueError, match=message):
+        HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
+    before = plain_logits(source)
+    with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
+        HydraModel.from_pretrained(source, roles=ACTOR)
+    assert torch.equal(plain_logits(source), before)  # a refused model is handed back in one piece
+
+
+def test_another_peft_method_is_refused(tmp_path):
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"expected peft_type LORA, got .*IA3"):
+        peft_io.read_slot_config(tmp_path)
+    with pytest.raises(ValueError, match=r"expected peft_type LORA, got .*IA3"):
+        HydraModel.from_pretrained(model, roles=ACTOR)
+
+
+def load(folder: Path, base_seed: int = 0, **sizes) -> HydraModel:
+    slots = {"actor": peft_io.read_slot_config(folder)}
+    return HydraModel.from_pretrained(tiny_llama(base_seed), roles=ACTOR, slots=slots)
+
+
+def test_an_adapter_of_another_base_is_refused_by_hash(tmp_path):
+    save_pretrained(build(), tmp_path)
+    with pytest.raises(ValueError, match=r"init_from='.*': expected an adapter of this base \(hash [0-9a-f]{12}…\)"):
+        load(tmp_path, base_seed=1)
+    load(tmp_path, base_seed=0)
+
+
+def edit_weights(folder: Path, change) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def test_an_adapter_of_another_base_is_refused_by_names_and_shapes(tmp_path):
+    trained_peft().save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: {k.replace("layers.1.", "layers.7."): v for k, v in t.items()})
+    with pytest.raises(ValueError, match=r"target_modules: expected name endings among \['down_proj', .*layers\.7"):
+        load(tmp_path)
+    slots = {"actor": SlotConfig(r=3, alpha=7, target_modules=("q_proj", "down_proj"), init_from=str(tmp_path))}
+    with pytest.raises(ValueError, match=r"missing \['model\.layers\.1.*not in this model \['model\.layers\.7"):
+        HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
+    trained_peft().save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: {k: v[:, :20].contiguous() if "_A" in k else v for k, v in t.items()})
+    with pytest.raises(ValueError, match=r"expected model\.layers\.0\.\S+ A \(3, 24\) and B \(24, 3\), got \(3, 20\)"):
+        load(tmp_path)
+
+
+def test_a_slot_of_another_shape_or_scale_than_the_folder_is_refused(tmp_path):
+    trained_peft().save_pretrained(tmp_path)
+    targets = ("q_proj", "down_proj")
+    for config in (SlotConfig(r=4, alpha=7, target_modules=targets), SlotConfig(r=3, alpha=8, target_modules=targets)):
+        slots = {"actor": SlotConfig(**{**vars(config), "init_from": str(tmp_path)})}
+        with pytest.raises(ValueError, match=r"expected r=., scale .* like slot 'actor', got r=3 and scale 2\.333"):
+            HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
+    slots = {
+        "actor": SlotConfig(r=4, alpha=8),
+        "critic": SlotConfig(r=2, alpha=8, init_from="actor"),
+    }
+    with pytest.raises(ValueError, match="init_from='actor': expected r=2, scale 4"):
+        HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
+
+
+def test_broken_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"adapter: expected a folder with adapter_config\.json, got '.*/none'"):
+        peft_io.read_slot_config(tmp_path / "none")
+    trained_peft().save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    good = json.loads(config.read_text())
+    for change, message in (
+        ({"r": 0}, "r: expected a LoRA rank of at least 1, got 0"),
+        ({"r": None}, "expected a number as r, got None"),
+        ({"lora_alpha": 0}, "alpha: expected a finite number other than 0, got 0"),
+    ):
+        config.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match=message):
+            peft_io.read_slot_config(tmp_path)
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: expected JSON, got"):
+        peft_io.read_slot_config(tmp_path)
+    config.write_text("[]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: expected a JSON object, got list"):
+        peft_io.read_slot_config(tmp_path)
+    config.write_text(json.dumps(good))
+    weights = tmp_path / "adapter_model.safetensors"
+    edit_weights(tmp_path, lambda t: {k: v for i, (k, v) in enumerate(t.items()) if i > 0})
+    with pytest.raises(ValueError, match="expected A and B of model"):
+        peft_io.read_slot_config(tmp_path)
+    edit_weights(tmp_path, lambda t: {})
+    with pytest.raises(ValueError, match="expected LoRA weights, got none"):
+        peft_io.read_slot_config(tmp_path)
+    weights.write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: expected a safetensors file, got"):
+        peft_io.read_slot_config(tmp_path)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"adapter: expected adapter_model\.safetensors in .*not there"):
+        peft_io.read_slot_config(tmp_path)
+
+
+def test_a_model_with_an_adapter_inside_is_refused(tmp_path):
+    trained_peft().save_pretrained(tmp_path)
+    holder = tiny_llama()
+    holder.load_adapter(str(tmp_path))
+    with pytest.raises(ValueError, match="source: expected a plain LlamaForCausalLM, got one with an adapter loaded"):
+        HydraModel.from_pretrained(holder, roles=ACTOR)
+    with pytest.raises(ValueError, match=r"model_name_or_path: expected a model folder, got .* which holds an adapter"):
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
+
+
+def test_a_peft_model_needs_a_role_on_the_slot_actor_and_brings_its_shape():
+    source = trained_peft()
+    with pytest.raises(ValueError, match=r"source: expected a role on slot 'actor' and no entry .*\['policy'\]"):
+        HydraModel.from_pretrained(source, roles={"policy": RoleSpec(slot="policy", trainable=True)})
+    with pytest.raises(ValueError, match=r"source: expected a role on slot 'actor' .*slots \['actor'\]"):
+        HydraModel.from_pretrained(source, roles=ACTOR, slots={"actor": SlotConfig(r=3, alpha=99.0)})
+    HydraModel.from_pretrained(source, roles=ACTOR)
+
+
+def test_a_loaded_model_saves_again(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = HydraModel.from_pretrained(tmp_path / "base", roles=hydra_roles())
+    randomise(model, "actor", "critic")
+    save_pretrained(model, tmp_path / "one")
+    save_pretrained(load_pretrained(tmp_path / "one"), tmp_path / "two")
+    for name in ("adapter_model.safetensors", "heads.safetensors", "slots/critic/adapter_model.safetensors"):
+        one, two = load_file(tmp_path / "one" / name), load_file(tmp_path / "two" / name)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[k], two[k]) for k in one)

@@ -1,0 +1,243 @@
+"""README and decision notes say what is: code runs, commands parse, links lead somewhere, formulas count right."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rlhf_kernels import registry
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_engine.cli import _COMMANDS
+from rlhf_engine.config import DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config_parser import Options
+from rlhf_engine.demo_task import build_tokenizer
+from rlhf_engine.hydra import peft_io
+from rlhf_engine.training import rl
+from rlhf_engine.training.rewards import check_reward, load_reward
+from tests.conftest import build
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+DOCS = [README, *NOTES]
+CONFIGS: dict[str, type[Options]] = {
+    "sft": SFTConfig,
+    "train": PPOConfig,
+    "generate": GenerateConfig,
+    "demo": DemoConfig,
+}
+TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
+
+ABSOLUTE = re.compile(r"(?<![\w.:/)\]>~-])(?:~?/|[A-Z]:\\)[\w.-]{2,}")
+
+each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+
+
+def blocks(doc: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", doc.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> Iterator[list[str]]:
+    """Every line of the README's bash blocks, as words."""
+    for block in blocks(README, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+def prose(doc: Path) -> str:
+    """The text without its blocks."""
+    return re.sub(r"^```.*?^```$", "", doc.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """What the documents call path/to/model."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer(["Once upon a time there was a girl and a dog ."])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=192,  # the notes' snippet asks for answers of 96 tokens
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# ---- code ------------------------------------------------------------------------------------------------------------
+
+SNIPPETS = [(doc.stem, i, code) for doc in DOCS for i, code in enumerate(blocks(doc, "python"))]
+
+
+@pytest.mark.parametrize("code", [code for *_, code in SNIPPETS], ids=[f"{stem}-{i}" for stem, i, _ in SNIPPETS])
+def test_python_blocks_run(code, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("path/to/model", str(model)).replace('"examples/', f'"{ROOT}/examples/')
+    exec(compile(code, "block", "exec"), {"__name__": "block"})
+
+
+def test_there_are_blocks_to_run():
+    assert len(blocks(README, "python")) >= 4
+    assert len(list(commands())) >= 6
+
+
+def test_the_reward_file_is_a_reward_function(tmp_path):
+    (source,) = (block for block in blocks(README, "python") if block.startswith("# reward.py\n"))
+    (tmp_path / "reward.py").write_text(source)
+    function = load_reward(f"{tmp_path}/reward.py:reward")
+    check_reward(function, ["Once upon a time"])
+    assert function(prompts=["a"] * 3, completions=["one two", "one one", ""], completion_ids=[[1]] * 3) == [
+        1.0,
+        0.5,
+        0.0,
+    ]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=lambda words: " ".join(words[1:3]))
+def test_commands_parse(words):
+    assert words[0] == "rlhf-engine"
+    config = parse_config(CONFIGS[words[1]], words[2:], prog=" ".join(words[:2]))
+    given = {word.removeprefix("--") for word in words[2:] if word.startswith("--")}
+    assert given - {"full", "lora"} <= set(config.to_dict())
+    for source in getattr(config, "reward_funcs", []):
+        assert source in ("lane", "reward.py:reward")
+
+
+def test_commands_lead_from_one_to_the_next():
+    """What a command takes from runs/ is where an earlier one put it."""
+    made: set[str] = set()
+    for words in commands():
+        config = parse_config(CONFIGS[words[1]], words[2:])
+        taken = [getattr(config, n, None) for n in ("model_name_or_path", "adapter", "reference_adapter")]
+        for path in taken:
+            if path is not None and path.startswith("runs/"):
+                assert path in made, words
+        output = getattr(config, "output_dir", None)
+        if output is not None:
+            assert output not in made or getattr(config, "resume_from_checkpoint", None) == "auto"
+            made |= {output, f"{output}/{rl.FINAL_FOLDER}"}
+
+
+@each_doc
+def test_mentioned_flags_commands_and_targets_exist(doc):
+    text = prose(doc)
+    flags = {"config", "print_config", "help", "full", "lora"}
+    for options in CONFIGS.values():
+        flags |= {field.name for field in dataclasses.fields(options)}
+    assert set(re.findall(r"(?<![\w-])--([a-z_]+)", text)) <= flags
+    assert set(re.findall(r"`rlhf-engine ([a-z]+)", text)) <= set(_COMMANDS)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    everything = doc.read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", everything, re.MULTILINE)) <= targets
+
+
+def test_files_of_a_run_are_called_what_they_are_called():
+    text = README.read_text(encoding="utf-8")
+    for name in (rl.RECORD_FILE, rl.METRICS_FILE, rl.CURVES_FILE, rl.SAMPLES_FILE, f"{rl.FINAL_FOLDER}/"):
+        assert f"`{name}`" in text
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_formulas_count_right():
+    for method, n_slots in (("hydra", 2), ("j_hydra", 1)):
+        model = build(method)
+        held = model.held_parameters()
+        backbone = model.backbone()
+        linears = [linear for path, linear in backbone.linears.items() if path.startswith(backbone.blocks_prefix)]
+        slot = sum(4 * (linear.in_features + linear.out_features) for linear in linears)  # build() takes r = 4
+        head = backbone.hidden_size + 1
+        plain = sum(p.numel() for p in backbone.model.parameters())
+        assert held == {"backbones": plain, "slots": n_slots * slot, "heads": 2 * head}
+        trained = {id(p): p.numel() for role in model.roles for p in model.trainable_parameters(role).values()}
+        assert sum(trained.values()) == n_slots * slot + head
+    text = README.read_text(encoding="utf-8")
+    assert "| P + 2 S + 2 (d + 1) | 2 S + (d + 1) |" in text
+    assert "| P + S + 2 (d + 1) | S + (d + 1) |" in text
+
+
+def test_the_numbers_of_the_7b_example():
+    d, ff, layers, vocabulary, r = 4096, 11008, 32, 32000, 16
+    slot = layers * r * (4 * (d + d) + 3 * (d + ff))
+    backbone = layers * (4 * d * d + 3 * d * ff + 2 * d) + 2 * vocabulary * d + d
+    text = README.read_text(encoding="utf-8")
+    assert f"{backbone / 1e9:.2f} billion parameters with r = {r}" in text
+    assert f"(S = {slot / 1e6:.1f} million)" in text
+    assert f"{(backbone + 2 * slot + 2 * (d + 1)) / 1e9:.2f} billion against {4 * backbone / 1e9:.2f} billion" in text
+
+
+def test_the_status_is_that_of_the_registry():
+    """A new backend changes the README's status, its list of what does not exist, and these lines."""
+    ops = registry._IMPLEMENTATIONS
+    assert all("reference" in backends for backends in ops.values())
+    assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
+        "gae": {"cpu"},
+        "whiten": {"cpu"},
+    }
+
+
+def test_what_a_final_folder_holds_is_peft_s_format():
+    assert (peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE) == ("adapter_config.json", "adapter_model.safetensors")
+
+
+# ---- form ------------------------------------------------------------------------------------------------------------
+
+
+@each_doc
+def test_links_lead_somewhere(doc):
+    for target in re.findall(r"\]\(([^)\s]+)\)", doc.read_text(encoding="utf-8")):
+        if not target.startswith("https://"):
+            assert (doc.parent / target.partition("#")[0]).exists(), target
+
+
+@each_doc
+def test_nothing_is_left_over(doc):
+    text = doc.read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- *(.*?) *-->", text)) <= TO_BE_FILLED
+    assert text.count("<!--") == text.count("-->") == len(re.findall(r"<!-- */?[a-z-]+ *-->", text))
+    assert not re.findall(r"\b(?:TODO|FIXME|XXX|TBD|WIP)\b", text)
+    # a path that starts at the root or at somebody's home exists on one machine only
+    assert not ABSOLUTE.findall(re.sub(r"<!--.*?-->", "", text))
+
+
+def test_absolute_paths_are_found_and_others_are_not():
+    for path in ("/home/me/x", "~/x1", "C:\\models", "(/tmp/run)", "`/opt`", "--output_dir=/data/x", '"/srv/x"'):
+        assert ABSOLUTE.search(f"see {path} there"), path
+    for text in (
+        "runs/ppo/",
+        "https://arxiv.org/abs/1",
+        "bench_<op>/x",
+        "1.3 / 0.4",
+        "and/or",
+        "](../../setup.py)",
+        "n/a",
+    ):
+        assert not ABSOLUTE.search(text), text
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
+def test_notes_are_dated_and_short(note):
+    date = re.fullmatch(r"(\d{4}-\d\d-\d\d)-[a-z0-9-]+", note.stem)
+    assert date is not None, "expected a name like 2026-11-20-what-was-chosen.md"
+    text = note.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert text.splitlines()[2].startswith(date[1])
+    assert "**Choice.**" in text
+    assert len(text.splitlines()) <= 70

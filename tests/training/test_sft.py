@@ -1,0 +1,281 @@
+"""Supervised fine-tuning: the loss by hand, exact accumulation, and folders that plain libraries and PPO take."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch, Rewards, RoleSpec, SlotConfig
+from rlhf_engine.hydra.attention import ATTENTION_NAME
+from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
+from tests.conftest import tiny_llama
+from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
+
+EXAMPLES = [
+    Example(prompt=[5, 6], chosen=[7, 8, 9, 2], rejected=[10, 2]),
+    Example(prompt=[11], chosen=[12, 2], rejected=[13, 14, 15, 2]),
+    Example(prompt=[16, 17, 18], chosen=[19, 20, 2], rejected=[21, 22, 2]),
+]
+N_TOKENS = 9.0
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base"), reward_head=False)
+
+
+def make(mode: str = "full", *, with_reward: bool = True) -> HydraModel:
+    """A model whose reward head and slot are not zero."""
+    slots = {"sft": SlotConfig(r=4, alpha=8.0)} if mode == "lora" else {}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=sft_roles(mode, with_reward=with_reward), slots=slots)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in [*model.heads.parameters(), *model.backbone().slots.parameters()]:
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model.train()
+
+
+def gradients(model: HydraModel, examples, **options) -> dict[str, torch.Tensor]:
+    loss, _ = sft_loss(model, examples, **{"tokens": N_TOKENS, "pairs": 3.0, "dropout_seed": 0, **options})
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def test_the_language_model_loss_is_transformers_cross_entropy_on_chosen_tokens():
+    model, plain = make(), tiny_llama()
+    for gamma in (0.0, 0.7):
+        _, stats = sft_loss(model, EXAMPLES, gamma=gamma, tokens=N_TOKENS, pairs=3.0, dropout_seed=0)
+        total = 0.0
+        for e in EXAMPLES:
+            labels = torch.tensor([[-100] * len(e.prompt) + e.chosen])
+            out = plain(torch.tensor([e.prompt + e.chosen]), labels=labels)
+            total += out.loss.item() * len(e.chosen)
+        assert stats["lm_loss"].item() == pytest.approx(total / N_TOKENS, rel=1e-5)
+
+
+def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():
+    model = make()
+    loss, stats = sft_loss(model, EXAMPLES, gamma=0.7, tokens=N_TOKENS, pairs=3.0, dropout_seed=0)
+
+    def reward(e: Example, answer: list[int]) -> float:
+        (found,) = model(PackedBatch.from_lists([e.prompt], [answer]), (Rewards(),))
+        return found.item()
+
+    margins = [reward(e, e.chosen) - reward(e, e.rejected) for e in EXAMPLES]
+    by_hand = sum(math.log1p(math.exp(-m)) for m in margins) / 3
+    assert stats["reward_loss"].item() == pytest.approx(by_hand, rel=1e-4)
+    assert stats["reward_margin"].item() == pytest.approx(sum(margins) / 3, rel=1e-4)
+    assert stats["reward_accuracy"].item() == pytest.approx(sum(m > 0 for m in margins) / 3)
+    assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * by_hand, rel=1e-5)
+
+
+def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_answer():
+    model, plain = make(), make(with_reward=False)
+    rows: list[int] = []
+    model.backbone().trunk.register_forward_pre_hook(
+        lambda m, a, k: rows.append(k["input_ids"].numel()), with_kwargs=True
+    )
+    zero = gradients(model, EXAMPLES, gamma=0.0)
+    assert rows == [sum(len(e.prompt) + len(e.chosen) for e in EXAMPLES)]
+    chosen_only = [Example(prompt=e.prompt, chosen=e.chosen, rejected=None) for e in EXAMPLES]
+    reference = gradients(plain, chosen_only, gamma=0.5)  # rows without pairs have no second term
+    assert zero.keys() == reference.keys()
+    assert all(torch.equal(zero[n], reference[n]) for n in zero)
+    # and of transformers' own loss
+    theirs = tiny_llama()
+    total = torch.zeros(())
+    for e in EXAMPLES:
+        logits = theirs(torch.tensor([e.prompt + e.chosen])).logits[0, len(e.prompt) - 1 : -1]
+        total = total + F.cross_entropy(logits, torch.tensor(e.chosen), reduction="sum") / N_TOKENS
+    total.backward()
+    for name, p in theirs.named_parameters():
+        scale = p.grad.abs().max().item()
+        mine = zero[f"backbones.base.model.{name}"]
+        torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
+def test_micro_batches_add_up_to_the_whole_batch(mode, sizes):
+    whole = gradients(make(mode), EXAMPLES, gamma=0.7)
+    model, start = make(mode), 0
+    for size in sizes:  # gradients accumulate in .grad
+        parts = gradients(model, EXAMPLES[start : start + size], gamma=0.7)
+        start += size
+    assert whole.keys() == parts.keys()
+    assert "heads.reward.weight" in whole
+    assert any("slots" in n for n in whole) == (mode == "lora")
+    for name, gradient in whole.items():
+        scale = gradient.abs().max().item()
+        # 1e-7: a pair's margin does not depend on the head's bias, whose gradient is rounding around 0
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=1e-5 * scale + 1e-7, msg=name)
+
+
+def test_a_step_of_small_batches_is_a_step_of_a_large_one(base, tmp_path):
+    found = {}
+    for name, size, count in (("large", 8, 1), ("small", 2, 4)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "adam_epsilon": 1e-3}
+        trainer = SftTrainer(sft_config(base, tmp_path / name, **options))
+        trainer.model.train()
+        metrics = trainer.step(0)
+        found[name] = (metrics, dict(trainer.model.named_parameters()))
+    assert found["large"][0]["lm_loss"] == pytest.approx(found["small"][0]["lm_loss"], rel=1e-5)
+    assert found["large"][0]["reward_loss"] == pytest.approx(found["small"][0]["reward_loss"], rel=1e-5)
+    for name, p in found["large"][1].items():
+        torch.testing.assert_close(found["small"][1][name], p, rtol=1e-3, atol=1e-4, msg=name)
+
+
+# ---- what it writes --------------------------------------------------------------------------------------------------
+
+
+def test_full_writes_a_base_that_plain_transformers_loads(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", max_steps=3))
+    start = trainer.model.backbone().base_hash()
+    metrics = trainer.run()
+    assert trainer.model.backbone().base_hash() != start
+    assert {"lm_loss", "reward_loss", "reward_accuracy", "grad_norm/sft"} <= set(metrics)
+    out = tmp_path / "out"
+    assert ATTENTION_NAME not in (out / "config.json").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(out)
+    assert plain.config._attn_implementation == "sdpa"
+    mine = dict(trainer.model.backbone().base_parameters())
+    assert mine.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(p, mine[n]) for n, p in plain.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer(PROMPTS[0])["input_ids"] == trainer.tokenizer(PROMPTS[0])["input_ids"]
+    plain.generate(**tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False), max_new_tokens=2)
+    # its reward head comes back as a trained one
+    again = HydraModel.from_pretrained(out, roles={"reward": RoleSpec(head="reward")})
+    assert again.trained_heads == {"reward"}
+    assert again.heads["reward"].weight.any()
+    assert torch.equal(again.heads["reward"].weight, trainer.model.heads["reward"].weight)
+
+
+def test_lora_leaves_the_base_alone_and_writes_a_peft_folder(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", max_steps=3, lora_dropout=0.1))
+    start = trainer.model.backbone().base_hash(refresh=True)
+    trainer.run()
+    assert trainer.model.backbone().base_hash(refresh=True) == start
+    out = tmp_path / "out"
+    assert not (out / "config.json").exists()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out).eval()
+    tokens = torch.tensor([[1, 5, 6, 7, 8]])
+    batch = PackedBatch.from_lists([[1, 5]], [[6, 7, 8]])
+    scores = HydraModel.score(_as_actor(trainer.model), batch, ("actor",))
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits[0].log_softmax(-1)
+    wanted = torch.stack([expected[1, 6], expected[2, 7], expected[3, 8]])
+    torch.testing.assert_close(scores.logprobs_M, wanted, rtol=1e-4, atol=1e-5)
+    assert set(load_file(out / "heads.safetensors")) == {"reward.weight", "reward.bias"}
+    assert json.loads((out / "rlhf_engine.json").read_text())["base_hash"] == start
+
+
+def _as_actor(model: HydraModel) -> HydraModel:
+    """The slot `sft` read by the role that scoring calls actor."""
+    model.roles["actor"] = RoleSpec(slot="sft")
+    return model.eval()
+
+
+def test_training_lowers_the_loss(base, tmp_path):
+    losses = []
+    SftTrainer(sft_config(base, tmp_path / "out", max_steps=12)).run(lambda step, m: losses.append(m["loss"]))
+    assert len(losses) == 12
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# ---- data and refusals -----------------------------------------------------------------------------------------------
+
+
+def test_rows_with_completions_train_without_a_reward_head(base, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "red cat", "completion": "runs"} for _ in range(4)])
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
+    assert set(trainer.model.roles) == {"sft"}
+    assert "reward_loss" not in trainer.run()
+    assert not (tmp_path / "out" / "heads.safetensors").exists()
+
+
+def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
+    rows = [{"prompt": "red", "completion": "cat", "chosen": 7}, {"prompt": "red", "completion": "dog"}]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
+    words = [trainer.tokenizer.decode(e.chosen, skip_special_tokens=True) for e in trainer.examples]
+    assert words == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"prompt": "red", "chosen": "a"}], {}, r"rows\.jsonl:1: expected a string in column 'completion', got None"),
+        (
+            [{"prompt": "red", "chosen": "a", "rejected": "b"}, {"prompt": "red", "chosen": "a", "rejected": None}],
+            {},
+            r"rows\.jsonl:2: expected a string in column 'rejected', got None",
+        ),
+        (
+            [{"prompt": "red", "chosen": "a", "rejected": "b " * 30}],
+            {"max_length": 20},
+            "dataset_name: row 0: expected at most 20 tokens of prompt and answer, got 33",
+        ),
+        ([{"prompt": "red " * 64, "completion": "a"}], {}, "row 0: expected at most 64 tokens of prompt and answer"),
+        ([{"completion": "a"}], {}, r"rows\.jsonl:1: expected a string in column 'prompt', got None"),
+    ],
+)
+def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_path, rows, options, message):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"never read")
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ConfigError, match=message):
+        SftTrainer(sft_config(folder, tmp_path / "out", dataset_name=str(data), **options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_folders(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "note.txt").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=r"output_dir: expected an empty or new folder .or --overwrite_output_dir., got"
+    ):
+        SftTrainer(sft_config(base, tmp_path / "out"))
+    SftTrainer(sft_config(base, tmp_path / "out", overwrite_output_dir=True))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
+        SftTrainer(sft_config(base, tmp_path / "file"))
+
+
+@pytest.mark.parametrize(("head", "culprit"), [(True, "reward_loss"), (False, "lm_loss")])
+def test_a_loss_that_is_not_finite_stops_and_writes_nothing(base, tmp_path, head, culprit):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out"))
+
+    def poison(step: int, metrics: dict[str, float]) -> None:
+        model = trainer.model
+        p = model.heads["reward"].weight if head else model.backbone().model.model.norm.weight
+        with torch.no_grad():
+            p.view(-1)[0] = float("nan")
+
+    with pytest.raises(NonFiniteError, match=f"{culprit} is nan at step 2; nothing of it was applied"):
+        trainer.run(poison)
+    assert not (tmp_path / "out").exists()
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_epochs_become_steps(base, tmp_path):
+    def steps(**options) -> int:
+        return SftTrainer(sft_config(base, tmp_path / "out", max_steps=None, **options)).total_steps
+
+    assert steps() == 3  # 12 rows in batches of 4
+    assert steps(num_train_epochs=2.5) == 8
+    assert steps(gradient_accumulation_steps=2) == 2
+    assert steps(num_train_epochs=0.01) == 1
