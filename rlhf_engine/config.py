@@ -1,6 +1,6 @@
 """Every option of every command, as flat frozen dataclasses; names as in TRL where TRL has the option.
 
-    PPOConfig       rlhf-engine ppo        Hydra-PPO and J-Hydra-PPO on one frozen backbone
+    PPOConfig       rlhf-engine train       Hydra-PPO and J-Hydra-PPO on one frozen backbone
     SFTConfig       rlhf-engine sft        joint language-model and reward training
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
     DemoConfig      rlhf-engine demo       everything on a small built-in task
@@ -39,7 +39,7 @@ class _RunOptions(Options):
 class _ModelOptions(_RunOptions):
     """The base model."""
 
-    model_name_or_path: str = required("folder or Hugging Face name of the base model")
+    model_name_or_path: str = required("folder of the base model")
     dtype: Dtype = option("float32", "dtype of the base weights and activations; adapters and heads train in float32")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
 
@@ -126,7 +126,8 @@ class PPOConfig(_TrainingOptions):
     token_budget: int = option(16384, "most tokens of all lanes together in one traversal of the trunk", ge=1)
     rollout_mismatch_bound: float | None = option(
         None,
-        "largest |log ratio| allowed between rollout and recomputation at equal weights; none: by dtype",
+        "largest mean |log ratio| between rollout and recomputation at equal weights (a single token: 100 times "
+        "that); none: by dtype",
         gt=0,
     )
 

@@ -33,13 +33,13 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class DemoSize:
     """How much work the demo does."""
 
-    n_pairs: int = 6000
+    n_pairs: int = 13000
     n_train_prompts: int = 800
     n_heldout_prompts: int = 200
     hidden_size: int = 128
     n_layers: int = 3
-    sft_steps: int = 260
-    ppo_steps: int = 40
+    sft_steps: int = 540
+    ppo_steps: int = 26
 
 
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, ppo_steps=2)
@@ -142,12 +142,14 @@ def _ppo_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[st
         reward_funcs=["lane"],
         lora_r=16,
         lora_alpha=32.0,
-        beta=0.05,
+        beta=0.15,
+        temperature=0.7,
+        lam=1.0,
         missing_eos_penalty=1.0,
         max_completion_length=40,
-        generation_batch_size=64,
-        num_mini_batches=2,
-        num_ppo_epochs=3,
+        generation_batch_size=96,
+        num_mini_batches=3,
+        num_ppo_epochs=2,
         per_device_train_batch_size=32,
         learning_rate=2e-3,
         critic_learning_rate=2e-3,

@@ -30,23 +30,17 @@ FIXES = {  # problem → verbs that solve it
     "dirty": ("clean", "wash"),
     "broken": ("repair", "fix"),
     "missing": ("bring", "deliver"),
-    "wrong": ("change", "replace"),
     "noisy": ("silence", "quieten"),
-    "empty": ("fill", "refill"),
 }
 PROBLEMS = {  # topic → problems it can have
-    "room": ("cold", "dirty", "noisy", "wrong"),
+    "room": ("cold", "dirty", "noisy", "broken"),
     "shower": ("cold", "dirty", "broken", "noisy"),
-    "bed": ("cold", "dirty", "broken", "wrong"),
-    "towel": ("cold", "dirty", "missing", "wrong"),
+    "bed": ("cold", "dirty", "broken", "missing"),
+    "towel": ("cold", "dirty", "missing"),
     "window": ("cold", "dirty", "broken", "noisy"),
-    "fridge": ("dirty", "broken", "noisy", "empty"),
-    "lamp": ("dirty", "broken", "missing", "wrong"),
-    "television": ("broken", "missing", "noisy", "wrong"),
-    "kettle": ("cold", "dirty", "broken", "empty"),
-    "bottle": ("dirty", "missing", "wrong", "empty"),
-    "pool": ("cold", "dirty", "noisy", "empty"),
-    "coffee": ("cold", "missing", "wrong", "empty"),
+    "fridge": ("dirty", "broken", "noisy", "missing"),
+    "lamp": ("dirty", "broken", "missing", "noisy"),
+    "coffee": ("cold", "missing", "dirty"),
 }
 OPENERS = ("", "hello ,", "excuse me ,", "good evening ,", "sorry to bother you ,", "pardon me ,")
 TAILS = (

@@ -73,7 +73,7 @@ def test_the_best_answer_by_hand() -> None:
 @pytest.mark.parametrize(
     ("worse", "difference"),
     [
-        (BEST.replace("shower", "kettle"), -4.0),  # off topic: topic 1 → −0.75 · 2, fix 1.5 → 0
+        (BEST.replace("shower", "lamp"), -4.0),  # off topic: topic 1 → −0.75 · 2, fix 1.5 → 0
         (BEST.replace("heat", "clean"), -1.0),  # solves another problem
         (BEST.replace("goodbye .", "go away . goodbye ."), -1.5),  # rude
         (BEST.replace("goodbye .", "we have many guests . goodbye ."), -0.4),  # filler
@@ -99,7 +99,7 @@ def test_ways_to_cheat_lose_to_one_honest_sentence() -> None:
         "sorry " * 20,
         "thank you for your patience . please forgive us . i am so sorry . hello . goodbye .",
         "shower shower shower heat heat heat .",
-        " . ".join(f"we will heat the {t} now" for t in ("room", "shower", "bed", "pool", "coffee")) + " .",
+        " . ".join(f"we will heat the {t} now" for t in ("room", "shower", "bed", "lamp", "coffee")) + " .",
         " . ".join(f"we will {v[0]} the shower now" for v in FIXES.values()) + " .",  # every fix there is
         (BEST + " ") * 3,
         " . ".join([BEST.removesuffix(" .")] * 3),
@@ -146,7 +146,7 @@ def test_tokenizer_covers_the_task_and_round_trips(tmp_path: Path) -> None:
     texts += [row[key] for row in TASK.sft_pairs(400) for key in ("prompt", "chosen", "rejected")]
     for tokenizer in (built, loaded):
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-        assert 150 <= len(tokenizer) <= 300
+        assert 100 <= len(tokenizer) <= 300
         for text in texts:
             ids = tokenizer(text)["input_ids"]
             assert ids[0] == tokenizer.bos_token_id

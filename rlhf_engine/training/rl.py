@@ -330,7 +330,7 @@ class PpoTrainer:
         dtype = self.model.backbone().lm_head.weight.dtype
         record = run_record(
             config=self.config,
-            command=sys.argv,
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             backends=registry.report(device.type, dtype),
             device=device,
         )

@@ -61,9 +61,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_real_tokens():
     m = batch.n_completion_tokens
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(m, generator=generator), torch.randn(m, generator=generator)
-    advantage, _ = advantages(
-        rewards, values, batch, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True
-    )
+    advantage, _ = advantages(rewards, values, batch, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True)
     assert abs(advantage.mean().item()) < 1e-6
     assert abs(advantage.std().item() - 1) < 1e-4
 
@@ -111,6 +109,7 @@ def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
     model, batch = build(), random_batch()
     found = []
     for size in (99, micro):
+
         def step():
             found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
             model.zero_grad(set_to_none=True)

@@ -1,0 +1,45 @@
+"""The demo from the command line: everything runs in miniature; at full size it keeps its promise for three seeds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
+    """The JSON object on the last line of `rlhf-engine demo --json`, and everything before it."""
+    command = [sys.executable, "-m", "rlhf_engine.cli", "demo", "--json", "--output_dir", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *shown, last = done.stdout.splitlines()
+    return json.loads(last), "\n".join(shown)
+
+
+def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path):
+    result, shown = run_demo(tmp_path / "demo", "--quick")
+    assert {"win_rate", "kl", "reward_before", "reward_after", "seconds", "peak_memory_bytes"} <= set(result)
+    assert 0 <= result["win_rate"] <= 1
+    assert result["parameters_four_models"] > 2 * result["parameters_held"]
+    for name in ("ppo/curves.png", "ppo/samples.md", "ppo/metrics.jsonl", "ppo/run.json", "sft/heads.safetensors"):
+        assert (tmp_path / "demo" / name).stat().st_size > 0
+    assert "wins by true preference" in shown
+
+
+def test_the_demo_leaves_a_folder_alone_that_is_not_its_own(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    command = [sys.executable, "-m", "rlhf_engine.cli", "demo", "--quick", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "output_dir: expected a new folder or one of an earlier demo" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_wins_by_the_true_preference(tmp_path, seed):
+    result, _ = run_demo(tmp_path / "demo", "--seed", str(seed))
+    assert result["win_rate"] >= 0.75
+    assert result["kl"] <= 15
+    assert result["true_score_after"] > result["true_score_before"] + 0.5
