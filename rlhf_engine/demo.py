@@ -33,13 +33,13 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class DemoSize:
     """How much work the demo does."""
 
-    n_pairs: int = 13000
+    n_pairs: int = 12000
     n_train_prompts: int = 800
     n_heldout_prompts: int = 200
     hidden_size: int = 128
     n_layers: int = 3
-    sft_steps: int = 540
-    ppo_steps: int = 26
+    sft_steps: int = 490
+    ppo_steps: int = 22
 
 
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, ppo_steps=2)
