@@ -39,7 +39,7 @@ class DemoSize:
     hidden_size: int = 128
     n_layers: int = 3
     sft_steps: int = 490
-    ppo_steps: int = 22
+    ppo_steps: int = 26
 
 
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, ppo_steps=2)
@@ -142,7 +142,7 @@ def _ppo_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[st
         reward_funcs=["lane"],
         lora_r=16,
         lora_alpha=32.0,
-        beta=0.15,
+        beta=0.1,
         temperature=0.7,
         lam=1.0,
         missing_eos_penalty=1.0,
