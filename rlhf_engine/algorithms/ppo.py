@@ -120,7 +120,6 @@ def ppo_update(
     step: Callable[[], Mapping[str, float]],
     *,
     seed: int,
-    on_minibatch: Callable[[int], None] | None = None,
 ) -> dict[str, float]:
     """All epochs over one experience; returns metrics averaged over the minibatches.
 
@@ -147,8 +146,6 @@ def ppo_update(
                 stopped = True
                 break
             applied.append({**stats, **step()})
-            if on_minibatch is not None:
-                on_minibatch(len(applied))
         if stopped:
             break
     keys = [k for k in (applied[0] if applied else {}) if k != "mismatch"]
