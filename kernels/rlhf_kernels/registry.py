@@ -10,7 +10,8 @@ falls back: if it cannot serve the call, `BackendUnavailableError` says why and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ _default_backend = "auto"
 
 class BackendUnavailableError(ValueError):
     """A backend was asked for by name and cannot serve the call."""
+
+
+class Lazy:
+    """An implementation whose module is imported when it is first called: its imports are heavy or not always there.
+
+    `unsupported` decides without importing it, so a report never loads a compiler.
+    """
+
+    def __init__(self, module: str, unsupported: Callable[[str, torch.dtype], str | None]) -> None:
+        self._module = module
+        self.unsupported = unsupported
+
+    def __getattr__(self, name: str) -> Any:  # only what is not set above comes here
+        return getattr(importlib.import_module(self._module), name)
 
 
 def register(op: str, backend: str, implementation: Any) -> None:
