@@ -27,7 +27,10 @@ def native_extensions() -> list:
         return []
     from pybind11.setup_helpers import Pybind11Extension  # not needed, and perhaps not there, when skipped
 
-    sources = [ROOT / "csrc" / "bindings.cpp", *sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))]
+    sources = [
+        ROOT / "csrc" / "bindings.cpp",
+        *(p for d in ("bindings", "cpu") for p in sorted((ROOT / "csrc" / d).glob("*.cpp"))),
+    ]
     headers = sorted((ROOT / "csrc").rglob("*.h"))
     return [
         Pybind11Extension(

@@ -7,9 +7,10 @@ argument; C++ checks sizes and null pointers only. Its functions carry the dtype
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +53,27 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """The extension's function `name` for `dtype`, which `unsupported` has let through."""
     return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
+
+
+def isa() -> str:
+    """Instruction set that the native code uses: portable, avx512, avx512_bf16 or amx_bf16."""
+    return _extension.isa()
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Use instruction set `name` within a `with` block, in every thread; `isas()` lists what there is."""
+    previous = _extension.isa()
+    _extension.set_isa(name)
+    try:
+        yield
+    finally:
+        _extension.set_isa(previous)
+
+
+def isas() -> list[str]:
+    """Instruction sets of this machine that the native code can use, the best last."""
+    return _extension.isas()
 
 
 def threads() -> int:

@@ -1,0 +1,85 @@
+// Sixteen floats at once, written once: GCC's vector extension becomes AVX-512 where a file is compiled for it and
+// whatever the baseline has elsewhere. Include it only inside a file that has chosen its target (see isa.h): everything
+// here is `static inline`, so no function compiled for one target is linked into another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+#define RLHF_INLINE static inline __attribute__((always_inline))
+
+RLHF_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+
+RLHF_INLINE f32x16 load16(const float* p) {
+    f32x16 x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+RLHF_INLINE void store16(float* p, f32x16 x) { std::memcpy(p, &x, sizeof x); }
+
+// a b + c, with one rounding where there is an instruction for it.
+RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+RLHF_INLINE f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+// bf16 -> fp32 is exact; fp32 -> bf16 rounds to nearest even and keeps NaN.
+RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
+    u16x16 raw;
+    std::memcpy(&raw, p, sizeof raw);
+    return (f32x16)(__builtin_convertvector(raw, u32x16) << 16);
+}
+
+RLHF_INLINE u16x16 to_bf16(f32x16 x) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    u16x16 raw;
+    std::memcpy(&raw, &rounded, sizeof raw);
+    return raw;
+#else
+    const u32x16 bits = (u32x16)x;
+    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32x16 nan = (bits >> 16) | 0x40;
+    return __builtin_convertvector(x == x ? rounded : nan, u16x16);
+#endif
+}
+
+// exp(x), relative error about 1e-7 (2 ulp): x = n ln2 + r, a polynomial of degree 6 for e^r, and n added to the exponent
+// in two steps so that results near and below the smallest normal number come out right (or as 0). -inf gives 0, NaN NaN.
+RLHF_INLINE f32x16 exp16(f32x16 x) {
+    const f32x16 clamped_low = x < -104.0f ? splat(-104.0f) : x;
+    const f32x16 y = clamped_low > 89.0f ? splat(89.0f) : clamped_low;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const f32x16 n = muladd(y, splat(1.44269504088896341f), splat(magic)) - magic;
+    f32x16 r = muladd(n, splat(-0.693145751953125f), y);
+    r = muladd(n, splat(-1.42860682030941723e-6f), r);
+    f32x16 p = splat(1.0f / 720);
+    p = muladd(p, r, splat(1.0f / 120));
+    p = muladd(p, r, splat(1.0f / 24));
+    p = muladd(p, r, splat(1.0f / 6));
+    p = muladd(p, r, splat(0.5f));
+    p = muladd(p, r, splat(1.0f));
+    p = muladd(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+    const f32x16 scaled = (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const i32x16 whole = __builtin_convertvector(n, i32x16);
+    const i32x16 half = whole >> 1;
+    const f32x16 scaled = p * (f32x16)((half + 127) << 23) * (f32x16)((whole - half + 127) << 23);
+#endif
+    return x == x ? scaled : x;
+}
