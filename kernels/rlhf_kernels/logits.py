@@ -50,6 +50,28 @@ class LogprobOutputs(NamedTuple):
     log_sum_sq_prob: Tensor | None = None
 
 
+class LogprobSaved(NamedTuple):
+    """What `linear_logprob` keeps for its backward; empty where it was not made."""
+
+    logprob: Tensor  # [N]
+    lse: Tensor  # [N]
+    entropy: Tensor  # [N]
+    log_sum_sq_prob: Tensor  # [N]
+    expected: Tensor  # [N, H], E_n = Σ_v p_nv u_nv W_v; made in the forward where that saves a GEMM
+
+
+class PairSaved(NamedTuple):
+    """What `linear_logprob_pair` keeps for its backward; the last two are empty where they were not made."""
+
+    logprob_a: Tensor  # [N], as the next four
+    lse_a: Tensor
+    lse_r: Tensor
+    kl: Tensor
+    entropy: Tensor
+    expected: Tensor  # [N, H], E_n = Σ_v p_nv u_nv W_v
+    expected_kl: Tensor  # [N, H], D_n = Σ_v p_nv (log p_nv − log p_r,nv − kl_n) u_nv W_v
+
+
 class HeadOptions(NamedTuple):
     """The flat form in which ops take bias, lora, temperature, softcap (0: none) and logit_scale."""
 
@@ -144,6 +166,24 @@ def check_outputs(outputs: tuple[str, ...], allowed: tuple[str, ...] = OUTPUTS) 
     return ",".join(name for name in allowed if name in outputs)
 
 
+def check_detach(detach: tuple[str, ...], outputs: tuple[str, ...]) -> set[str]:
+    """Validate the names of outputs that carry no gradient."""
+    if isinstance(detach, str):
+        raise TypeError(f"detach: expected a tuple of names such as ({detach!r},), got a str")
+    unknown = [name for name in detach if name not in outputs]
+    if unknown:
+        raise ValueError(f"detach: expected names of outputs among {tuple(outputs)}, got {tuple(detach)}")
+    return set(detach)
+
+
+def grads_needed(*inputs: Tensor | None) -> str:
+    """Which of hidden, weight, bias, lora_A, lora_B autograd will want a gradient for, comma-separated."""
+    if not torch.is_grad_enabled():
+        return ""
+    pairs = zip(HeadGrads.names, inputs, strict=True)
+    return ",".join(name for name, x in pairs if x is not None and x.requires_grad)
+
+
 # --- values, read where reading them costs no device synchronisation ----------------------------------------
 
 
@@ -191,6 +231,40 @@ def without_autocast(function: _F) -> _F:
             return function(first, *args, **kwargs)
 
     return run  # type: ignore[return-value]
+
+
+def target_slope(z: Tensor, divisor: float | Tensor, options: HeadOptions) -> Tensor | float:
+    """u = dz/dy [N] at the transformed target logits z [N], `divisor` being their temperature."""
+    u = options.logit_scale / divisor
+    return u * (1 - (z * divisor / options.softcap) ** 2) if options.softcap else u
+
+
+def hidden_grad_from_expected(
+    weight: Tensor,
+    index: Tensor,
+    keep: Tensor,
+    options: HeadOptions,
+    expected: Tensor,
+    z_target: Tensor,
+    d_logprob: Tensor | None,
+    d_lse: Tensor | None,
+) -> Tensor:
+    """d_hidden [N, H] = g u_t W_t + (g' − g) E from E that the forward made ahead; g, g': those of logprob and lse.
+
+    z_target [N]: the transformed logit of the target, logprob + lse.
+    """
+    dtype = expected.dtype
+    g = torch.zeros_like(z_target) if d_logprob is None else torch.where(keep, d_logprob.to(dtype), 0.0)
+    on_expected = -g if d_lse is None else torch.where(keep, d_lse.to(dtype), 0.0) - g
+    column = temperature_column(options.row_temperature, keep, dtype)
+    divisor = options.temperature if column is None else column[:, 0]
+    on_target = g * target_slope(z_target, divisor, options)
+    d_hidden = expected * on_expected[:, None]
+    d_hidden.addcmul_(weight[index].to(dtype), on_target[:, None])
+    if options.lora_A is not None and options.lora_B is not None:
+        down = options.lora_B[index].to(dtype) * (options.lora_scale * on_target)[:, None]
+        d_hidden.addmm_(down, options.lora_A.to(dtype))
+    return d_hidden
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,42 @@ def test_gradcheck_every_output_and_input(name):
     assert torch.autograd.gradcheck(f, (hidden, weight, bias, A, B))
 
 
+def test_gradcheck_with_the_gradient_ahead():
+    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 6, -100, 3, 1])
+    bias, A, B = (torch.randn(s, dtype=torch.float64) for s in ((7,), (2, 3), (7, 2)))
+    temperature = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.8])
+    options = ALL_OPTIONS | {"temperature": temperature, "bias": bias, "lora": HeadLora(A, B, 0.7)}
+
+    def f(hidden):
+        out = linear_logprob(
+            hidden, weight.detach(), target, outputs=("logprob", "lse", "entropy"), detach=("entropy",), **options
+        )
+        assert not out.entropy.requires_grad
+        return out.logprob, out.lse
+
+    assert torch.autograd.gradcheck(f, (hidden,))
+
+
+def test_the_gradient_ahead_is_that_of_the_backward():
+    hidden, weight, target = make(40, 16, 300)
+    target[3] = -100
+    gradient = torch.randn(40)
+    made = []
+    for outputs, detach in ((("logprob", "entropy"), ("entropy",)), (("logprob", "entropy"), ())):
+        h = hidden.clone().requires_grad_()
+        linear_logprob(h, weight, target, outputs=outputs, detach=detach).logprob.backward(gradient)
+        made.append(h.grad)
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
+    assert (made[0][3] == 0).all()
+
+
+@pytest.mark.parametrize(("detach", "error"), [(("lse",), ValueError), (("rank",), ValueError), ("logprob", TypeError)])
+def test_detach_refuses(detach, error):
+    with pytest.raises(error, match="detach: expected"):
+        linear_logprob(*make(2, 3, 5), outputs=("logprob", "entropy"), detach=detach)
+
+
 def test_opcheck():
     hidden, weight, target = make(4, 3, 5, requires_grad=True)
     A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
@@ -80,12 +116,12 @@ def test_opcheck():
     numbers = (0.5, 1.0, 2.0, 1.5, -100)
     names = ",".join(OUTPUTS)
     tensors = (hidden, weight, target, bias, A, B, row_temperature)
-    torch.library.opcheck(_linear_logprob, (*tensors, *numbers, names, "reference"))
+    torch.library.opcheck(_linear_logprob, (*tensors, *numbers, names, False, "reference"))
     torch.library.opcheck(
-        _linear_logprob, (hidden, weight, target, None, None, None, None, *numbers, "logprob", "reference")
+        _linear_logprob, (hidden, weight, target, None, None, None, None, *numbers, "logprob", True, "reference")
     )
     detached = tuple(x.detach() for x in tensors)
-    rows = [torch.randn(4) for _ in range(8)]
+    rows = [*(torch.randn(4) for _ in range(4)), torch.randn(4, 3), *(torch.randn(4) for _ in range(5))]
     torch.library.opcheck(
         _linear_logprob_backward,
         (*detached, *numbers, *rows, "hidden,weight,bias,lora_A,lora_B", "reference"),

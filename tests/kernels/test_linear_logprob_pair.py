@@ -64,12 +64,30 @@ def test_gradcheck_every_output():
         ), name
 
 
+@pytest.mark.parametrize("detach", [("entropy",), ("kl", "entropy")])
+def test_gradcheck_with_the_gradient_ahead(detach):
+    hidden_a, hidden_r, weight, target = (x.double() if x.is_floating_point() else x for x in make(5, 3, 7))
+    target[2] = -100
+    lora = HeadLora(torch.randn(2, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64), 0.7)
+    options = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3, "lora": lora, "detach": detach}
+
+    def f(x):
+        out = linear_logprob_pair(x, hidden_r, weight, target, **options)
+        assert not out.entropy.requires_grad
+        return tuple(getattr(out, name) for name in ("logprob_a", "kl") if name not in detach)
+
+    assert torch.autograd.gradcheck(f, (hidden_a.detach().requires_grad_(),))
+
+
 def test_opcheck():
     hidden_a, hidden_r, weight, target = make(4, 3, 5)
     tensors = (torch.randn(5), torch.randn(2, 3), torch.randn(5, 2), torch.rand(4) + 0.5)
     numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    torch.library.opcheck(_linear_logprob_pair, (hidden_a, hidden_r, weight, target, *tensors, *numbers, "reference"))
-    rows = [torch.randn(4) for _ in range(7)]
+    for ahead in ("", "logprob", "logprob,kl"):
+        inputs = (hidden_a, hidden_r, weight, target, *tensors, *numbers, ahead, "reference")
+        torch.library.opcheck(_linear_logprob_pair, inputs)
+    rows = [*(torch.randn(4) for _ in range(5)), torch.randn(4, 3), torch.randn(4, 3)]
+    rows += [torch.randn(4) for _ in range(3)]
     arguments = (hidden_a.detach(), hidden_r, weight, target, *tensors, *numbers, *rows, "reference")
     torch.library.opcheck(_linear_logprob_pair_backward, arguments)
 

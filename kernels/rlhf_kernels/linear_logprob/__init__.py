@@ -9,8 +9,13 @@ Legend    hidden [N, H], weight W [V, H], target [N] int64, bias [V], A [r, H], 
           temperature scalar or [N].
 Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden or weight is fp64); gradients in each
           input's dtype.
-Cost      entropy as a value reuses the tile; as something to differentiate it adds one more pass over each
-          tile in the backward, no GEMM. A weight that needs no gradient gets none: no product, no allocation.
+Ahead     d_logprob/d_hidden of a row is known up to the incoming gradient once its lse is: with only hidden to
+          be differentiated and only logprob and lse as functions of it, forward also makes
+          E_n = Σ_v p_nv u_nv W_v (u = dz/dy) and backward is elementwise: g_n u_nt W_t + (g'_n − g_n) E_n.
+Cost      GEMMs of N·H·V: forward alone 1; with the gradient ahead 2 in all; otherwise 1 and in the backward one to
+          make the tile again plus one per trained factor. So differentiable entropy costs 3 instead of 2; name it
+          in `detach` where it is only looked at, and it costs nothing. A weight that needs no gradient gets none:
+          no product, no allocation.
 Source    the transform's order is that of transformers' heads (bias, logit scale, softcap), then the
           temperature.
 Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.logits`.
@@ -26,10 +31,13 @@ from ..logits import (
     HeadLora,
     HeadOptions,
     LogprobOutputs,
+    LogprobSaved,
     accumulation_dtype,
+    check_detach,
     check_head,
     check_outputs,
     check_tensor,
+    grads_needed,
 )
 from . import reference
 
@@ -50,6 +58,7 @@ def linear_logprob(
     ignore_index: int = -100,
     lora: HeadLora | None = None,
     outputs: tuple[str, ...] = ("logprob",),
+    detach: tuple[str, ...] = (),
     backend: str = "auto",
 ) -> LogprobOutputs:
     """Log-probabilities of `target` under the head, without making [N, V] logits.
@@ -64,15 +73,21 @@ def linear_logprob(
         lora: rank-r addition to the head, `HeadLora(A, B, scale)`.
         outputs: which of `LogprobOutputs`' fields to compute; all but `is_top1` (1.0 or 0.0; the first
             maximum wins a tie) are differentiable.
+        detach: outputs that shall carry no gradient; see Cost above for what that saves.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     check_tensor("target", target, (hidden.shape[0],), hidden, "int64")
     wanted = check_outputs(outputs)
+    constant = check_detach(detach, outputs)
+    differentiable = {*wanted.split(","), "logprob"} - constant - {"is_top1"}
+    inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
+    ahead = grads_needed(*inputs) == "hidden" and differentiable <= {"logprob", "lse"}
     chosen = registry.resolve("linear_logprob", backend, hidden)
-    results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, chosen)
-    return LogprobOutputs(
-        **{name: x if name in wanted.split(",") else None for name, x in zip(OUTPUTS, results, strict=True)}
-    )
+    results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, ahead, chosen)
+    made = dict(zip(OUTPUTS, results[:-1], strict=True))
+    for name in constant:
+        made[name] = made[name].detach()
+    return LogprobOutputs(**{name: made[name] if name in wanted.split(",") else None for name in OUTPUTS})
 
 
 @torch.library.custom_op("rlhf_kernels::linear_logprob", mutates_args=())
@@ -90,18 +105,21 @@ def _linear_logprob(
     logit_scale: float,
     ignore_index: int,
     outputs: str,
+    ahead: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("linear_logprob", backend).forward
-    return run(hidden, weight, target, options, ignore_index, outputs)
+    return run(hidden, weight, target, options, ignore_index, outputs, ahead)
 
 
 @_linear_logprob.register_fake
 def _(hidden, weight, target, *args):
-    made = {"logprob", "lse", *args[-2].split(",")}
+    *_, outputs, ahead, _ = args
+    made = {"logprob", "lse", *outputs.split(",")}
     dtype = accumulation_dtype(hidden, weight)
-    return tuple(hidden.new_empty(hidden.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
+    rows = tuple(hidden.new_empty(hidden.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
+    return (*rows, hidden.new_empty(hidden.shape if ahead else 0, dtype=dtype))
 
 
 @torch.library.custom_op("rlhf_kernels::linear_logprob_backward", mutates_args=())
@@ -118,9 +136,11 @@ def _linear_logprob_backward(
     softcap: float,
     logit_scale: float,
     ignore_index: int,
+    logprob: Tensor,
     lse: Tensor,
     entropy: Tensor,
     log_sum_sq_prob: Tensor,
+    expected: Tensor,
     d_logprob: Tensor | None,
     d_entropy: Tensor | None,
     d_lse: Tensor | None,
@@ -130,7 +150,7 @@ def _linear_logprob_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    saved = (lse, entropy, log_sum_sq_prob)
+    saved = LogprobSaved(logprob, lse, entropy, log_sum_sq_prob, expected)
     grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
     run = registry.implementation("linear_logprob", backend).backward
     return run(hidden, weight, target, options, ignore_index, saved, grads, needs)
@@ -146,28 +166,31 @@ def _(hidden, weight, target, bias, lora_A, lora_B, *args):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, outputs, backend = inputs
-    _, entropy, lse, _, _, log_sum_sq_prob = output
+    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, outputs, _, backend = inputs
+    logprob, entropy, lse, _, _, log_sum_sq_prob, expected = output
     # An output nobody differentiates must cost nothing, so missing gradients stay None instead of becoming
     # zeros
     ctx.set_materialize_grads(False)
     made = {"logprob", "lse", *outputs.split(",")} - {"is_top1"}
-    ctx.mark_non_differentiable(*(x for name, x in zip(OUTPUTS, output, strict=True) if name not in made))
-    ctx.save_for_backward(*tensors, lse, entropy, log_sum_sq_prob)
+    constant = [x for name, x in zip(OUTPUTS, output[:-1], strict=True) if name not in made]
+    ctx.mark_non_differentiable(*constant, expected)
+    ctx.save_for_backward(*tensors, logprob, lse, entropy, log_sum_sq_prob, expected)
     ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
     ctx.backend = backend
 
 
-def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob):
-    *tensors, lse, entropy, log_sum_sq_prob = ctx.saved_tensors
+def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob, *unused):
+    *tensors, logprob, lse, entropy, log_sum_sq_prob, expected = ctx.saved_tensors
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5)]
     needs = ",".join(name for name, need in zip(HeadGrads.names, wanted, strict=True) if need)
     grads = _linear_logprob_backward(
         *tensors,
         *ctx.options,
+        logprob,
         lse,
         entropy,
         log_sum_sq_prob,
+        expected,
         d_logprob,
         d_entropy,
         d_lse,
@@ -177,7 +200,7 @@ def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_pr
         ctx.backend,
     )
     d_hidden, d_weight, *d_rest = (g if need else None for g, need in zip(grads, wanted, strict=True))
-    return (d_hidden, d_weight, None, *d_rest, *[None] * 8)
+    return (d_hidden, d_weight, None, *d_rest, *[None] * 9)
 
 
 _linear_logprob.register_autograd(_backward, setup_context=_setup_context)

@@ -8,8 +8,9 @@ Row statistics, with p = softmax(z), lse = log Σ eᶻ, target t:
     log_sum_sq_prob = log Σ p²           d/dz_j = 2 p_j² / Σ p² − 2 p_j
     is_top1 = [t is the first arg-max]   no derivative
 
-Logits, shapes and dtypes: `rlhf_kernels.logits`. GEMMs per chunk: forward 1; backward 1 to make the tile
-again, plus 1 for hidden and 1 for a trained weight. Peak memory beyond inputs and outputs: about four tiles
+Logits, shapes and dtypes: `rlhf_kernels.logits`. GEMMs per chunk: forward 1, or 2 with the gradient ahead and
+then none in the backward; otherwise backward has 1 to make the tile again, plus 1 for hidden and 1 for a trained
+weight. Peak memory beyond inputs and outputs: about four tiles
 of 2²² elements.
 """
 
@@ -23,7 +24,9 @@ from ..logits import (
     Head,
     HeadGrads,
     HeadOptions,
+    LogprobSaved,
     accumulation_dtype,
+    hidden_grad_from_expected,
     row_chunks,
     split_target,
     without_autocast,
@@ -98,20 +101,37 @@ def tile_grad(
 
 @without_autocast
 def forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, ignore_index: int, outputs: str
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    options: HeadOptions,
+    ignore_index: int,
+    outputs: str,
+    ahead: bool,
 ) -> tuple[Tensor, ...]:
-    """Statistics [N] in the order of `OUTPUTS`, empty where not wanted; lse is always made, for backward."""
+    """Statistics [N] in the order of `OUTPUTS`, empty where not wanted, then E [N, H], empty unless `ahead`.
+
+    logprob and lse are always made, for backward.
+    """
     n_rows, n_vocab = hidden.shape[0], weight.shape[0]
     keep, index = split_target(target, n_vocab, ignore_index)
     head = Head.of(hidden, weight, keep, options)
     made = {"logprob", "lse", *outputs.split(",")}
     dtype = accumulation_dtype(hidden, weight)
     results = {name: torch.zeros(n_rows, dtype=dtype, device=hidden.device) for name in OUTPUTS if name in made}
+    expected = HeadGrads(head, hidden, "hidden" if ahead else "")
     for rows in row_chunks(n_rows, n_vocab):
-        stats = tile_stats(head.tile(head.rows(hidden, rows), rows), index[rows], outputs)
+        h = head.rows(hidden, rows)
+        z = head.tile(h, rows)
+        stats = tile_stats(z.clone() if ahead else z, index[rows], outputs)
         for name, value in stats.items():
             results[name][rows] = torch.where(keep[rows], value, 0.0)
-    return tuple(results[name] if name in results else hidden.new_empty(0, dtype=dtype) for name in OUTPUTS)
+        if ahead:
+            p = (z - torch.where(keep[rows], stats["lse"], torch.inf)[:, None]).exp_()
+            expected.add(rows, h, head.pull_back_(p, z, head.divisor(rows)))
+    everything = (*(results.get(name) for name in OUTPUTS), expected.sums.get("hidden"))
+    # One empty tensor each: an op's outputs may not share memory
+    return tuple(hidden.new_empty(0, dtype=dtype) if x is None else x for x in everything)
 
 
 @without_autocast
@@ -121,21 +141,24 @@ def backward(
     target: Tensor,
     options: HeadOptions,
     ignore_index: int,
-    saved: tuple[Tensor, Tensor, Tensor],
+    saved: LogprobSaved,
     grads: tuple[Tensor | None, ...],
     needs: str,
 ) -> tuple[Tensor, ...]:
     """dL/d(hidden, weight, bias, lora_A, lora_B), empty where `needs` does not name it.
 
-    saved: lse, entropy, log_sum_sq_prob. grads: those of logprob, entropy, lse, mean_logit, log_sum_sq_prob
-    (or None).
+    grads: those of logprob, entropy, lse, mean_logit, log_sum_sq_prob (or None).
     """
     n_rows, n_vocab = hidden.shape[0], weight.shape[0]
     keep, index = split_target(target, n_vocab, ignore_index)
+    if needs == "hidden" and saved.expected.dim() == 2 and grads[1] is grads[3] is grads[4] is None:
+        z_target = saved.logprob + saved.lse
+        d_hidden = hidden_grad_from_expected(weight, index, keep, options, saved.expected, z_target, grads[0], grads[2])
+        return (d_hidden.to(hidden.dtype), *[saved.lse.new_empty(0) for _ in HeadGrads.names[1:]])
     head = Head.of(hidden, weight, keep, options)
     sums = HeadGrads(head, hidden, needs)
     dtype = head.weight.dtype
-    lse = torch.where(keep, saved[0], torch.inf)  # p = 0 in rows that do not count
+    lse = torch.where(keep, saved.lse, torch.inf)  # p = 0 in rows that do not count
     d_logprob, d_entropy, d_lse, d_mean, d_sum_sq = (
         None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads
     )
@@ -148,9 +171,9 @@ def backward(
             lse[rows],
             logprob=None if d_logprob is None else d_logprob[rows],
             lse_grad=None if d_lse is None else d_lse[rows],
-            entropy=None if d_entropy is None else (d_entropy[rows], saved[1][rows]),
+            entropy=None if d_entropy is None else (d_entropy[rows], saved.entropy[rows]),
             mean_logit=None if d_mean is None else d_mean[rows],
-            log_sum_sq_prob=None if d_sum_sq is None else (d_sum_sq[rows], saved[2][rows]),
+            log_sum_sq_prob=None if d_sum_sq is None else (d_sum_sq[rows], saved.log_sum_sq_prob[rows]),
         )
         sums.add(rows, h, head.pull_back_(g, z, head.divisor(rows)))
     return sums.results(hidden, weight, options.bias, options.lora_A, options.lora_B)

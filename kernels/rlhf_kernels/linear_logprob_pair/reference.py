@@ -15,7 +15,9 @@ from ..logits import (
     Head,
     HeadGrads,
     HeadOptions,
+    PairSaved,
     accumulation_dtype,
+    hidden_grad_from_expected,
     row_chunks,
     split_target,
     without_autocast,
@@ -43,24 +45,36 @@ def forward(
     target: Tensor,
     options: HeadOptions,
     ignore_index: int,
+    ahead: str,
 ) -> tuple[Tensor, ...]:
-    """(logprob_a, logprob_r, kl, entropy, lse_a, lse_r), each [N]."""
+    """(logprob_a, logprob_r, kl, entropy, lse_a, lse_r), each [N], then E and D [N, H].
+
+    E is empty unless `ahead` names logprob, D unless it names kl.
+    """
     n_rows, n_vocab = hidden_a.shape[0], weight.shape[0]
     keep, index = split_target(target, n_vocab, ignore_index)
     head_a, head_r = _heads(hidden_a, hidden_r, weight, keep, options)
     dtype = accumulation_dtype(hidden_a, weight)
     results = tuple(torch.zeros(n_rows, dtype=dtype, device=hidden_a.device) for _ in range(6))
+    expected, expected_kl = (HeadGrads(head_a, hidden_a, "hidden" if n in ahead else "") for n in ("logprob", "kl"))
     for rows in row_chunks(n_rows, n_vocab):
-        z_a = head_a.tile(head_a.rows(hidden_a, rows), rows)
+        h = head_a.rows(hidden_a, rows)
+        z_a = head_a.tile(h, rows)
         z_r = head_r.tile(head_r.rows(hidden_r, rows), rows)
         a = tile_stats(z_a.clone(), index[rows], "entropy")
         r = tile_stats(z_r.clone(), index[rows], "logprob")
-        p, log_ratio = _p_and_log_ratio(z_a, z_r, a["lse"], r["lse"])
-        kl = p.mul_(log_ratio).sum(-1)
+        p, log_ratio = _p_and_log_ratio(z_a, z_r, torch.where(keep[rows], a["lse"], torch.inf), r["lse"])
+        kl = (p * log_ratio).sum(-1)
+        divisor = head_a.divisor(rows)
+        if "kl" in ahead:
+            expected_kl.add(rows, h, head_a.pull_back_(log_ratio.sub_(kl[:, None]).mul_(p), z_a, divisor))
+        if "logprob" in ahead:
+            expected.add(rows, h, head_a.pull_back_(p, z_a, divisor))
         made = (a["logprob"], r["logprob"], kl, a["entropy"], a["lse"], r["lse"])
         for out, value in zip(results, made, strict=True):
             out[rows] = torch.where(keep[rows], value, 0.0)
-    return results
+    ahead_sums = (sums.sums.get("hidden") for sums in (expected, expected_kl))
+    return (*results, *(hidden_a.new_empty(0, dtype=dtype) if x is None else x for x in ahead_sums))
 
 
 @without_autocast
@@ -71,18 +85,25 @@ def backward(
     target: Tensor,
     options: HeadOptions,
     ignore_index: int,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    saved: PairSaved,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
-    """d_hidden_a. saved: lse_a, lse_r, kl, entropy. grads: those of logprob_a, kl, entropy (or None)."""
+    """d_hidden_a. grads: those of logprob_a, kl, entropy (or None)."""
     n_rows, n_vocab = hidden_a.shape[0], weight.shape[0]
     keep, index = split_target(target, n_vocab, ignore_index)
     head_a, head_r = _heads(hidden_a, hidden_r, weight, keep, options)
     sums = HeadGrads(head_a, hidden_a, "hidden")
     dtype = head_a.weight.dtype
-    lse_a, lse_r, kl, entropy = saved
-    lse_a = torch.where(keep, lse_a, torch.inf)  # p = 0 in rows that do not count
+    lse_r, kl, entropy = saved.lse_r, saved.kl, saved.entropy
+    lse_a = torch.where(keep, saved.lse_a, torch.inf)  # p = 0 in rows that do not count
     d_logprob, d_kl, d_entropy = (None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads)
+    if saved.expected.dim() == 2 and d_entropy is None and (d_kl is None or saved.expected_kl.dim() == 2):
+        z_target = saved.logprob_a + saved.lse_a
+        args = (weight, index, keep, options, saved.expected, z_target, d_logprob, None)
+        d_hidden = hidden_grad_from_expected(*args)
+        if d_kl is not None:
+            d_hidden.addcmul_(saved.expected_kl, d_kl[:, None])
+        return d_hidden.to(hidden_a.dtype)
     for rows in row_chunks(n_rows, n_vocab):
         h = head_a.rows(hidden_a, rows)
         z_a = head_a.tile(h, rows)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..logits import HeadGrads, HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor
+from ..logits import HeadGrads, HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor, grads_needed
 from ..ppo_loss import KL_ESTIMATORS
 from ..ppo_loss.checks import as_denom
 from . import reference
@@ -98,12 +98,6 @@ def linear_ppo_loss(
     for name, coef in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not math.isfinite(coef):
             raise ValueError(f"{name}: expected a finite number, got {coef!r}")
-    inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
-    needs = [
-        name
-        for name, x in zip(HeadGrads.names, inputs, strict=True)
-        if torch.is_grad_enabled() and x is not None and x.requires_grad
-    ]
     loss, statistics, logprob, *_ = _linear_ppo_loss(
         hidden,
         weight,
@@ -121,7 +115,7 @@ def linear_ppo_loss(
         kl,
         float(kl_coef),
         float(entropy_coef),
-        ",".join(needs),
+        grads_needed(hidden, weight, bias, options.lora_A, options.lora_B),
         registry.resolve("linear_ppo_loss", backend, hidden),
     )
     return LinearPpoLossOutputs(*(loss, *statistics.unbind(), logprob))
