@@ -6,10 +6,12 @@
 
 namespace rlhf::bindings {
 void define_gae(pybind11::module_& m);
+void define_head(pybind11::module_& m);
 void define_isa(pybind11::module_& m);
 }  // namespace rlhf::bindings
 
 PYBIND11_MODULE(_native, m) {
     rlhf::bindings::define_gae(m);
+    rlhf::bindings::define_head(m);
     rlhf::bindings::define_isa(m);
 }

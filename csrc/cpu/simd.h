@@ -1,13 +1,28 @@
 // Sixteen floats at once, written once: GCC's vector extension becomes AVX-512 where a file is compiled for it and
 // whatever the baseline has elsewhere. Include it only inside a file that has chosen its target (see isa.h): everything
-// here is `static inline`, so no function compiled for one target is linked into another.
+// here is `static inline`, so no function compiled for one target is linked into another. Such a file says what its
+// target has in RLHF_AVX512 and RLHF_AVX512_BF16 (g++ reads all of a file before it acts on `#pragma GCC target`, so
+// __AVX512F__ is not to be relied on).
 #pragma once
+
+#ifndef RLHF_AVX512
+#define RLHF_AVX512 0
+#endif
+#ifndef RLHF_AVX512_BF16
+#define RLHF_AVX512_BF16 0
+#endif
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if RLHF_AVX512
 #include <immintrin.h>
 #endif
+
+// The vectors never cross from a file into another, so their calling convention does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+// GCC 12 warns of the undefined operand that its own intrinsics take on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -16,7 +31,7 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 #define RLHF_INLINE static inline __attribute__((always_inline))
 
-RLHF_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+RLHF_INLINE f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 RLHF_INLINE f32x16 load16(const float* p) {
     f32x16 x;
@@ -28,7 +43,7 @@ RLHF_INLINE void store16(float* p, f32x16 x) { std::memcpy(p, &x, sizeof x); }
 
 // a b + c, with one rounding where there is an instruction for it.
 RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
+#if RLHF_AVX512
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
     return a * b + c;
@@ -45,7 +60,7 @@ RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
 }
 
 RLHF_INLINE u16x16 to_bf16(f32x16 x) {
-#if defined(__AVX512BF16__)
+#if RLHF_AVX512_BF16
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
     u16x16 raw;
     std::memcpy(&raw, &rounded, sizeof raw);
@@ -74,7 +89,7 @@ RLHF_INLINE f32x16 exp16(f32x16 x) {
     p = muladd(p, r, splat(0.5f));
     p = muladd(p, r, splat(1.0f));
     p = muladd(p, r, splat(1.0f));
-#if defined(__AVX512F__)
+#if RLHF_AVX512
     const f32x16 scaled = (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     const i32x16 whole = __builtin_convertvector(n, i32x16);
@@ -82,4 +97,20 @@ RLHF_INLINE f32x16 exp16(f32x16 x) {
     const f32x16 scaled = p * (f32x16)((half + 127) << 23) * (f32x16)((whole - half + 127) << 23);
 #endif
     return x == x ? scaled : x;
+}
+
+// tanh(x), relative error about 2e-7; a series near 0, where 1 - exp(-2|x|) would cancel.
+RLHF_INLINE f32x16 tanh16(f32x16 x) {
+    const f32x16 size = x < 0.0f ? -x : x;
+    const f32x16 e = exp16(-2.0f * size);
+    const f32x16 far = (1.0f - e) / (1.0f + e);
+    const f32x16 square = x * x;
+    f32x16 series = splat(-1382.0f / 155925);
+    series = muladd(series, square, splat(62.0f / 2835));
+    series = muladd(series, square, splat(-17.0f / 315));
+    series = muladd(series, square, splat(2.0f / 15));
+    series = muladd(series, square, splat(-1.0f / 3));
+    series = muladd(series * square, x, x);
+    const f32x16 signed_far = x < 0.0f ? -far : far;
+    return size < 0.35f ? series : signed_far;
 }

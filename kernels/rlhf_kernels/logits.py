@@ -57,19 +57,20 @@ class LogprobSaved(NamedTuple):
     lse: Tensor  # [N]
     entropy: Tensor  # [N]
     log_sum_sq_prob: Tensor  # [N]
-    expected: Tensor  # [N, H], E_n = Σ_v p_nv u_nv W_v; made in the forward where that saves a GEMM
+    expected: Tensor  # [N, H], E_n = Σ_{v≠t} p_nv u_nv W_v; made in the forward where that saves a GEMM
 
 
 class PairSaved(NamedTuple):
     """What `linear_logprob_pair` keeps for its backward; the last two are empty where they were not made."""
 
-    logprob_a: Tensor  # [N], as the next four
+    logprob_a: Tensor  # [N], as the next five
+    logprob_r: Tensor
     lse_a: Tensor
     lse_r: Tensor
     kl: Tensor
     entropy: Tensor
-    expected: Tensor  # [N, H], E_n = Σ_v p_nv u_nv W_v
-    expected_kl: Tensor  # [N, H], D_n = Σ_v p_nv (log p_nv − log p_r,nv − kl_n) u_nv W_v
+    expected: Tensor  # [N, H], E_n = Σ_{v≠t} p_nv u_nv W_v
+    expected_kl: Tensor  # [N, H], D_n = Σ_{v≠t} p_nv (log p_nv − log p_r,nv − kl_n) u_nv W_v
 
 
 class HeadOptions(NamedTuple):
@@ -222,6 +223,11 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
+def widest(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The one whose dtype decides which backend can serve: fp64 on either side makes the sums fp64."""
+    return weight if weight.dtype == torch.float64 else hidden
+
+
 def without_autocast(function: _F) -> _F:
     """Run `function` with autocast off; inside an op's body it would round fp32 products to bf16."""
 
@@ -239,32 +245,75 @@ def target_slope(z: Tensor, divisor: float | Tensor, options: HeadOptions) -> Te
     return u * (1 - (z * divisor / options.softcap) ** 2) if options.softcap else u
 
 
-def hidden_grad_from_expected(
+def ahead_hidden_grad(
     weight: Tensor,
     index: Tensor,
     keep: Tensor,
     options: HeadOptions,
-    expected: Tensor,
-    z_target: Tensor,
+    logprob: Tensor,
+    lse: Tensor,
+    terms: list[tuple[Tensor, Tensor]],
+    on_target: Tensor,
+) -> Tensor:
+    """d_hidden [N, H] = Σ_i c_i E_i + a u_t W_t, from sums E_i [N, H] that the forward made ahead.
+
+    terms: (c_i [N], E_i) pairs. on_target: a [N], the gradient to the target's logit. Both 0 in rows that do not count.
+    """
+    dtype = lse.dtype
+    column = temperature_column(options.row_temperature, keep, dtype)
+    divisor = options.temperature if column is None else column[:, 0]
+    slope = on_target * target_slope(logprob + lse, divisor, options)
+    d_hidden = weight[index].to(dtype).mul_(slope[:, None])
+    for coefficient, made in terms:
+        d_hidden.addcmul_(made, coefficient[:, None])
+    if options.lora_A is not None and options.lora_B is not None:
+        down = options.lora_B[index].to(dtype) * (options.lora_scale * slope)[:, None]
+        d_hidden.addmm_(down, options.lora_A.to(dtype))
+    return d_hidden
+
+
+def logprob_hidden_grad(
+    weight: Tensor,
+    index: Tensor,
+    keep: Tensor,
+    options: HeadOptions,
+    saved: LogprobSaved,
     d_logprob: Tensor | None,
     d_lse: Tensor | None,
 ) -> Tensor:
-    """d_hidden [N, H] = g u_t W_t + (g' − g) E from E that the forward made ahead; g, g': those of logprob and lse.
+    """d_hidden [N, H] of `linear_logprob` from E; the target's logit gets g (1 − p_t) + g' p_t, p_t = exp(logprob).
 
-    z_target [N]: the transformed logit of the target, logprob + lse.
+    g, g': gradients of logprob and lse. 1 − p_t is −expm1(logprob), exact also where the target is nearly certain.
     """
-    dtype = expected.dtype
-    g = torch.zeros_like(z_target) if d_logprob is None else torch.where(keep, d_logprob.to(dtype), 0.0)
-    on_expected = -g if d_lse is None else torch.where(keep, d_lse.to(dtype), 0.0) - g
-    column = temperature_column(options.row_temperature, keep, dtype)
-    divisor = options.temperature if column is None else column[:, 0]
-    on_target = g * target_slope(z_target, divisor, options)
-    d_hidden = expected * on_expected[:, None]
-    d_hidden.addcmul_(weight[index].to(dtype), on_target[:, None])
-    if options.lora_A is not None and options.lora_B is not None:
-        down = options.lora_B[index].to(dtype) * (options.lora_scale * on_target)[:, None]
-        d_hidden.addmm_(down, options.lora_A.to(dtype))
-    return d_hidden
+    zero = torch.zeros_like(saved.lse)
+    g, g_lse = (zero if x is None else torch.where(keep, x.to(zero.dtype), 0.0) for x in (d_logprob, d_lse))
+    on_target = g_lse * saved.logprob.exp() - g * torch.expm1(saved.logprob)
+    terms = [(g_lse - g, saved.expected)]
+    return ahead_hidden_grad(weight, index, keep, options, saved.logprob, saved.lse, terms, on_target)
+
+
+def pair_hidden_grad(
+    weight: Tensor,
+    index: Tensor,
+    keep: Tensor,
+    options: HeadOptions,
+    saved: PairSaved,
+    d_logprob: Tensor | None,
+    d_kl: Tensor | None,
+) -> Tensor:
+    """d_hidden_a [N, H] of `linear_logprob_pair` from E and D; the target's logit gets g (1 − p_t) + g″ p_t (d_t − kl).
+
+    g, g″: gradients of logprob_a and kl; d_t = logprob_a − logprob_r.
+    """
+    zero = torch.zeros_like(saved.lse_a)
+    g, g_kl = (zero if x is None else torch.where(keep, x.to(zero.dtype), 0.0) for x in (d_logprob, d_kl))
+    on_target = -g * torch.expm1(saved.logprob_a)
+    terms = [(-g, saved.expected)]
+    if d_kl is not None:
+        gap = (saved.logprob_a - saved.logprob_r) - saved.kl
+        on_target = on_target + g_kl * torch.where(saved.logprob_a > -torch.inf, saved.logprob_a.exp() * gap, 0.0)
+        terms.append((g_kl, saved.expected_kl))
+    return ahead_hidden_grad(weight, index, keep, options, saved.logprob_a, saved.lse_a, terms, on_target)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rlhf_kernels import registry
 from rlhf_kernels.linear_logprob import (
     HeadLora,
     _linear_logprob,
@@ -19,6 +20,12 @@ ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, params=["reference", "auto"])
+def _backend(request):
+    with registry.use_backend(request.param):
+        yield
 
 
 def dense(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=None, lora=None):
@@ -99,7 +106,7 @@ def test_the_gradient_ahead_is_that_of_the_backward():
         h = hidden.clone().requires_grad_()
         linear_logprob(h, weight, target, outputs=outputs, detach=detach).logprob.backward(gradient)
         made.append(h.grad)
-    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
     assert (made[0][3] == 0).all()
 
 

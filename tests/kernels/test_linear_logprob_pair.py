@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rlhf_kernels import registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import (
     PairOutputs,
@@ -15,6 +16,12 @@ from rlhf_kernels.testing import assert_ok, tier1
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, params=["reference", "auto"])
+def _backend(request):
+    with registry.use_backend(request.param):
+        yield
 
 
 def dense(hidden_a, hidden_r, weight, target, *, bias=None, temperature=1.0, softcap=None, lora=None):
@@ -86,7 +93,7 @@ def test_opcheck():
     for ahead in ("", "logprob", "logprob,kl"):
         inputs = (hidden_a, hidden_r, weight, target, *tensors, *numbers, ahead, "reference")
         torch.library.opcheck(_linear_logprob_pair, inputs)
-    rows = [*(torch.randn(4) for _ in range(5)), torch.randn(4, 3), torch.randn(4, 3)]
+    rows = [*(torch.randn(4) for _ in range(6)), torch.randn(4, 3), torch.randn(4, 3)]
     rows += [torch.randn(4) for _ in range(3)]
     arguments = (hidden_a.detach(), hidden_r, weight, target, *tensors, *numbers, *rows, "reference")
     torch.library.opcheck(_linear_logprob_pair_backward, arguments)

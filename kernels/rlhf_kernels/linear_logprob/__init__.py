@@ -11,7 +11,8 @@ Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden or weight 
           input's dtype.
 Ahead     d_logprob/d_hidden of a row is known up to the incoming gradient once its lse is: with only hidden to
           be differentiated and only logprob and lse as functions of it, forward also makes
-          E_n = Σ_v p_nv u_nv W_v (u = dz/dy) and backward is elementwise: g_n u_nt W_t + (g'_n − g_n) E_n.
+          E_n = Σ_{v≠t} p_nv u_nv W_v (u = dz/dy) and backward is elementwise, with g, g' the gradients of logprob
+          and lse: (g_n (1 − p_nt) + g'_n p_nt) u_nt W_t + (g'_n − g_n) E_n.
 Cost      GEMMs of N·H·V: forward alone 1; with the gradient ahead 2 in all; otherwise 1 and in the backward one to
           make the tile again plus one per trained factor. So differentiable entropy costs 3 instead of 2; name it
           in `detach` where it is only looked at, and it costs nothing. A weight that needs no gradient gets none:
@@ -38,12 +39,14 @@ from ..logits import (
     check_outputs,
     check_tensor,
     grads_needed,
+    widest,
 )
-from . import reference
+from . import native, reference
 
 __all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
 
 registry.register("linear_logprob", "reference", reference)
+registry.register("linear_logprob", "cpu", native)
 
 
 def linear_logprob(
@@ -82,7 +85,7 @@ def linear_logprob(
     differentiable = {*wanted.split(","), "logprob"} - constant - {"is_top1"}
     inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
     ahead = grads_needed(*inputs) == "hidden" and differentiable <= {"logprob", "lse"}
-    chosen = registry.resolve("linear_logprob", backend, hidden)
+    chosen = registry.resolve("linear_logprob", backend, widest(hidden, weight))
     results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, ahead, chosen)
     made = dict(zip(OUTPUTS, results[:-1], strict=True))
     for name in constant:

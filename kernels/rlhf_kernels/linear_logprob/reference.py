@@ -26,7 +26,7 @@ from ..logits import (
     HeadOptions,
     LogprobSaved,
     accumulation_dtype,
-    hidden_grad_from_expected,
+    logprob_hidden_grad,
     row_chunks,
     split_target,
     without_autocast,
@@ -128,6 +128,7 @@ def forward(
             results[name][rows] = torch.where(keep[rows], value, 0.0)
         if ahead:
             p = (z - torch.where(keep[rows], stats["lse"], torch.inf)[:, None]).exp_()
+            p.scatter_(1, index[rows, None], 0.0)
             expected.add(rows, h, head.pull_back_(p, z, head.divisor(rows)))
     everything = (*(results.get(name) for name in OUTPUTS), expected.sums.get("hidden"))
     # One empty tensor each: an op's outputs may not share memory
@@ -152,8 +153,7 @@ def backward(
     n_rows, n_vocab = hidden.shape[0], weight.shape[0]
     keep, index = split_target(target, n_vocab, ignore_index)
     if needs == "hidden" and saved.expected.dim() == 2 and grads[1] is grads[3] is grads[4] is None:
-        z_target = saved.logprob + saved.lse
-        d_hidden = hidden_grad_from_expected(weight, index, keep, options, saved.expected, z_target, grads[0], grads[2])
+        d_hidden = logprob_hidden_grad(weight, index, keep, options, saved, grads[0], grads[2])
         return (d_hidden.to(hidden.dtype), *[saved.lse.new_empty(0) for _ in HeadGrads.names[1:]])
     head = Head.of(hidden, weight, keep, options)
     sums = HeadGrads(head, hidden, needs)

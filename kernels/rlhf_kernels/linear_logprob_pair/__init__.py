@@ -7,9 +7,9 @@ Forward   z_a = head(hidden_a), z_r = plain head(hidden_r); per row, with p = so
 Backward  to hidden_a only, with d_v = log p_v − log softmax(z_r)_v:
           ∂logprob_a/∂z_v = 1[v = t] − p_v,  ∂kl/∂z_v = p_v (d_v − kl),
           ∂entropy/∂z_v = −p_v (log p_v + entropy)
-Ahead     as in `linear_logprob`, forward makes E_n = Σ_v p_v u_v W_v when hidden_a needs a gradient and entropy is
-          detached, and D_n = Σ_v p_v (d_v − kl) u_v W_v unless kl is detached too; d_hidden is then
-          g u_t W_t − g E + g″ D with g, g″ the gradients of logprob_a and kl.
+Ahead     as in `linear_logprob`, forward makes E_n = Σ_{v≠t} p_v u_v W_v when hidden_a needs a gradient and entropy
+          is detached, and D_n = Σ_{v≠t} p_v (d_v − kl) u_v W_v unless kl is detached too; with g, g″ the gradients of
+          logprob_a and kl, d_hidden is then (g (1 − p_t) + g″ p_t (d_t − kl)) u_t W_t − g E + g″ D.
 Cost      GEMMs of N·H·V: forward 2; with kl and entropy detached 3 in all, with entropy detached 4, otherwise 5.
 
 Legend    hidden_a, hidden_r [N, H], weight W [V, H], target t [N] int64, bias [V], lora A [r, H]
@@ -28,12 +28,22 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..logits import HeadLora, HeadOptions, PairSaved, accumulation_dtype, check_detach, check_head, check_tensor
-from . import reference
+from ..logits import (
+    HeadLora,
+    HeadOptions,
+    PairSaved,
+    accumulation_dtype,
+    check_detach,
+    check_head,
+    check_tensor,
+    widest,
+)
+from . import native, reference
 
 __all__ = ["PairOutputs", "linear_logprob_pair"]
 
 registry.register("linear_logprob_pair", "reference", reference)
+registry.register("linear_logprob_pair", "cpu", native)
 
 
 class PairOutputs(NamedTuple):
@@ -80,7 +90,7 @@ def linear_logprob_pair(
                     f"{name}: expected one that needs no gradient (only hidden_a gets one), got one that "
                     "requires grad; detach it, or use two linear_logprob calls to train it"
                 )
-    chosen = registry.resolve("linear_logprob_pair", backend, hidden_a)
+    chosen = registry.resolve("linear_logprob_pair", backend, widest(hidden_a, weight))
     constant = check_detach(detach, PairOutputs._fields)
     ahead = ""
     if torch.is_grad_enabled() and hidden_a.requires_grad and "entropy" in constant:
@@ -137,6 +147,7 @@ def _linear_logprob_pair_backward(
     logit_scale: float,
     ignore_index: int,
     logprob_a: Tensor,
+    logprob_r: Tensor,
     lse_a: Tensor,
     lse_r: Tensor,
     kl: Tensor,
@@ -149,7 +160,7 @@ def _linear_logprob_pair_backward(
     backend: str,
 ) -> Tensor:
     options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    saved = PairSaved(logprob_a, lse_a, lse_r, kl, entropy, expected, expected_kl)
+    saved = PairSaved(logprob_a, logprob_r, lse_a, lse_r, kl, entropy, expected, expected_kl)
     grads = (d_logprob, d_kl, d_entropy)
     run = registry.implementation("linear_logprob_pair", backend).backward
     return run(hidden_a, hidden_r, weight, target, options, ignore_index, saved, grads)
@@ -165,7 +176,7 @@ def _setup_context(ctx, inputs, output):
     logprob_a, logprob_r, kl, entropy, lse_a, lse_r, expected, expected_kl = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(logprob_r, lse_a, lse_r, expected, expected_kl)
-    ctx.save_for_backward(*tensors, logprob_a, lse_a, lse_r, kl, entropy, expected, expected_kl)
+    ctx.save_for_backward(*tensors, logprob_a, logprob_r, lse_a, lse_r, kl, entropy, expected, expected_kl)
     ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
     ctx.backend = backend
 

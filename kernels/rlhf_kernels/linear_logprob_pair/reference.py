@@ -17,7 +17,7 @@ from ..logits import (
     HeadOptions,
     PairSaved,
     accumulation_dtype,
-    hidden_grad_from_expected,
+    pair_hidden_grad,
     row_chunks,
     split_target,
     without_autocast,
@@ -66,6 +66,7 @@ def forward(
         p, log_ratio = _p_and_log_ratio(z_a, z_r, torch.where(keep[rows], a["lse"], torch.inf), r["lse"])
         kl = (p * log_ratio).sum(-1)
         divisor = head_a.divisor(rows)
+        p.scatter_(1, index[rows, None], 0.0)
         if "kl" in ahead:
             expected_kl.add(rows, h, head_a.pull_back_(log_ratio.sub_(kl[:, None]).mul_(p), z_a, divisor))
         if "logprob" in ahead:
@@ -98,11 +99,7 @@ def backward(
     lse_a = torch.where(keep, saved.lse_a, torch.inf)  # p = 0 in rows that do not count
     d_logprob, d_kl, d_entropy = (None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads)
     if saved.expected.dim() == 2 and d_entropy is None and (d_kl is None or saved.expected_kl.dim() == 2):
-        z_target = saved.logprob_a + saved.lse_a
-        args = (weight, index, keep, options, saved.expected, z_target, d_logprob, None)
-        d_hidden = hidden_grad_from_expected(*args)
-        if d_kl is not None:
-            d_hidden.addcmul_(saved.expected_kl, d_kl[:, None])
+        d_hidden = pair_hidden_grad(weight, index, keep, options, saved, d_logprob, d_kl)
         return d_hidden.to(hidden_a.dtype)
     for rows in row_chunks(n_rows, n_vocab):
         h = head_a.rows(hidden_a, rows)

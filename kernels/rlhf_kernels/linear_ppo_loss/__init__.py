@@ -22,14 +22,24 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..logits import HeadGrads, HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor, grads_needed
+from ..logits import (
+    HeadGrads,
+    HeadLora,
+    HeadOptions,
+    accumulation_dtype,
+    check_head,
+    check_tensor,
+    grads_needed,
+    widest,
+)
 from ..ppo_loss import KL_ESTIMATORS
 from ..ppo_loss.checks import as_denom
-from . import reference
+from . import native, reference
 
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
 
 registry.register("linear_ppo_loss", "reference", reference)
+registry.register("linear_ppo_loss", "cpu", native)
 
 
 class LinearPpoLossOutputs(NamedTuple):
@@ -116,7 +126,7 @@ def linear_ppo_loss(
         float(kl_coef),
         float(entropy_coef),
         grads_needed(hidden, weight, bias, options.lora_A, options.lora_B),
-        registry.resolve("linear_ppo_loss", backend, hidden),
+        registry.resolve("linear_ppo_loss", backend, widest(hidden, weight)),
     )
     return LinearPpoLossOutputs(*(loss, *statistics.unbind(), logprob))
 

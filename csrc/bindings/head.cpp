@@ -1,0 +1,71 @@
+#include "cpu/head.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings/address.h"
+
+namespace rlhf::bindings {
+namespace {
+
+namespace py = pybind11;
+using namespace rlhf::cpu;
+
+// Element i of a tuple: an address, or a number.
+template <typename T>
+T* pointer(const py::tuple& t, size_t i) {
+    return at<T>(t[i].cast<Address>());
+}
+int64_t number(const py::tuple& t, size_t i) { return t[i].cast<int64_t>(); }
+
+// (address, row stride, 1 for bf16 and 0 for fp32) from element i on.
+Matrix matrix(const py::tuple& t, size_t i) {
+    return {pointer<const void>(t, i), number(t, i + 1), number(t, i + 2) ? Type::bfloat16 : Type::float32};
+}
+
+Head head_of(const py::tuple& t) {
+    return {matrix(t, 0), matrix(t, 3), pointer<const float>(t, 6), number(t, 7), number(t, 8), number(t, 9),
+            t[10].cast<float>(), t[11].cast<float>()};
+}
+
+Batch batch_of(const py::tuple& t) {
+    return {matrix(t, 0), matrix(t, 3), pointer<const int64_t>(t, 6), number(t, 7), pointer<const float>(t, 8),
+            pointer<const int64_t>(t, 9)};
+}
+
+}  // namespace
+
+void define_head(py::module_& m) {
+    m.def("head_forward", [](const py::tuple& head_t, const py::tuple& batch_t, const py::tuple& statistics_t,
+                             const std::optional<py::tuple>& pair_t, Address expected, Address expected_kl,
+                             int threads) {
+        const Head head = head_of(head_t);
+        const Batch batch = batch_of(batch_t);
+        float* out[6];
+        for (size_t i = 0; i < 6; ++i) out[i] = pointer<float>(statistics_t, i);
+        const Statistics statistics{out[0], out[1], out[2], out[3], out[4], out[5]};
+        std::optional<Pair> pair;
+        if (pair_t) {
+            pair = Pair{matrix(*pair_t, 0), pointer<float>(*pair_t, 3), pointer<float>(*pair_t, 4),
+                        pointer<float>(*pair_t, 5)};
+        }
+        py::gil_scoped_release release;
+        head_forward(head, batch, statistics, pair ? &*pair : nullptr, {at<float>(expected), at<float>(expected_kl)},
+                     threads);
+    });
+    m.def("head_backward", [](const py::tuple& head_t, const py::tuple& batch_t, const py::tuple& rows_t,
+                              Address hidden, Address weight, int64_t weight_from, Address bias, int threads) {
+        const Head head = head_of(head_t);
+        const Batch batch = batch_of(batch_t);
+        const float* row[11];
+        for (size_t i = 0; i < 11; ++i) row[i] = pointer<const float>(rows_t, i);
+        const RowGradients rows{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9],
+                                row[10], pointer<const void>(rows_t, 11), number(rows_t, 12)};
+        py::gil_scoped_release release;
+        head_backward(head, batch, rows, {at<float>(hidden), at<float>(weight), weight_from, at<float>(bias)},
+                      threads);
+    });
+}
+
+}  // namespace rlhf::bindings

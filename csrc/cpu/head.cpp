@@ -1,0 +1,57 @@
+// Checks of the sweeps' arguments and the choice of instruction set; the sweeps are in head_body.inc.h.
+
+#include "cpu/head.h"
+
+#include "common/check.h"
+#include "cpu/head_isa.h"
+#include "cpu/isa.h"
+
+namespace rlhf::cpu {
+namespace {
+
+const HeadFunctions& functions(const Head& head, const Batch& batch) {
+    const bool bf16 = head.weight.type == Type::bfloat16 && batch.hidden.type == Type::bfloat16;
+#if defined(__x86_64__) && defined(__linux__)
+    const Isa isa = current_isa();
+    if (isa == Isa::portable) return head_portable;
+    if (!bf16 || isa == Isa::avx512) return head_avx512;
+    return isa == Isa::amx_bf16 ? head_amx_bf16 : head_avx512_bf16;
+#else
+    (void)bf16;
+    return head_portable;
+#endif
+}
+
+void check(const Head& head, const Batch& batch, int threads) {
+    RLHF_CHECK_SIZE(batch.n);
+    RLHF_CHECK_SIZE(head.H);
+    RLHF_CHECK_SIZE(head.extra);
+    RLHF_CHECK(head.V >= 1, "V", "at least 1", head.V);
+    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_POINTER(head.weight.data, head.V * head.H);
+    RLHF_CHECK_POINTER(head.extra_weight.data, head.V * head.extra);
+    RLHF_CHECK_POINTER(batch.hidden.data, batch.n * head.H);
+    RLHF_CHECK_POINTER(batch.extra_hidden.data, batch.n * head.extra);
+    RLHF_CHECK_POINTER(batch.rows, batch.n);
+    RLHF_CHECK_POINTER(batch.temperature, batch.n);
+    RLHF_CHECK_POINTER(batch.target, batch.n);
+}
+
+}  // namespace
+
+void head_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
+                  const Expected& expected, int threads) {
+    check(head, batch, threads);
+    if (pair) RLHF_CHECK_POINTER(pair->hidden.data, batch.n * head.H);
+    RLHF_CHECK(expected.expected || !expected.expected_kl, "expected_kl", "expected to be made with it", "null");
+    if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
+}
+
+void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
+                   int threads) {
+    check(head, batch, threads);
+    RLHF_CHECK_POINTER(gradients.lse, batch.n);
+    functions(head, batch).backward(head, batch, gradients, sums, threads);
+}
+
+}  // namespace rlhf::cpu

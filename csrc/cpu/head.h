@@ -1,0 +1,101 @@
+// Sweeps over the vocabulary of a language-model head: row statistics of the logits, and gradients through them,
+// without a matrix of logits. What `linear_logprob`, its pair form and `linear_ppo_loss` are made of.
+//
+// Notation: n active rows of hidden states h [H], weight W [V, H], both optionally widened by `extra` columns that are
+// multiplied like the others (a rank-r addition), K = H + extra. For a row with temperature T:
+//     y = h W' + bias    c = softcap tanh(scale y / softcap)  (c = scale y without softcap)    z = c / T
+// Logits are fp32 accumulators that are never rounded. Operands are bf16 where both matrices are bf16 and this CPU
+// multiplies bf16, otherwise fp32. A row's bits depend on that row alone: not on n, on the rows around it, or on the
+// number of threads.
+#pragma once
+
+#include <cstdint>
+
+namespace rlhf::cpu {
+
+enum class Type : int { float32 = 0, bfloat16 = 1 };
+
+// A row-major matrix with inner stride 1.
+struct Matrix {
+    const void* data;
+    int64_t stride;  // elements from one row to the next
+    Type type;
+};
+
+struct Head {
+    Matrix weight;        // [V, H]
+    Matrix extra_weight;  // [V, extra], same type
+    const float* bias;    // [V] or null
+    int64_t H, extra, V;
+    float softcap;  // 0: none
+    float scale;
+};
+
+struct Batch {
+    Matrix hidden;         // [.., H], read at `rows`
+    Matrix extra_hidden;   // [n, extra], compact, same type
+    const int64_t* rows;   // [n] distinct
+    int64_t n;
+    const float* temperature;  // [n]
+    const int64_t* target;     // [n] in [0, V)
+};
+
+// Per-row results [n]; a null pointer is not wanted. With p = softmax(z):
+struct Statistics {
+    float* logprob;          // z_t - lse
+    float* lse;              // log sum exp(z)
+    float* entropy;          // lse - sum p z
+    float* is_top1;          // 1 if the target is the first of the largest logits
+    float* mean_logit;       // sum z / V
+    float* log_sum_sq_prob;  // log sum p^2
+};
+
+// For the pair form: the second set of rows with the plain head, and what compares it to the first.
+struct Pair {
+    Matrix hidden;  // [.., H], read at the same rows
+    float* logprob;  // [n]
+    float* lse;      // [n]
+    float* kl;       // [n] KL(softmax(z) || softmax(z of the second))
+};
+
+// With u = dz/dy: expected_n = sum_v p_nv u_nv W'_v, and for a pair expected_kl_n = sum_v p_nv (log p_nv - log p2_nv -
+// kl_n) u_nv W'_v, both over all v but the target, [n, K] dense; null where not wanted. Without the target, because a
+// likely one would enter rounded to bf16 and then be subtracted again.
+struct Expected {
+    float* expected;
+    float* expected_kl;
+};
+
+void head_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
+                  const Expected& expected, int threads);
+
+// Gradients [n] of the row statistics with respect to z; null ones are absent. entropy, log_sum_sq_prob and kl are
+// pairs of (gradient, value).
+struct RowGradients {
+    const float* lse;  // value
+    const float* logprob;
+    const float* on_lse;
+    const float* entropy;
+    const float* entropy_value;
+    const float* mean_logit;
+    const float* log_sum_sq_prob;
+    const float* log_sum_sq_prob_value;
+    const float* kl;
+    const float* kl_value;
+    const float* pair_lse;     // value
+    const void* pair_hidden;   // null without kl; a matrix like batch.hidden
+    int64_t pair_stride;
+};
+
+// Sums of dL/dy W' and of its transpose times h'; null where not wanted.
+struct HeadGradients {
+    float* hidden;      // [n, K] dense
+    float* weight;      // [V, K] dense; columns from weight_from on are written
+    int64_t weight_from;
+    float* bias;        // [V]
+};
+
+void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
+                   int threads);
+
+}  // namespace rlhf::cpu

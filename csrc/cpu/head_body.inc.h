@@ -1,0 +1,789 @@
+// The sweeps of head.h for one instruction set. The vocabulary is cut into blocks of kBlock rows of W, packed once and
+// shared by all threads; the active rows into panels of kPanel. A thread takes a panel through a block: logits, row
+// statistics, and, where wanted, the product of the block's probabilities (or gradients) with the same packed rows.
+//
+// Logits of a panel lie as [v][16 rows n]: a lane is a row of the batch, so every reduction over the vocabulary is a
+// vertical one. Exponentials are taken relative to a running reference of the row, which moves only when a block's
+// maximum exceeds it by more than kSlack; then what was summed so far is rescaled. Sums over a block are made first and
+// then added, which keeps the rounding of a sum over 10^5 terms near that of 10^3.
+
+#include "tile_mm.inc.h"
+
+// Scratch memory of one call.
+struct Memory {
+    void* blocks[16];
+    int count = 0;
+    template <typename T>
+    T* take(int64_t elements) {
+        const size_t bytes = round_up(elements * static_cast<int64_t>(sizeof(T)) + 64, 64);
+        blocks[count] = std::aligned_alloc(64, bytes);
+        if (blocks[count] == nullptr) throw std::bad_alloc();
+        return static_cast<T*>(blocks[count++]);
+    }
+    ~Memory() {
+        for (int i = 0; i < count; ++i) std::free(blocks[i]);
+    }
+};
+
+constexpr int64_t kPanel = 32;
+constexpr int64_t kBlock = 512;
+constexpr float kSlack = 8.0f;
+constexpr float kLowest = -3.402823466e38f;
+constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
+
+struct Sizes {
+    int64_t K, padded_K, depth_K, panels;
+    explicit Sizes(const Head& head, const Batch& batch) {
+        K = head.H + head.extra;
+        padded_K = round_up(K, 32);
+        depth_K = padded_K / KT;
+        panels = ceil_div(batch.n, kPanel);
+    }
+};
+
+// --- packing ---------------------------------------------------------------------------------------------------------
+
+static void fetch(const Matrix& m, int64_t row, int64_t count, Element* out) {
+#if RLHF_TILE_BF16
+    std::memcpy(out, static_cast<const uint16_t*>(m.data) + row * m.stride, count * 2);
+#else
+    if (m.type == Type::float32) {
+        std::memcpy(out, static_cast<const float*>(m.data) + row * m.stride, count * 4);
+        return;
+    }
+    const uint16_t* from = static_cast<const uint16_t*>(m.data) + row * m.stride;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+        std::memcpy(out + i, &bits, 4);
+    }
+#endif
+}
+
+// Row `row` of m widened by row `extra_row` of `extra`, then zeros up to `padded`.
+static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& extra, int64_t extra_row, int64_t count,
+                       int64_t padded, Element* out) {
+    fetch(m, row, H, out);
+    if (count > 0) fetch(extra, extra_row, count, out + H);
+    std::memset(out + H + count, 0, (padded - H - count) * sizeof(Element));
+}
+
+// One row of an A operand: 64 bytes into each tile along k. `tiles` is the row of tiles.
+RLHF_INLINE void put_a(const Element* from, int64_t row, int64_t depth, Element* tiles) {
+    for (int64_t t = 0; t < depth; ++t) std::memcpy(tiles + t * kTileElements + row * KT, from + t * KT, 64);
+}
+
+// Two rows `k`, `k + 1` (k even) of a B operand whose columns are `width`; tiles along k are `depth` for each 16 columns.
+RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64_t width, int64_t depth,
+                       Element* tiles) {
+    for (int64_t c = 0; c < width; c += 16) {
+        Element* tile = tiles + ((c / 16) * depth + k / KT) * kTileElements;
+#if RLHF_TILE_BF16
+        u16x16 low, high;
+        std::memcpy(&low, even + c, 32);
+        std::memcpy(&high, odd + c, 32);
+        const u32x16 both = __builtin_convertvector(low, u32x16) | (__builtin_convertvector(high, u32x16) << 16);
+        std::memcpy(tile + (k % KT / 2) * 32, &both, 64);
+#else
+        std::memcpy(tile + (k % KT) * 16, even + c, 64);
+        std::memcpy(tile + (k % KT + 1) * 16, odd + c, 64);
+#endif
+    }
+}
+
+// Rows [first, first + 2) of the block that starts at v0; rows from `count` on are zeros.
+static void pack_weight_rows(const Head& head, const Sizes& sizes, int64_t v0, int64_t count, int64_t first,
+                             int64_t depth_v, Element* scratch, Element* as_a, Element* as_b) {
+    for (int64_t i = 0; i < 2; ++i) {
+        Element* row = scratch + i * sizes.padded_K;
+        if (first + i < count) {
+            fetch_wide(head.weight, v0 + first + i, head.H, head.extra_weight, v0 + first + i, head.extra,
+                       sizes.padded_K, row);
+        } else {
+            std::memset(row, 0, sizes.padded_K * sizeof(Element));
+        }
+        const int64_t v = first + i;
+        put_a(row, v % 16, sizes.depth_K, as_a + (v / 16) * sizes.depth_K * kTileElements);
+    }
+    if (as_b) put_b(scratch, scratch + sizes.padded_K, first, sizes.padded_K, depth_v, as_b);
+}
+
+// Sixteen rows of hidden as a B operand with the rows as columns: [depth_K] tiles.
+static void pack_hidden_columns(const Head& head, const Batch& batch, const Matrix& hidden, bool widened,
+                                const Sizes& sizes, int64_t n0, Element* scratch, Element* tiles) {
+    for (int64_t i = 0; i < 16; ++i) {
+        Element* row = scratch + i * sizes.padded_K;
+        if (n0 + i < batch.n) {
+            fetch_wide(hidden, batch.rows[n0 + i], head.H, batch.extra_hidden, n0 + i, widened ? head.extra : 0,
+                       sizes.padded_K, row);
+        } else {
+            std::memset(row, 0, sizes.padded_K * sizeof(Element));
+        }
+    }
+    for (int64_t t = 0; t < sizes.depth_K; ++t) {
+        u32x16 x[16];
+        for (int i = 0; i < 16; ++i) std::memcpy(&x[i], scratch + i * sizes.padded_K + t * KT, 64);
+        uint32_t* out = reinterpret_cast<uint32_t*>(tiles + t * kTileElements);
+        transpose16(x, out, 16);
+    }
+}
+
+// Two rows of hidden (n0 even) as rows of a B operand [n][K].
+static void pack_hidden_rows(const Head& head, const Batch& batch, const Sizes& sizes, int64_t n0, int64_t depth_n,
+                             Element* scratch, Element* tiles) {
+    for (int64_t i = 0; i < 2; ++i) {
+        Element* row = scratch + i * sizes.padded_K;
+        if (n0 + i < batch.n) {
+            fetch_wide(batch.hidden, batch.rows[n0 + i], head.H, batch.extra_hidden, n0 + i, head.extra,
+                       sizes.padded_K, row);
+        } else {
+            std::memset(row, 0, sizes.padded_K * sizeof(Element));
+        }
+    }
+    put_b(scratch, scratch + sizes.padded_K, n0, sizes.padded_K, depth_n, tiles);
+}
+
+// --- logits of a panel -----------------------------------------------------------------------------------------------
+
+// Logits lie as [v / 16][2 halves of the panel][16 v][16 n].
+RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
+    return logits + ((v / 16) * 2 + half) * kTileFloats + (v % 16) * 16;
+}
+
+static void panel_products(const Element* weight, const Element* hidden, int64_t padded_v, int64_t depth_K,
+                           float* logits) {
+    for (int64_t v = 0; v < padded_v; v += 32) {
+        const Element* a = weight + (v / 16) * depth_K * kTileElements;
+        multiply_2x2(a, a + depth_K * kTileElements, hidden, hidden + depth_K * kTileElements, depth_K,
+                     logit_row(logits, v, 0), false);
+    }
+}
+
+struct Lanes {
+    f32x16 x[2];
+    void load(const float* from, int64_t n0, int64_t n, float otherwise) {
+        for (int64_t i = 0; i < kPanel; ++i) {
+            x[i / 16][i % 16] = from && n0 + i < n ? from[n0 + i] : otherwise;
+        }
+    }
+};
+
+// y -> z in place, for `count` rows of W from v0 on.
+static void transform(const Head& head, int64_t v0, int64_t count, const Lanes& inverse_temperature, float* logits) {
+    const f32x16 per_cap = splat(head.softcap != 0.0f ? head.scale / head.softcap : 0.0f);
+    for (int64_t half = 0; half < 2; ++half) {
+        const f32x16 by = inverse_temperature.x[half];
+        for (int64_t v = 0; v < count; ++v) {
+            float* at = logit_row(logits, v, half);
+            f32x16 y = load16(at);
+            if (head.bias) y = y + head.bias[v0 + v];
+            if (head.softcap != 0.0f) {
+                y = tanh16(y * per_cap) * head.softcap;
+            } else {
+                y = y * head.scale;
+            }
+            store16(at, y * by);
+        }
+    }
+}
+
+RLHF_INLINE bool transforms(const Head& head, const Batch& batch) {
+    if (head.bias || head.softcap != 0.0f || head.scale != 1.0f) return true;
+    for (int64_t i = 0; i < batch.n; ++i) {
+        if (batch.temperature[i] != 1.0f) return true;
+    }
+    return false;
+}
+
+// du of dz/dy beyond scale / T: 1 - (z T / softcap)^2.
+RLHF_INLINE f32x16 cap_slope(f32x16 z, f32x16 temperature_per_cap) {
+    const f32x16 c = z * temperature_per_cap;
+    return splat(1.0f) - c * c;
+}
+
+// Collects KT values per lane and writes them as a tile of an A operand with the lanes as rows.
+struct TileOut {
+    u32x16 rows[16];
+    __attribute__((always_inline)) void put(int64_t i, f32x16 even, f32x16 odd) {
+#if RLHF_TILE_BF16
+        rows[i / 2] = pair_bf16(even, odd);
+#else
+        rows[i] = (u32x16)even;
+        rows[i + 1] = (u32x16)odd;
+#endif
+    }
+    __attribute__((always_inline)) void write(Element* tile) const {
+        transpose16(rows, reinterpret_cast<uint32_t*>(tile), 16);
+    }
+};
+
+// sums [padded_K / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times the block's rows of W as a B operand. fp32 operands
+// are summed within the block first: in one running sum of 10^5 terms the many small ones would be lost against the few
+// large ones. For bf16 operands that loss is far below their own rounding.
+static void add_products(const Element* p, const Element* as_b, int64_t depth_v, int64_t padded_K, bool first,
+                         float* sums) {
+    alignas(64) float block[4 * kTileFloats];
+    for (int64_t k = 0; k < padded_K / 32; ++k) {
+        const Element* b = as_b + k * 2 * depth_v * kTileElements;
+        float* to = sums + k * 4 * kTileFloats;
+        const bool direct = first || RLHF_TILE_BF16;
+        multiply_2x2(p, p + depth_v * kTileElements, b, b + depth_v * kTileElements, depth_v, direct ? to : block,
+                     direct && !first);
+        if (direct) continue;
+        for (int64_t i = 0; i < 4 * kTileFloats; i += 16) store16(to + i, load16(to + i) + load16(block + i));
+    }
+}
+
+// --- forward ---------------------------------------------------------------------------------------------------------
+
+// What a panel carries from block to block.
+struct alignas(64) PanelState {
+    f32x16 reference[2], sum[2], sum_z[2], sum_square[2], weighted[2], logit[2], best[2];
+    i32x16 best_at[2];
+    f32x16 pair_reference[2], pair_sum[2], pair_logit[2], difference[2];
+};
+
+static void reset(PanelState& s) {
+    for (int h = 0; h < 2; ++h) {
+        s.reference[h] = s.pair_reference[h] = splat(kLowest);
+        s.sum[h] = s.sum_z[h] = s.sum_square[h] = s.weighted[h] = s.logit[h] = splat(0.0f);
+        s.best[h] = splat(-__builtin_inff());
+        s.best_at[h] = i32x16{};
+        s.pair_sum[h] = s.pair_logit[h] = s.difference[h] = splat(0.0f);
+    }
+}
+
+static f32x16 block_maximum(float* logits, int64_t count, int64_t half) {
+    f32x16 m0 = splat(kLowest), m1 = m0;
+    int64_t v = 0;
+    for (; v + 2 <= count; v += 2) {
+        m0 = max16(load16(logit_row(logits, v, half)), m0);
+        m1 = max16(load16(logit_row(logits, v + 1, half)), m1);
+    }
+    if (v < count) m0 = max16(load16(logit_row(logits, v, half)), m0);
+    return max16(m0, m1);
+}
+
+static void note_best(PanelState& s, float* logits, int64_t v0, int64_t count, int64_t half) {
+    f32x16 best = s.best[half];
+    i32x16 at = s.best_at[half];
+    for (int64_t v = 0; v < count; ++v) {
+        const f32x16 z = load16(logit_row(logits, v, half));
+        const i32x16 better = z > best;
+        best = better ? z : best;
+        at = better ? i32x16{} + static_cast<int32_t>(v0 + v) : at;
+    }
+    s.best[half] = best;
+    s.best_at[half] = at;
+}
+
+RLHF_INLINE bool any_lane(i32x16 mask) {
+    int32_t any = 0;
+    for (int i = 0; i < 16; ++i) any |= mask[i];
+    return any != 0;
+}
+
+struct Wanted {
+    bool entropy, best, mean, square;
+};
+
+// Where in a block the target of each lane is; -1: not in it.
+struct Targets {
+    i32x16 at[2];
+    bool any[2];
+    Targets(const Batch& batch, int64_t n0, int64_t v0, int64_t count) {
+        for (int64_t half = 0; half < 2; ++half) {
+            any[half] = false;
+            for (int64_t i = 0; i < 16; ++i) {
+                const int64_t n = n0 + half * 16 + i, t = n < batch.n ? batch.target[n] - v0 : -1;
+                const bool here = t >= 0 && t < count;
+                at[half][i] = here ? static_cast<int32_t>(t) : -1;
+                any[half] |= here;
+            }
+        }
+    }
+};
+
+// exp-sums and moments of one half of a panel over a block; P (and Q = P times the difference of a pair) as A operands.
+// The target's own place in them is 0: what it adds is known exactly and would be lost in the rounding of a large P.
+template <bool kAhead, bool kPair, bool kCap>
+static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t count, int64_t half,
+                       const Wanted& wanted, const Targets& targets, f32x16 temperature_per_cap, Element* p,
+                       Element* q) {
+    const i32x16 target = targets.at[half];
+    const bool any_target = targets.any[half];
+    const f32x16 reference = s.reference[half], pair_reference = s.pair_reference[half];
+    f32x16 sum = splat(0.0f), weighted = sum, sum_z = sum, square = sum, pair_sum = sum, difference = sum;
+    const auto one = [&](int64_t v, f32x16& out, f32x16& pair_out) __attribute__((always_inline)) {
+        if (v >= count) {
+            out = pair_out = splat(0.0f);
+            return;
+        }
+        const f32x16 z = load16(logit_row(logits, v, half));
+        const f32x16 d = z - reference;
+        f32x16 e = exp16(d);
+        sum += e;
+        if (wanted.entropy) weighted = muladd(e, d < kVeryLow ? splat(kVeryLow) : d, weighted);
+        if (wanted.mean) sum_z += z;
+        if (wanted.square) square = muladd(e, e, square);
+        f32x16 gap = splat(0.0f);
+        if (kPair) {
+            const f32x16 zr = load16(logit_row(pair_logits, v, half));
+            pair_sum += exp16(zr - pair_reference);
+            gap = e == 0.0f ? splat(0.0f) : z - zr;
+            difference = muladd(e, gap, difference);
+        }
+        if (kAhead) {
+            if (kCap) e = e * cap_slope(z, temperature_per_cap);
+            if (any_target) e = target == static_cast<int32_t>(v) ? splat(0.0f) : e;
+            out = e;
+            if (kPair) pair_out = e * gap;
+        }
+    };
+    for (int64_t v0 = 0; v0 < count; v0 += KT) {
+        TileOut p_tile, q_tile;
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < KT; i += 2) {
+            f32x16 even = splat(0.0f), odd = even, pair_even = even, pair_odd = even;
+            one(v0 + i, even, pair_even);
+            one(v0 + i + 1, odd, pair_odd);
+            if (kAhead) p_tile.put(i, even, odd);
+            if (kAhead && kPair) q_tile.put(i, pair_even, pair_odd);
+        }
+        if (kAhead) p_tile.write(p + (v0 / KT) * kTileElements);
+        if (kAhead && kPair && q) q_tile.write(q + (v0 / KT) * kTileElements);
+    }
+    s.sum[half] += sum;
+    s.weighted[half] += weighted;
+    s.sum_z[half] += sum_z;
+    s.sum_square[half] += square;
+    s.pair_sum[half] += pair_sum;
+    s.difference[half] += difference;
+}
+
+// Rows of an accumulator panel [K / 32][half][2][16 n][16 k] times a factor per row.
+static void rescale(float* sums, int64_t padded_K, int64_t half, f32x16 factor) {
+    for (int64_t k = 0; k < padded_K / 32; ++k) {
+        for (int64_t side = 0; side < 2; ++side) {
+            float* tile = sums + (k * 4 + half * 2 + side) * kTileFloats;
+            for (int n = 0; n < 16; ++n) store16(tile + n * 16, load16(tile + n * 16) * factor[n]);
+        }
+    }
+}
+
+RLHF_INLINE float sum_at(const float* sums, int64_t n, int64_t k) {
+    return sums[((k / 32) * 4 + (n / 16) * 2 + (k % 32) / 16) * kTileFloats + (n % 16) * 16 + k % 16];
+}
+
+struct ForwardCall {
+    const Head& head;
+    const Batch& batch;
+    const Statistics& out;
+    const Pair* pair;
+    const Expected& expected;
+    Sizes sizes;
+    Wanted wanted;
+    bool transformed;
+    PanelState* states;
+    float *sums, *sums_kl;  // [panels][padded_K / 32][4 tiles]
+};
+
+static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, int64_t count, const Element* as_a,
+                          const Element* as_b, const Element* columns, const Element* pair_columns, float* logits,
+                          Element* p) {
+    const Head& head = call.head;
+    const Batch& batch = call.batch;
+    const Sizes& sizes = call.sizes;
+    PanelState& s = call.states[panel];
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
+    const bool ahead = call.expected.expected != nullptr, ahead_kl = call.expected.expected_kl != nullptr;
+    float* pair_logits = logits + kBlock * kPanel;
+    Element* q = p + 2 * (kBlock / KT) * kTileElements;
+    panel_products(as_a, columns, padded_v, sizes.depth_K, logits);
+    if (call.pair) panel_products(as_a, pair_columns, padded_v, sizes.depth_K, pair_logits);
+    Lanes temperature, inverse;
+    temperature.load(batch.temperature, n0, batch.n, 1.0f);
+    for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / temperature.x[h];
+    if (call.transformed) {
+        transform(head, v0, count, inverse, logits);
+        if (call.pair) transform(head, v0, count, inverse, pair_logits);
+    }
+    const Targets targets(batch, n0, v0, count);
+    for (int64_t i = 0; i < kPanel; ++i) {
+        const int32_t t = targets.at[i / 16][i % 16];
+        if (t < 0) continue;
+        s.logit[i / 16][i % 16] = logit_row(logits, t, i / 16)[i % 16];
+        if (call.pair) s.pair_logit[i / 16][i % 16] = logit_row(pair_logits, t, i / 16)[i % 16];
+    }
+    float* sums = ahead ? call.sums + panel * sizes.padded_K * kPanel : nullptr;
+    float* sums_kl = ahead_kl ? call.sums_kl + panel * sizes.padded_K * kPanel : nullptr;
+    for (int64_t half = 0; half < 2; ++half) {
+        const f32x16 top = block_maximum(logits, count, half);
+        const i32x16 moved = top > s.reference[half] + kSlack;
+        if (any_lane(moved)) {
+            const f32x16 next = moved ? top : s.reference[half];
+            const f32x16 shift = s.reference[half] - next;
+            const f32x16 factor = moved ? exp16(shift) : splat(1.0f);
+            // sum e (z - m) for the new m, from the sums for the old one
+            s.weighted[half] = s.sum[half] == 0.0f ? splat(0.0f)
+                                                   : factor * (s.weighted[half] + shift * s.sum[half]);
+            s.sum[half] *= factor;
+            s.sum_square[half] *= factor * factor;
+            s.difference[half] *= factor;
+            s.reference[half] = next;
+            if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
+            if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
+        }
+        if (call.pair) {
+            const f32x16 pair_top = block_maximum(pair_logits, count, half);
+            const i32x16 pair_moved = pair_top > s.pair_reference[half] + kSlack;
+            const f32x16 next = pair_moved ? pair_top : s.pair_reference[half];
+            s.pair_sum[half] *= pair_moved ? exp16(s.pair_reference[half] - next) : splat(1.0f);
+            s.pair_reference[half] = next;
+        }
+        if (call.wanted.best) note_best(s, logits, v0, count, half);
+        const f32x16 per_cap = head.softcap != 0.0f ? temperature.x[half] * (1.0f / head.softcap) : splat(0.0f);
+        const auto sums_of = ahead ? (call.pair ? (head.softcap != 0.0f ? block_sums<true, true, true>
+                                                                        : block_sums<true, true, false>)
+                                                : (head.softcap != 0.0f ? block_sums<true, false, true>
+                                                                        : block_sums<true, false, false>))
+                                   : (call.pair ? block_sums<false, true, false> : block_sums<false, false, false>);
+        sums_of(s, logits, pair_logits, count, half, call.wanted, targets, per_cap,
+                p + half * depth_v * kTileElements, ahead_kl ? q + half * depth_v * kTileElements : nullptr);
+    }
+    if (!ahead) return;
+    if (count % 32 != 0 && KT == 16) {  // the last tile of the padding is not touched above
+        for (int64_t half = 0; half < 2; ++half) {
+            for (int64_t t = ceil_div(count, KT); t < depth_v; ++t) {
+                std::memset(p + (half * depth_v + t) * kTileElements, 0, 1024);
+                if (ahead_kl) std::memset(q + (half * depth_v + t) * kTileElements, 0, 1024);
+            }
+        }
+    }
+    add_products(p, as_b, depth_v, sizes.padded_K, v0 == 0, sums);
+    if (ahead_kl) add_products(q, as_b, depth_v, sizes.padded_K, v0 == 0, sums_kl);
+}
+
+static void finish_row(const ForwardCall& call, int64_t n) {
+    const Head& head = call.head;
+    const PanelState& s = call.states[n / kPanel];
+    const int64_t half = n % kPanel / 16, lane = n % 16;
+    const float sum = s.sum[half][lane], reference = s.reference[half][lane], log_sum = __builtin_logf(sum);
+    const float lse = reference + log_sum;
+    const Statistics& out = call.out;
+    if (out.logprob) out.logprob[n] = (s.logit[half][lane] - reference) - log_sum;
+    if (out.lse) out.lse[n] = lse;
+    if (out.entropy) out.entropy[n] = log_sum - s.weighted[half][lane] / sum;
+    if (out.is_top1) out.is_top1[n] = s.best_at[half][lane] == call.batch.target[n] ? 1.0f : 0.0f;
+    if (out.mean_logit) out.mean_logit[n] = s.sum_z[half][lane] / static_cast<float>(head.V);
+    if (out.log_sum_sq_prob) out.log_sum_sq_prob[n] = __builtin_logf(s.sum_square[half][lane]) - 2 * log_sum;
+    float gap = 0.0f;
+    if (call.pair) {
+        const float pair_reference = s.pair_reference[half][lane];
+        const float pair_log_sum = __builtin_logf(s.pair_sum[half][lane]);
+        const float pair_lse = pair_reference + pair_log_sum;
+        const float kl = (s.difference[half][lane] / sum - lse) + pair_lse;
+        call.pair->logprob[n] = (s.pair_logit[half][lane] - pair_reference) - pair_log_sum;
+        call.pair->lse[n] = pair_lse;
+        call.pair->kl[n] = kl;
+        gap = (lse - pair_lse) + kl;  // log p - log p2 - kl = (z - z2) - gap
+    }
+    const Sizes& sizes = call.sizes;
+    const float by = head.scale / (call.batch.temperature[n] * sum);
+    if (!call.expected.expected) return;
+    const float* sums = call.sums + (n / kPanel) * sizes.padded_K * kPanel;
+    const float* sums_kl = call.sums_kl ? call.sums_kl + (n / kPanel) * sizes.padded_K * kPanel : nullptr;
+    for (int64_t k = 0; k < sizes.K; ++k) {
+        const float e = by * sum_at(sums, n % kPanel, k);
+        call.expected.expected[n * sizes.K + k] = e;
+        if (sums_kl) call.expected.expected_kl[n * sizes.K + k] = by * sum_at(sums_kl, n % kPanel, k) - gap * e;
+    }
+}
+
+static int thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+static void run_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
+                        const Expected& expected, int threads) {
+    ForwardCall call{head, batch, statistics, pair, expected, Sizes(head, batch), {}, transforms(head, batch),
+                     nullptr, nullptr, nullptr};
+    call.wanted = {statistics.entropy != nullptr, statistics.is_top1 != nullptr, statistics.mean_logit != nullptr,
+                   statistics.log_sum_sq_prob != nullptr};
+    const Sizes& sizes = call.sizes;
+    const bool ahead = expected.expected != nullptr;
+    const int64_t column_elements = 2 * sizes.depth_K * kTileElements;  // of one panel
+    const int64_t block_elements = kBlock * sizes.padded_K;
+    const int64_t p_elements = 4 * (kBlock / KT) * kTileElements;
+    Memory memory;
+    Element* columns = memory.take<Element>(sizes.panels * column_elements);
+    Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
+    Element* as_a = memory.take<Element>(block_elements);
+    Element* as_b = ahead ? memory.take<Element>(block_elements) : nullptr;
+    float* logits = memory.take<float>(threads * 2 * kBlock * kPanel);
+    Element* p = memory.take<Element>(threads * p_elements);
+    Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
+    call.states = memory.take<PanelState>(sizes.panels);
+    call.sums = ahead ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+    call.sums_kl = expected.expected_kl ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+        const TileScope scope;
+        const int me = thread_number();
+        Element* my_scratch = scratch + me * 16 * sizes.padded_K;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
+            pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
+                                columns + i * (column_elements / 2));
+            if (pair) {
+                pack_hidden_columns(head, batch, pair->hidden, false, sizes, i * 16, my_scratch,
+                                    pair_columns + i * (column_elements / 2));
+            }
+            if (i % 2 == 0) reset(call.states[i / 2]);
+        }
+        for (int64_t v0 = 0; v0 < head.V; v0 += kBlock) {
+            const int64_t count = head.V - v0 < kBlock ? head.V - v0 : kBlock, padded_v = round_up(count, 32);
+#pragma omp for schedule(static)
+            for (int64_t v = 0; v < padded_v; v += 2) {
+                pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
+            }
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t panel = 0; panel < sizes.panels; ++panel) {
+                forward_panel(call, panel, v0, count, as_a, as_b, columns + panel * column_elements,
+                              pair ? pair_columns + panel * column_elements : nullptr,
+                              logits + me * 2 * kBlock * kPanel, p + me * p_elements);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < batch.n; ++n) finish_row(call, n);
+    }
+}
+
+// --- backward --------------------------------------------------------------------------------------------------------
+
+struct BackwardCall {
+    const Head& head;
+    const Batch& batch;
+    const RowGradients& rows;
+    const HeadGradients& out;
+    Sizes sizes;
+    bool transformed;
+    int64_t depth_n;   // tiles along n of the transposed gradient
+    float* sums;       // [panels][padded_K / 32][4 tiles]
+    Element* across;   // transposed gradient of a block: [kBlock / 16][depth_n] A tiles
+    float* bias_part;  // [panels][kBlock]
+};
+
+// The rows' coefficients, 0 and lse = inf in lanes past the end, where they make the gradient 0.
+struct RowLanes {
+    Lanes lse, on_p, on_target, entropy, entropy_value, mean, square, square_scale, kl, kl_shift, temperature, slope;
+};
+
+static void load_rows(const BackwardCall& call, int64_t n0, RowLanes& lanes) {
+    const RowGradients& g = call.rows;
+    const int64_t n = call.batch.n;
+    Lanes on_lse, square_value, pair_lse, kl_value;
+    lanes.lse.load(g.lse, n0, n, __builtin_inff());
+    lanes.on_target.load(g.logprob, n0, n, 0.0f);
+    on_lse.load(g.on_lse, n0, n, 0.0f);
+    lanes.entropy.load(g.entropy, n0, n, 0.0f);
+    lanes.entropy_value.load(g.entropy_value, n0, n, 0.0f);
+    lanes.mean.load(g.mean_logit, n0, n, 0.0f);
+    lanes.square.load(g.log_sum_sq_prob, n0, n, 0.0f);
+    square_value.load(g.log_sum_sq_prob_value, n0, n, 0.0f);
+    lanes.kl.load(g.kl, n0, n, 0.0f);
+    kl_value.load(g.kl_value, n0, n, 0.0f);
+    pair_lse.load(g.pair_lse, n0, n, 0.0f);
+    lanes.temperature.load(call.batch.temperature, n0, n, 1.0f);
+    for (int h = 0; h < 2; ++h) {
+        lanes.on_p.x[h] = (on_lse.x[h] - lanes.on_target.x[h]) - 2.0f * lanes.square.x[h];
+        lanes.square_scale.x[h] = 2.0f * lanes.square.x[h] * exp16(-square_value.x[h]);
+        lanes.mean.x[h] = lanes.mean.x[h] * (1.0f / static_cast<float>(call.head.V));
+        lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];
+        for (int64_t i = 0; i < 16; ++i) {
+            lanes.kl_shift.x[h][i] =
+                n0 + h * 16 + i < n ? (lanes.lse.x[h][i] - pair_lse.x[h][i]) + kl_value.x[h][i] : 0.0f;
+        }
+    }
+}
+
+static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, int64_t count, const Element* as_a,
+                           const Element* as_b, const Element* columns, const Element* pair_columns, float* logits,
+                           Element* p) {
+    const Head& head = call.head;
+    const Batch& batch = call.batch;
+    const Sizes& sizes = call.sizes;
+    const RowGradients& g = call.rows;
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
+    float* pair_logits = logits + kBlock * kPanel;
+    RowLanes lanes;
+    load_rows(call, n0, lanes);
+    Lanes inverse;
+    for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / lanes.temperature.x[h];
+    panel_products(as_a, columns, padded_v, sizes.depth_K, logits);
+    if (g.kl) panel_products(as_a, pair_columns, padded_v, sizes.depth_K, pair_logits);
+    if (call.transformed) {
+        transform(head, v0, count, inverse, logits);
+        if (g.kl) transform(head, v0, count, inverse, pair_logits);
+    }
+    const Targets targets(batch, n0, v0, count);
+    for (int64_t half = 0; half < 2; ++half) {
+        const f32x16 per_cap =
+            head.softcap != 0.0f ? lanes.temperature.x[half] * (1.0f / head.softcap) : splat(0.0f);
+        // dL/dy replaces the logits, rows past the end become 0
+        for (int64_t v = 0; v < padded_v; ++v) {
+            float* at = logit_row(logits, v, half);
+            if (v >= count) {
+                store16(at, splat(0.0f));
+                continue;
+            }
+            const f32x16 z = load16(at), log_p = z - lanes.lse.x[half], prob = exp16(log_p);
+            f32x16 factor = lanes.on_p.x[half];
+            if (g.entropy) {
+                const f32x16 finite = log_p < kVeryLow ? splat(kVeryLow) : log_p;
+                factor -= lanes.entropy.x[half] * (finite + lanes.entropy_value.x[half]);
+            }
+            if (g.log_sum_sq_prob) factor = muladd(lanes.square_scale.x[half], prob, factor);
+            if (g.kl) {
+                const f32x16 gap = (z - load16(logit_row(pair_logits, v, half))) - lanes.kl_shift.x[half];
+                factor = prob == 0.0f ? factor : muladd(lanes.kl.x[half], gap, factor);
+            }
+            f32x16 d = prob * factor + lanes.mean.x[half];
+            d = targets.at[half] == static_cast<int32_t>(v) ? d + lanes.on_target.x[half] : d;
+            d = d * lanes.slope.x[half];
+            if (head.softcap != 0.0f) d = d * cap_slope(z, per_cap);
+            store16(at, d);
+        }
+        if (call.out.hidden) {
+            for (int64_t t = 0; t < depth_v; ++t) {
+                TileOut tile;
+                for (int64_t i = 0; i < KT; i += 2) {
+                    tile.put(i, load16(logit_row(logits, t * KT + i, half)),
+                             load16(logit_row(logits, t * KT + i + 1, half)));
+                }
+                tile.write(p + (half * depth_v + t) * kTileElements);
+            }
+        }
+    }
+    if (call.across) {
+        for (int64_t v = 0; v < padded_v; ++v) {
+            Element* row = call.across + (v / 16) * call.depth_n * kTileElements + (v % 16) * KT;
+            const f32x16 left = load16(logit_row(logits, v, 0)), right = load16(logit_row(logits, v, 1));
+#if RLHF_TILE_BF16
+            const u16x16 low = to_bf16(left), high = to_bf16(right);
+            std::memcpy(row + panel * kTileElements, &low, 32);
+            std::memcpy(row + panel * kTileElements + 16, &high, 32);
+#else
+            store16(row + 2 * panel * kTileElements, left);
+            store16(row + (2 * panel + 1) * kTileElements, right);
+#endif
+        }
+    }
+    if (call.bias_part) {
+        for (int64_t v = 0; v < count; ++v) {
+            const f32x16 both = load16(logit_row(logits, v, 0)) + load16(logit_row(logits, v, 1));
+            float total = 0.0f;
+            for (int i = 0; i < 16; ++i) total += both[i];
+            call.bias_part[panel * kBlock + v] = total;
+        }
+    }
+    if (!call.out.hidden) return;
+    add_products(p, as_b, depth_v, sizes.padded_K, v0 == 0, call.sums + panel * sizes.padded_K * kPanel);
+}
+
+// Rows [v, v + 32) of the block: dL/dW' for columns from weight_from on.
+static void weight_rows(const BackwardCall& call, int64_t v0, int64_t count, int64_t v, const Element* hidden_rows) {
+    const Sizes& sizes = call.sizes;
+    const Element* a = call.across + (v / 16) * call.depth_n * kTileElements;
+    alignas(64) float c[4 * kTileFloats];
+    for (int64_t k = call.out.weight_from / 32 * 32; k < sizes.K; k += 32) {
+        const Element* b = hidden_rows + (k / 16) * call.depth_n * kTileElements;
+        multiply_2x2(a, a + call.depth_n * kTileElements, b, b + call.depth_n * kTileElements, call.depth_n, c, false);
+        const int64_t from = k < call.out.weight_from ? call.out.weight_from : k;
+        const int64_t to = k + 32 < sizes.K ? k + 32 : sizes.K;
+        for (int64_t i = 0; i < 32 && v + i < count; ++i) {
+            float* row = call.out.weight + (v0 + v + i) * sizes.K;
+            for (int64_t j = from; j < to; ++j) {
+                row[j] = c[((i / 16) * 2 + (j - k) / 16) * kTileFloats + (i % 16) * 16 + (j - k) % 16];
+            }
+        }
+    }
+}
+
+static void run_backward(const Head& head, const Batch& batch, const RowGradients& gradients,
+                         const HeadGradients& sums, int threads) {
+    BackwardCall call{head, batch, gradients, sums, Sizes(head, batch), transforms(head, batch), 0,
+                      nullptr, nullptr, nullptr};
+    const Sizes& sizes = call.sizes;
+    const int64_t column_elements = 2 * sizes.depth_K * kTileElements;
+    const int64_t block_elements = kBlock * sizes.padded_K;
+    const int64_t p_elements = 2 * (kBlock / KT) * kTileElements;
+    const Matrix pair_hidden{gradients.pair_hidden, gradients.pair_stride, batch.hidden.type};
+    const bool pair = gradients.kl != nullptr;
+    call.depth_n = sizes.panels * kPanel / KT;
+    Memory memory;
+    Element* columns = memory.take<Element>(sizes.panels * column_elements);
+    Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
+    Element* as_a = memory.take<Element>(block_elements);
+    Element* as_b = sums.hidden ? memory.take<Element>(block_elements) : nullptr;
+    float* logits = memory.take<float>(threads * 2 * kBlock * kPanel);
+    Element* p = sums.hidden ? memory.take<Element>(threads * p_elements) : nullptr;
+    Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
+    Element* hidden_rows = sums.weight ? memory.take<Element>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+    call.across = sums.weight ? memory.take<Element>(kBlock * sizes.panels * kPanel) : nullptr;
+    call.bias_part = sums.bias ? memory.take<float>(sizes.panels * kBlock) : nullptr;
+    call.sums = sums.hidden ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+        const TileScope scope;
+        const int me = thread_number();
+        Element* my_scratch = scratch + me * 16 * sizes.padded_K;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
+            pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
+                                columns + i * (column_elements / 2));
+            if (pair) {
+                pack_hidden_columns(head, batch, pair_hidden, false, sizes, i * 16, my_scratch,
+                                    pair_columns + i * (column_elements / 2));
+            }
+            for (int64_t n = 0; n < 16 && hidden_rows; n += 2) {
+                pack_hidden_rows(head, batch, sizes, i * 16 + n, call.depth_n, my_scratch, hidden_rows);
+            }
+        }
+        for (int64_t v0 = 0; v0 < head.V; v0 += kBlock) {
+            const int64_t count = head.V - v0 < kBlock ? head.V - v0 : kBlock, padded_v = round_up(count, 32);
+#pragma omp for schedule(static)
+            for (int64_t v = 0; v < padded_v; v += 2) {
+                pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
+            }
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t panel = 0; panel < sizes.panels; ++panel) {
+                backward_panel(call, panel, v0, count, as_a, as_b, columns + panel * column_elements,
+                               pair ? pair_columns + panel * column_elements : nullptr,
+                               logits + me * 2 * kBlock * kPanel, p + me * p_elements);
+            }
+            if (sums.weight) {
+#pragma omp for schedule(dynamic, 1)
+                for (int64_t v = 0; v < padded_v; v += 32) weight_rows(call, v0, count, v, hidden_rows);
+            }
+            if (sums.bias) {
+#pragma omp for schedule(static)
+                for (int64_t v = 0; v < count; ++v) {
+                    float total = 0.0f;
+                    for (int64_t i = 0; i < sizes.panels; ++i) total += call.bias_part[i * kBlock + v];
+                    sums.bias[v0 + v] = total;
+                }
+            }
+        }
+        if (sums.hidden) {
+#pragma omp for schedule(static)
+            for (int64_t n = 0; n < batch.n; ++n) {
+                const float* from = call.sums + (n / kPanel) * sizes.padded_K * kPanel;
+                for (int64_t k = 0; k < sizes.K; ++k) sums.hidden[n * sizes.K + k] = sum_at(from, n % kPanel, k);
+            }
+        }
+    }
+}

@@ -1,0 +1,243 @@
+"""The vocabulary sweeps of csrc/cpu/head.h for tensors: what `linear_logprob`, its pair and `linear_ppo_loss` call.
+
+Products take bf16 operands if hidden and weight are both bf16 (tile registers or vdpbf16ps where the CPU has them),
+otherwise fp32 ones; logits stay in fp32 accumulators. Only rows that count enter: a `HeadCall` names them, and its
+results and gradients are compact, one entry per such row in ascending order.
+
+A LoRA on the head widens both operands by a few columns: hidden by s h Aᵀ and W by B. As bf16 operands these are split
+into a rounded part and a rounded remainder, so that the addition is not rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import native
+from .logits import HeadGrads, HeadOptions, LogprobSaved
+
+STATISTICS = ("logprob", "lse", "entropy", "is_top1", "mean_logit", "log_sum_sq_prob")
+ROW_GRADIENTS = (
+    "lse",
+    "logprob",
+    "on_lse",
+    "entropy",
+    "entropy_value",
+    "mean_logit",
+    "log_sum_sq_prob",
+    "log_sum_sq_prob_value",
+    "kl",
+    "kl_value",
+    "pair_lse",
+)
+
+
+def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the native sweeps cannot serve such tensors, or None."""
+    if dtype in (torch.bfloat16, torch.float16):  # fp16 is upcast once per call
+        dtype = torch.float32
+    if dtype == torch.float64:
+        return "it computes in torch.float32, not in torch.float64"
+    return native.unsupported(device_type, dtype)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """x as fp32 or bf16 with inner stride 1."""
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _matrix(name: str, x: Tensor | None) -> tuple[int, int, int]:
+    if x is None or x.numel() == 0:
+        return (0, 0, 0)
+    return (*native.rows(name, x, x.dtype), int(x.dtype == torch.bfloat16))
+
+
+def _optional(name: str, x: Tensor | None) -> int:
+    return 0 if x is None else native.dense(name, x, torch.float32)
+
+
+class Gradients(NamedTuple):
+    """fp32, in the order of `HeadGrads.names`; None where not asked for. hidden is compact [n, H]."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    lora_A: Tensor | None
+    lora_B: Tensor | None
+
+
+class HeadCall:
+    """One batch of active rows under one head; keeps alive what the native code reads."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, keep: Tensor, options: HeadOptions, rows: Tensor
+    ) -> None:
+        """rows: int64 [n], the active rows, ascending; target: index of every row, in range where active."""
+        n, o = rows.shape[0], options
+        self.rows, self.options, self.source = rows, options, hidden
+        self.hidden, self.weight = _rows_of(hidden), _rows_of(weight)
+        self.bf16 = self.hidden.dtype == self.weight.dtype == torch.bfloat16
+        self.target = target[rows]
+        if o.row_temperature is None:
+            self.temperature = torch.full((n,), o.temperature, dtype=torch.float32)
+        else:
+            self.temperature = o.row_temperature[rows].float()
+        self.bias = None if o.bias is None else o.bias.float().contiguous()
+        self.extra_hidden: Tensor | None = None
+        self.extra_weight: Tensor | None = None
+        self.rank = 0
+        if o.lora_A is not None and o.lora_B is not None and o.lora_A.shape[0] > 0:
+            self._widen(o.lora_A, o.lora_B, o.lora_scale)
+        self.extra = 0 if self.extra_weight is None else self.extra_weight.shape[1]
+        self.head_args = (
+            *_matrix("weight", self.weight),
+            *_matrix("lora.B", self.extra_weight),
+            _optional("bias", self.bias),
+            self.weight.shape[1],
+            self.extra,
+            self.weight.shape[0],
+            o.softcap,
+            o.logit_scale,
+        )
+        self.batch_args = (
+            *_matrix("hidden", self.hidden),
+            *_matrix("lora.A", self.extra_hidden),
+            native.dense("rows", rows, torch.int64),
+            n,
+            native.dense("temperature", self.temperature, torch.float32),
+            native.dense("target", self.target, torch.int64),
+        )
+
+    def _widen(self, A: Tensor, B: Tensor, scale: float) -> None:
+        down = (self.hidden[self.rows].float() @ A.float().T).mul_(scale)
+        self.rank = A.shape[0]
+        if not self.bf16:
+            self.extra_hidden, self.extra_weight = down, B.to(self.weight.dtype).contiguous()
+            if B.dtype != self.weight.dtype:
+                self.extra_weight = B.float().contiguous()
+            return
+        high = down.bfloat16()
+        low = (down - high).bfloat16()
+        B_high = B.bfloat16()
+        if B.dtype == torch.bfloat16:
+            self.extra_hidden, self.extra_weight = torch.cat([high, low], 1), torch.cat([B, B], 1)
+        else:
+            B_low = (B.float() - B_high).bfloat16()
+            self.extra_hidden = torch.cat([high, low, high], 1)
+            self.extra_weight = torch.cat([B_high, B_high, B_low], 1)
+
+    def forward(
+        self, wanted: set[str], *, pair_hidden: Tensor | None = None, expected: bool = False, expected_kl: bool = False
+    ) -> dict[str, Tensor]:
+        """The wanted `STATISTICS` [n], with `pair_hidden` also pair_logprob, pair_lse and kl [n]; `expected` [n, H]."""
+        n, threads = self.rows.shape[0], native.threads()
+        made = {name: torch.empty(n) for name in STATISTICS if name in wanted}
+        statistics = tuple(_optional(name, made.get(name)) for name in STATISTICS)
+        pair = None
+        if pair_hidden is not None:
+            other = _rows_of(pair_hidden).to(self.hidden.dtype)
+            made |= {name: torch.empty(n) for name in ("pair_logprob", "pair_lse", "kl")}
+            addresses = (_optional(name, made[name]) for name in ("pair_logprob", "pair_lse", "kl"))
+            pair = (*_matrix("hidden_r", other), *addresses)
+        width = self.weight.shape[1] + self.extra
+        wide = {
+            name: torch.empty(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want
+        }
+        native.function("head_forward")(
+            self.head_args,
+            self.batch_args,
+            statistics,
+            pair,
+            _optional("expected", wide.get("expected")),
+            _optional("expected_kl", wide.get("expected_kl")),
+            threads,
+        )
+        return made | {name: self._narrow(x) for name, x in wide.items()}
+
+    def backward(self, rows: dict[str, Tensor], needs: set[str], *, pair_hidden: Tensor | None = None) -> Gradients:
+        """Gradients from those of the statistics, named as in `ROW_GRADIENTS`, each fp32 [n] and dense."""
+        H, r, n_vocab = self.weight.shape[1], self.rank, self.weight.shape[0]
+        empty = torch.empty
+        n, width = self.rows.shape[0], H + self.extra
+        need_hidden = "hidden" in needs or ("lora_A" in needs and r > 0)
+        need_lora_B = "lora_B" in needs and r > 0
+        wide = empty(n, width) if need_hidden else None
+        weight = empty(n_vocab, width) if "weight" in needs or need_lora_B else None
+        bias = empty(n_vocab) if "bias" in needs else None
+        other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
+        native.function("head_backward")(
+            self.head_args,
+            self.batch_args,
+            (*(_optional(name, rows.get(name)) for name in ROW_GRADIENTS), *_matrix("hidden_r", other)[:2]),
+            _optional("d_hidden", wide),
+            _optional("d_weight", weight),
+            0 if "weight" in needs else H,
+            _optional("d_bias", bias),
+            native.threads(),
+        )
+        d_A = d_B = None
+        if "lora_A" in needs and self.options.lora_A is not None:
+            if wide is None:
+                d_A = torch.zeros(self.options.lora_A.shape)
+            else:
+                d_A = self._down(wide).mul_(self.options.lora_scale).T @ self.hidden[self.rows].float()
+        if "lora_B" in needs and self.options.lora_B is not None:
+            if weight is None or not need_lora_B:
+                d_B = torch.zeros(self.options.lora_B.shape)
+            else:
+                d_B = weight[:, H : H + r] + weight[:, H + r : H + 2 * r] if self.bf16 else weight[:, H : H + r]
+        return Gradients(
+            hidden=None if wide is None or "hidden" not in needs else self._narrow(wide),
+            weight=None if weight is None or "weight" not in needs else weight[:, :H],
+            bias=bias,
+            lora_A=d_A,
+            lora_B=d_B,
+        )
+
+    def _down(self, wide: Tensor) -> Tensor:
+        """The columns that stand for products with B, [n, r], as a new tensor."""
+        H, r = self.weight.shape[1], self.rank
+        down = wide[:, H : H + r].clone()
+        if self.bf16 and self.extra == 3 * r:
+            down += wide[:, H + 2 * r :]
+        return down
+
+    def _narrow(self, wide: Tensor) -> Tensor:
+        """Σ g W' taken back through the addition: [n, H + extra] → [n, H]."""
+        if self.extra == 0:
+            return wide
+        assert self.options.lora_A is not None
+        down = self._down(wide).mul_(self.options.lora_scale)
+        return torch.addmm(wide[:, : self.weight.shape[1]], down, self.options.lora_A.float())
+
+
+def active_rows(keep: Tensor) -> Tensor:
+    """int64 [n] indices of the rows that count."""
+    return keep.nonzero()[:, 0]
+
+
+def scatter(rows: Tensor, values: Tensor, n_rows: int) -> Tensor:
+    """Compact rows put back among `n_rows`; zeros elsewhere."""
+    if rows.shape[0] == n_rows:
+        return values
+    return values.new_zeros(n_rows, *values.shape[1:]).index_copy_(0, rows, values)
+
+
+def results(gradients: Gradients, rows: Tensor, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Gradients in the order of `HeadGrads.names`, each in its input's dtype; empty where none was asked for."""
+    made = []
+    for name, x, g in zip(HeadGrads.names, inputs, gradients, strict=True):
+        if x is None or g is None:
+            made.append(torch.empty(0))
+        elif name == "hidden":
+            made.append(scatter(rows, g.to(x.dtype), x.shape[0]))
+        else:
+            made.append(g.to(x.dtype).contiguous())
+    return tuple(made)
+
+
+__all__ = ["STATISTICS", "HeadCall", "LogprobSaved", "active_rows", "results", "scatter", "unsupported"]
