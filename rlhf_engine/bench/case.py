@@ -108,6 +108,6 @@ def gemm_floor(*products: tuple[Tensor, Tensor]) -> Run:
 
 def copy_floor(moved_bytes: float, device: torch.device) -> Run:
     """A bare copy that reads and writes `moved_bytes` in total."""
-    source = torch.zeros(max(1, int(moved_bytes) // 2), dtype=torch.uint8, device=device)
+    source = torch.ones(max(1, int(moved_bytes) // 2), dtype=torch.uint8, device=device)  # zeros may be unmapped
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

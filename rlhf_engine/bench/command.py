@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 import torch
 from rich.console import Console
@@ -57,15 +57,16 @@ def _describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[TextIO]:
+def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[IO[str]]:
     """Where records go; a path that cannot be written is found out now, not after the measurements."""
-    files: list[TextIO] = [sys.stdout] if config.json == "-" else []
+    files: list[IO[str]] = [sys.stdout] if config.json == "-" else []
     paths = [] if config.json in (None, "-") else [(Path(str(config.json)), "a")]
     try:
         if config.out is not None:
             Path(config.out).mkdir(parents=True, exist_ok=True)
             paths.append((Path(config.out) / RESULTS_FILE, "w"))
-        files += [stack.enter_context(path.open(mode, encoding="utf-8")) for path, mode in paths]
+        for path, mode in paths:
+            files.append(stack.enter_context(path.open(mode, encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"json, out: expected paths that can be written, got {error}") from error
     return files

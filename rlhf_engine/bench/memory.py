@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 
+from rlhf_engine.bench import OPS
 from rlhf_engine.bench.candidates import find
 from rlhf_engine.bench.case import Run
 from rlhf_engine.bench.ops import load_cases
@@ -93,6 +95,7 @@ class MemoryServer:
     def __enter__(self) -> MemoryServer:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's pool, the only threads that importing would start
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compilers in a child that is measured
         }
         self._process = subprocess.Popen(
@@ -138,6 +141,9 @@ class MemoryServer:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
+    # what the children would import one by one, seconds each
+    for module in ("torch._dynamo", "peft", *(f"rlhf_engine.bench.ops.{op}" for op in OPS)):
+        importlib.import_module(module)
     for line in sys.stdin:
         answers.write(json.dumps(_in_child(json.loads(line))) + "\n")
         answers.flush()

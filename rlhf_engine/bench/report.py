@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,7 @@ KEYS = (
 )
 
 
-def write_records(records: Sequence[dict[str, Any]], file: TextIO) -> None:
+def write_records(records: Sequence[dict[str, Any]], file: IO[str]) -> None:
     """One JSON object per line, flushed."""
     for record in records:
         file.write(json.dumps(record, allow_nan=False) + "\n")
