@@ -64,7 +64,13 @@ class CaseResult:
             "flops": self.case.flops,
             "moved_bytes": self.case.moved_bytes,
             "baselines": {
-                row.label: {"ms": row.ms, "same": row.same, "peak_bytes": row.peak_bytes, **_error(row.accuracy)}
+                row.label: {
+                    "ms": row.ms,
+                    "same": row.same,
+                    "peak_bytes": row.peak_bytes,
+                    **_error(row.accuracy),
+                    "ok": row.accuracy and row.accuracy.ok,
+                }
                 for row in self.rows
                 if not row.backend
             },

@@ -7,6 +7,7 @@ In a mixed case half of the rows are off and the slots share the other half. Dec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -177,7 +178,9 @@ def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
     module[0].weight = torch.nn.Parameter(weight, requires_grad=False)
     for slot in range(lane.slots):
         config = peft.LoraConfig(r=lane.r, lora_alpha=int(ALPHA), lora_dropout=0.0, target_modules=["0"])
-        peft.inject_adapter_in_model(config, module, f"slot{slot}")
+        with warnings.catch_warnings():  # that there are several adapters is what this is about
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            peft.inject_adapter_in_model(config, module, f"slot{slot}")
     layer: Any = module[0]
     adapters = {}
     for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
