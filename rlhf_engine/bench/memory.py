@@ -142,10 +142,13 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     # what the children would import one by one, seconds each
-    for module in ("torch._dynamo", "peft", *(f"rlhf_engine.bench.ops.{op}" for op in OPS)):
+    for module in ("torch._dynamo", *(f"rlhf_engine.bench.ops.{op}" for op in OPS)):
         importlib.import_module(module)
     for line in sys.stdin:
-        answers.write(json.dumps(_in_child(json.loads(line))) + "\n")
+        request = json.loads(line)
+        if request["op"] == "lora":
+            importlib.import_module("peft")
+        answers.write(json.dumps(_in_child(request)) + "\n")
         answers.flush()
 
 
