@@ -24,9 +24,7 @@ gpu:
 	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 bench: $(INSTALLED)
-	@set -e; for script in bench/bench_*.py; do \
-		if [ -x "$$script" ]; then echo "== $$script"; $(VENV)/python "$$script" --quick $(ARGS); fi; \
-	done
+	$(VENV)/rlhf-engine bench --quick $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check .

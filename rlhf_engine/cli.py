@@ -1,4 +1,4 @@
-"""The command line: `rlhf-engine demo | sft | train | generate | doctor`.
+"""The command line: `rlhf-engine demo | sft | train | generate | doctor | bench`.
 
 Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine import __version__
-from rlhf_engine.config import DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
@@ -24,6 +24,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
   doctor     versions, device, and which kernel backend serves which op
+  bench      time, memory and error of the kernels: bench [OP] [--quick]
 
 rlhf-engine COMMAND --help lists a command's options."""
 
@@ -222,12 +223,24 @@ def _doctor(argv: Sequence[str]) -> int:
     return 0
 
 
+def _bench(argv: Sequence[str]) -> int:
+    # the op may stand first, without its flag
+    argv = ["--op", *argv] if argv and not argv[0].startswith("-") else argv
+    config = parse_config(BenchConfig, argv, prog="rlhf-engine bench")
+    _prepare("auto")
+    from rlhf_engine.bench.command import run_bench
+
+    run_bench(config)
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": _demo,
     "sft": _sft,
     "train": _train,
     "generate": _generate,
     "doctor": _doctor,
+    "bench": _bench,
 }
 
 

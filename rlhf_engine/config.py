@@ -4,6 +4,7 @@
     SFTConfig       rlhf-engine sft        joint language-model and reward training
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
     DemoConfig      rlhf-engine demo       everything on a small built-in task
+    BenchConfig     rlhf-engine bench      how fast, how large, how exact the kernels are
 
 Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 `parse_config(cls, argv)` reads flags and `--config`.
@@ -20,7 +21,7 @@ from typing import Literal
 from rlhf_engine.config_parser import Options, option, parse_config, required
 from rlhf_engine.errors import ConfigError
 
-__all__ = ["DemoConfig", "GenerateConfig", "PPOConfig", "SFTConfig", "parse_config"]
+__all__ = ["BenchConfig", "DemoConfig", "GenerateConfig", "PPOConfig", "SFTConfig", "parse_config"]
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
@@ -46,8 +47,7 @@ class _ModelOptions(_RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _not_empty("model_name_or_path", self.model_name_or_path)
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
-            raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {self.device!r}")
+        _check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,35 @@ class DemoConfig(_RunOptions):
         _not_empty("output_dir", self.output_dir)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(Options):
+    """Time, memory and error of every kernel backend that is here, beside other libraries and a bare-GEMM floor."""
+
+    op: str | None = option(None, "one op only; may also be the first argument; none: all")
+    case: str | None = option(None, "one case only: its name, or the part before or after the / of several")
+    quick: bool = option(False, "small sizes, few rounds, nothing that compiles: about a minute on two CPU cores")
+    full: bool = option(False, "every size of the grids")
+    rounds: int | None = option(None, "rounds of which the median is taken; none: 20, or 5 with --quick", ge=5)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    dtype: Literal["bf16", "fp32"] = option("bf16", "of weights and activations; numbers per token stay in fp32")
+    json: str | None = option(None, "append one JSON object per case and backend to this file; - is standard output")
+    out: str | None = option(None, "folder for results.jsonl and roofline.png")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_device(self.device)
+        for name in ("op", "case", "json", "out"):
+            if getattr(self, name) is not None:
+                _not_empty(name, getattr(self, name))
+        if self.quick and self.full:
+            raise ConfigError("full: expected either quick or full, got both")
+
+
 def _not_empty(name: str, value: str | list[str]) -> None:
     if not value or (isinstance(value, list) and not all(value)):
         raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
+
+
+def _check_device(name: str) -> None:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")

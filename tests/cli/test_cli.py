@@ -73,13 +73,13 @@ def test_usage_version_and_unknown_commands(capsys):
     assert run(capsys)[0] == 2
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(f"\n  {name} " in out for name in ("demo", "sft", "train", "generate", "doctor"))
+    assert all(f"\n  {name} " in out for name in ("demo", "sft", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
-    assert refused(capsys, "zzz").endswith("expected one of ['demo', 'sft', 'train', 'generate', 'doctor']")
+    assert refused(capsys, "zzz").endswith("expected one of ['demo', 'sft', 'train', 'generate', 'doctor', 'bench']")
 
 
-@pytest.mark.parametrize("command", ["demo", "sft", "train", "generate"])
+@pytest.mark.parametrize("command", ["demo", "sft", "train", "generate", "bench"])
 def test_help_of_every_command(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -1,0 +1,72 @@
+"""`rlhf-engine bench`: options in, tables, JSON lines and a plot out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import IO
+
+import torch
+from rich.console import Console
+
+from rlhf_engine.bench import roofline
+from rlhf_engine.bench.report import print_results, write_records
+from rlhf_engine.bench.runner import CaseResult, run_cases, select
+from rlhf_engine.config import BenchConfig
+from rlhf_engine.devices import resolve_device
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.report import TrainingProgress
+
+RESULTS_FILE, ROOFLINE_FILE = "results.jsonl", "roofline.png"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_ROUNDS, _QUICK_ROUNDS = 20, 5
+
+
+def run_bench(config: BenchConfig) -> list[CaseResult]:
+    """Measure, print, write. Raises ConfigError for what is not there before anything is measured."""
+    device = resolve_device(config.device)
+    dtype = _DTYPES[config.dtype]
+    size = "quick" if config.quick else "full" if config.full else "default"
+    cases = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
+    rounds = config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS)
+    results: list[CaseResult] = []
+    with contextlib.ExitStack() as stack:
+        files = _open_outputs(config, stack)
+        console = Console(file=sys.stderr if config.json == "-" else None)
+        console.print(
+            f"{_describe(device)}, torch {torch.__version__}, median of {rounds} interleaved rounds", highlight=False
+        )
+        with TrainingProgress(len(cases), title="bench") as progress:
+            for result in run_cases(cases, size=size, device=device, rounds=rounds):
+                results.append(result)
+                for file in files:
+                    write_records(result.records(), file)
+                progress.update(len(results), {})
+        print_results(results, console)
+        if config.out is not None:
+            ceilings = roofline.measure_ceilings(device, dtype, quick=config.quick)
+            path = Path(config.out) / ROOFLINE_FILE
+            records = [record for result in results for record in result.records()]
+            roofline.plot_roofline(records, ceilings, path, device=_describe(device))
+            console.print(f"records {Path(config.out) / RESULTS_FILE}  plot {path}", markup=False, highlight=False)
+    return results
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[IO[str]]:
+    """Where records go; a path that cannot be written is found out now, not after the measurements."""
+    files: list[IO[str]] = [sys.stdout] if config.json == "-" else []
+    paths = [] if config.json in (None, "-") else [(Path(str(config.json)), "a")]
+    try:
+        if config.out is not None:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            paths.append((Path(config.out) / RESULTS_FILE, "w"))
+        for path, mode in paths:
+            files.append(stack.enter_context(path.open(mode, encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"json, out: expected paths that can be written, got {error}") from error
+    return files

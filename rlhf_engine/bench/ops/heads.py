@@ -1,0 +1,188 @@
+"""What the four ops on a language-model head share: sizes, inputs, and other libraries' per-token log-probs.
+
+Data: hidden ~ N(0, 1), weight ~ N(0, 4 / H), so logits have a standard deviation of 2; uniform targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_engine.bench.case import NotHereError, Tensors, require
+
+Score = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Tensors]
+TRL_VOCAB_CHUNK = 32768  # what trl.trainer.utils passes
+
+
+class HeadSize(NamedTuple):
+    """N tokens, H hidden, V vocabulary."""
+
+    N: int
+    H: int
+    V: int
+
+    def __str__(self) -> str:
+        return f"{self.N}x{self.H}x{self.V}"
+
+
+_CPU = {
+    "tiny": [(24, 16, 97)],
+    "quick": [(256, 256, 8192)],
+    "default": [(1024, 1024, 32768), (512, 896, 151936), (256, 1024, 32768), (256, 896, 151936)],
+    "full": [(n, *hv) for hv in ((1024, 32768), (896, 151936)) for n in (256, 512, 1024)],
+}
+_CUDA_MODELS = ((4096, 128256), (3584, 152064), (2048, 151936), (1024, 151936), (2304, 256000))
+_CUDA = {
+    "tiny": [(24, 16, 97)],
+    "quick": [(2048, 2048, 151936)],
+    "default": [(n, *hv) for hv in ((4096, 128256), (2048, 151936)) for n in (128, 2048, 8192)],
+    "full": [(n, *hv) for hv in _CUDA_MODELS for n in (64, 128, 512, 2048, 8192, 32768)],
+}
+
+
+def head_sizes(size: str, device_type: str) -> list[HeadSize]:
+    """(N, H, V) of the grid, largest first on the CPU."""
+    return [HeadSize(*s) for s in (_CUDA if device_type == "cuda" else _CPU)[size]]
+
+
+def make_head(s: HeadSize, dtype: torch.dtype, device: torch.device) -> tuple[Tensors, torch.Generator]:
+    """hidden [N, H], weight [V, H], target [N], and the generator for what else a case draws."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(s.N, s.H, generator=generator, device=device).to(dtype)
+    weight = torch.randn(s.V, s.H, generator=generator, device=device).mul_(2 * s.H**-0.5).to(dtype)
+    target = torch.randint(s.V, (s.N,), generator=generator, device=device)
+    return {"hidden": hidden, "weight": weight, "target": target}, generator
+
+
+def eager_stats(logits: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+    """log_softmax and gather on the whole [N, V], upcast to float32 first."""
+    logp = F.log_softmax(logits.float(), -1)
+    stats = {"logprob": logp.gather(1, target[:, None])[:, 0]}
+    if "entropy" in outputs:
+        stats["entropy"] = -(logp.exp() * logp).sum(-1)
+    return stats
+
+
+def eager_score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+    """The textbook way: all logits, in the dtype of the head, then `eager_stats`."""
+    return eager_stats(hidden @ weight.T, target, outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Per-token log-probs (and entropy) by somebody else's code."""
+
+    name: str
+    load: Callable[[str], Score]  # device type → the function; raises NotHereError
+    package: str | None = None
+    outputs: tuple[str, ...] = ("logprob",)
+    differentiable: tuple[str, ...] = ("logprob",)
+    compiles: bool = False
+
+    def checked(self, device_type: str, outputs: tuple[str, ...], differentiated: tuple[str, ...]) -> Score:
+        """`load`, after saying what this code cannot do."""
+        if lacking := set(outputs) - set(self.outputs):
+            raise NotHereError(f"offers no {', '.join(sorted(lacking))}")
+        if lacking := set(differentiated) - set(self.differentiable):
+            raise NotHereError(f"offers no gradient of {', '.join(sorted(lacking))}")
+        return self.load(device_type)
+
+
+def _eager(device_type: str) -> Score:
+    return eager_score
+
+
+def _cross_entropy(device_type: str) -> Score:
+    return lambda hidden, weight, target, outputs: {
+        "logprob": -F.cross_entropy(hidden @ weight.T, target, reduction="none")
+    }
+
+
+def _linear_cross_entropy(device_type: str) -> Score:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise NotHereError(f"needs torch >= 2.13, this is {torch.__version__}")
+    return lambda hidden, weight, target, outputs: {
+        "logprob": -F.linear_cross_entropy(hidden, weight, target, reduction="none")
+    }
+
+
+def _trl(device_type: str) -> Score:
+    require("trl", "1.16.0")
+    import trl.trainer.utils  # noqa: F401  the backward imports it, and with it all that trl needs
+    from trl.kernels import ChunkedLogProbFunction
+
+    def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+        extra = tuple(name for name in outputs if name != "logprob")
+        logprob, entropy, *_ = ChunkedLogProbFunction.apply(
+            hidden, weight, None, target, 1.0, TRL_VOCAB_CHUNK, None, 1.0, extra
+        )
+        return {"logprob": logprob} if entropy is None else {"logprob": logprob, "entropy": entropy}
+
+    return score
+
+
+def _liger(device_type: str) -> Score:
+    require("liger-kernel", "0.8.5")
+    # plain torch chunks on the CPU (nothing compiled), CUTE kernels on Hopper
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+        with_entropy = "entropy" in outputs
+        made = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, target, 1.0, -100, 1, with_entropy)
+        return {"logprob": -made[0], "entropy": made[1]} if with_entropy else {"logprob": -made}
+
+    return score
+
+
+def _cut_cross_entropy(device_type: str) -> Score:
+    require("cut-cross-entropy", "25.1.1")
+    from cut_cross_entropy import linear_cross_entropy
+
+    impl = "cce" if device_type == "cuda" else "torch_compile"
+
+    def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+        # filter_eps=None: nothing of the gradient is thrown away, as nowhere else in the table
+        nll = linear_cross_entropy(hidden, weight, target, reduction="none", filter_eps=None, impl=impl)
+        return {"logprob": -nll}
+
+    return score
+
+
+def _quack(device_type: str) -> Score:
+    if device_type != "cuda":
+        raise NotHereError("needs a CUDA device")
+    require("quack-kernels", "0.6.5")
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    return lambda hidden, weight, target, outputs: {
+        "logprob": -linear_cross_entropy_func(hidden, weight, None, target, reduction="none")
+    }
+
+
+_BOTH = ("logprob", "entropy")
+SCORERS = (
+    Scorer(name="log_softmax + gather", load=_eager, outputs=_BOTH, differentiable=_BOTH),
+    Scorer(name="F.cross_entropy", load=_cross_entropy),
+    Scorer(name="F.linear_cross_entropy(none)", load=_linear_cross_entropy),
+    Scorer(
+        name="ChunkedLogProbFunction",
+        package="trl",
+        load=_trl,
+        outputs=_BOTH,
+        differentiable=_BOTH,
+    ),
+    Scorer(
+        name="FusedLinearScaledCrossEntropy",
+        package="liger-kernel",
+        load=_liger,
+        outputs=_BOTH,
+        differentiable=_BOTH,
+    ),
+    Scorer(name="linear_cross_entropy", package="cut-cross-entropy", load=_cut_cross_entropy, compiles=True),
+    Scorer(name="linear_cross_entropy", package="quack-kernels", load=_quack),
+)

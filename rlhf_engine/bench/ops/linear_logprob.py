@@ -1,0 +1,130 @@
+"""`linear_logprob`: forward, frozen head, trained head, entropy as a value, differentiable entropy.
+
+Floor: `torch.mm` of the same sizes: 1 for a forward, 2 for forward and backward with a frozen head, 4 with a trained
+one (its backward makes the logits again). Gradients come from one random number per token and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import linear_logprob
+from torch import Tensor
+
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Run, Tensors, differentiate, gemm_floor, leaves_of
+from rlhf_engine.bench.ops.heads import SCORERS, HeadSize, Score, Scorer, eager_score, head_sizes, make_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What one case computes."""
+
+    name: str
+    gradients: tuple[str, ...] = ("hidden",)
+    outputs: tuple[str, ...] = ("logprob",)
+    differentiated: tuple[str, ...] = ("logprob",)
+    gemms: int = 2
+
+
+MODES = (
+    Mode(name="forward", gradients=(), differentiated=(), gemms=1),
+    Mode(name="frozen"),
+    Mode(name="trained", gradients=("hidden", "weight"), gemms=4),
+    Mode(name="entropy", outputs=("logprob", "entropy")),
+    Mode(name="entropy_grad", outputs=("logprob", "entropy"), differentiated=("logprob", "entropy")),
+)
+FEW_MODES = MODES[:2]  # at the sizes that are there for their N only
+
+
+def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
+    """Every mode at every size; forward and frozen only at the small N of the default CPU grid."""
+    return [
+        _case(mode, s, device_type, dtype)
+        for s in head_sizes(size, device_type)
+        for mode in (FEW_MODES if size == "default" and device_type == "cpu" and s.N < 512 else MODES)
+    ]
+
+
+def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case:
+    def make(device: torch.device) -> Tensors:
+        inputs, generator = make_head(s, dtype, device)
+        return inputs | {
+            f"grad_{name}": torch.randn(s.N, generator=generator, device=device) for name in mode.differentiated
+        }
+
+    def run(inputs: Tensors, backend: str) -> Tensors:
+        def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+            made = linear_logprob(hidden, weight, target, outputs=outputs, backend=backend)
+            return {name: getattr(made, name) for name in outputs}
+
+        return evaluate(score, mode, inputs)
+
+    item = dtype.itemsize
+    backward_bytes = s.H * (s.V + 2 * s.N) * item if mode.gradients else 0
+    return Case(
+        op="linear_logprob",
+        name=f"{mode.name}/{s}",
+        dtype=dtype,
+        kernels=("linear_logprob",),
+        make=make,
+        run=run,
+        eager=lambda inputs: evaluate(eager_score, mode, inputs),
+        floor=lambda inputs: head_floor(inputs, mode.gemms),
+        baselines=(
+            *(_baseline(scorer, mode, device_type) for scorer in SCORERS),
+            *([_chunked_sum(mode)] if mode.outputs == ("logprob",) else []),
+        ),
+        flops=2.0 * mode.gemms * s.N * s.H * s.V,
+        moved_bytes=s.H * (s.V + s.N) * item + backward_bytes + ("weight" in mode.gradients) * s.H * s.V * item,
+    )
+
+
+def evaluate(score: Score, mode: Mode, inputs: Tensors) -> Tensors:
+    """Outputs and gradients of `mode` by `score`, ours or theirs."""
+    leaves = leaves_of(inputs, mode.gradients)
+    given = inputs | leaves
+    outputs = score(given["hidden"], given["weight"], given["target"], mode.outputs)
+    return differentiate(outputs, {name: inputs[f"grad_{name}"] for name in mode.differentiated}, leaves)
+
+
+def head_floor(inputs: Tensors, gemms: int) -> Run:
+    """1: logits. 2: and d_hidden. 3: and d_weight. 4: the logits twice."""
+    hidden, weight = inputs["hidden"], inputs["weight"]
+    forward = (hidden, weight.T)
+    if gemms == 1:
+        return gemm_floor(forward)
+    logits = torch.zeros(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    back, back_weight = (logits, weight), (logits.T, hidden)
+    return gemm_floor(*[forward] * (2 if gemms == 4 else 1), back, *[back_weight] * (gemms > 2))
+
+
+def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:
+    def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+        score = scorer.checked(device_type, mode.outputs, mode.differentiated)
+        return lambda: evaluate(score, mode, inputs)
+
+    return Baseline(name=scorer.name, package=scorer.package, prepare=prepare, compiles=scorer.compiles)
+
+
+def _chunked_sum(mode: Mode) -> Baseline:
+    """torch's chunked path: a sum over tokens only, so every token has the same coefficient."""
+
+    def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+        if not hasattr(F, "linear_cross_entropy"):
+            raise NotHereError(f"needs torch >= 2.13, this is {torch.__version__}")
+        options = torch.nn.LinearCrossEntropyOptions()
+
+        def run() -> Tensors:
+            leaves = leaves_of(inputs, mode.gradients)
+            given = inputs | leaves
+            loss = F.linear_cross_entropy(
+                given["hidden"], given["weight"], given["target"], reduction="sum", options=options
+            )
+            return differentiate({"loss": loss}, {"loss": torch.ones_like(loss)} if leaves else {}, leaves)
+
+        return run
+
+    return Baseline(name="F.linear_cross_entropy(sum)", prepare=prepare, same=False)

@@ -1,0 +1,214 @@
+"""`lora_linear`: one slot on all rows, and rows that are off, the actor's and the critic's in one call.
+
+Floor: the base linear alone: `torch.mm` forward and, where there is a backward, its dx. Gradients to x and to every A
+and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is.
+In a mixed case half of the rows are off and the slots share the other half. Decode cases are forward only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import Segments, lora_linear
+from torch import Tensor
+
+from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, differentiate, gemm_floor, leaves_of, require
+
+ALPHA = 32.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """N rows through a [M, K] linear with `slots` adapters of rank r; `mixed`: half of the rows off."""
+
+    N: int
+    K: int
+    M: int
+    r: int = 16
+    slots: int = 1
+    mixed: bool = False
+    backward: bool = True
+
+    @property
+    def name(self) -> str:
+        """ "mixed/1024x1024x4096_r16" """
+        kind = ("mixed" if self.mixed else "single") if self.slots <= 2 else f"slots{self.slots}"
+        kind = kind if self.backward else f"decode_{kind}"
+        return f"{kind}/{self.N}x{self.K}x{self.M}_r{self.r}"
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(start, end, slot) in row order; slot −1 is off."""
+        on = self.N // 2 if self.mixed else 0
+        borders = [on + (self.N - on) * i // self.slots for i in range(self.slots + 1)]
+        runs = [(0, on, -1)] if on else []
+        return runs + [(borders[i], borders[i + 1], i) for i in range(self.slots)]
+
+
+def lanes(size: str, device_type: str) -> list[Lanes]:
+    """The grid: single lane, and off + actor + critic; with --full also ranks and numbers of slots."""
+    if size == "tiny":
+        shapes, ranks, n_rows, decode = [(16, 24)], [4], 32, []
+    elif device_type == "cpu":
+        shapes = [(256, 512)] if size == "quick" else [(1024, 1024), (1024, 4096)]
+        ranks, n_rows = [16], 256 if size == "quick" else 1024
+        decode = {"quick": [], "default": [8], "full": [1, 8, 64, 256]}[size]
+    else:
+        shapes = [(4096, 4096), (4096, 14336)]
+        ranks, n_rows, decode = [16], 8192, [1, 32]
+        if size == "quick":
+            shapes, n_rows, decode = shapes[:1], 2048, [32]
+    if size == "full":
+        ranks = [8, 16, 64, 128]
+        if device_type == "cuda":
+            shapes = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]
+            decode = [1, 8, 32, 256]
+    grid = []
+    for K, M in shapes:
+        for r in ranks:
+            grid += [Lanes(N=n_rows, K=K, M=M, r=r), Lanes(N=n_rows, K=K, M=M, r=r, slots=2, mixed=True)]
+        if size == "full":
+            grid += [Lanes(N=n_rows, K=K, M=M, slots=slots, mixed=True) for slots in (8, 32)]
+        grid += [Lanes(N=n, K=K, M=M, slots=min(2, n), mixed=n >= 4, backward=False) for n in decode]
+    return grid
+
+
+def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
+    """One case per entry of the grid."""
+    return [_case(lane, dtype) for lane in lanes(size, device_type)]
+
+
+def _case(lane: Lanes, dtype: torch.dtype) -> Case:
+    slots = range(lane.slots)
+    A, B = [f"A{i}" for i in slots], [f"B{i}" for i in slots]
+    gradients = ("x", *A, *B) if lane.backward else ()
+    scale = ALPHA / lane.r
+
+    def make(device: torch.device) -> Tensors:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int, std: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).mul_(std)
+
+        inputs = {"x": draw(lane.N, lane.K).to(dtype), "weight": draw(lane.M, lane.K, std=lane.K**-0.5).to(dtype)}
+        inputs |= {name: draw(lane.r, lane.K, std=lane.K**-0.5) for name in A}
+        inputs |= {name: draw(lane.M, lane.r, std=0.1) for name in B}
+        return inputs | {"grad_y": draw(lane.N, lane.M).to(dtype)}
+
+    def finish(linear: Callable[[Tensors], Tensor], inputs: Tensors) -> Tensors:
+        leaves = leaves_of(inputs, gradients)
+        return differentiate({"y": linear(inputs | leaves)}, {"y": inputs["grad_y"]}, leaves)
+
+    def run(inputs: Tensors, backend: str) -> Tensors:
+        starts, ends, slot_of = zip(*lane.runs, strict=True)
+        segments = Segments(starts=starts, ends=ends, slots=slot_of)
+
+        def linear(given: Tensors) -> Tensor:
+            adapters = [given[n] for n in A], [given[n] for n in B]
+            return lora_linear(
+                given["x"], given["weight"], None, *adapters, [scale] * lane.slots, segments, backend=backend
+            )
+
+        return finish(linear, inputs)
+
+    def eager_linear(given: Tensors) -> Tensor:
+        return _eager(given, lane, scale)
+
+    def prepare_eager(inputs: Tensors) -> Callable[[], Tensors]:
+        return lambda: finish(eager_linear, inputs)
+
+    def prepare_compiled(inputs: Tensors) -> Callable[[], Tensors]:
+        linear = torch.compile(eager_linear, dynamic=False)
+        return lambda: finish(linear, inputs)
+
+    def prepare_peft(inputs: Tensors) -> Callable[[], Tensors]:
+        return _peft(inputs, lane)
+
+    def floor(inputs: Tensors) -> Run:
+        x, weight, dy = inputs["x"], inputs["weight"], inputs["grad_y"]
+        return gemm_floor((x, weight.T), *([(dy, weight)] if lane.backward else []))
+
+    item, passes = dtype.itemsize, 2 if lane.backward else 1
+    base = lane.K * lane.M + lane.N * (lane.K + lane.M)
+    adapters = lane.slots * lane.r * (lane.K + lane.M) * 4
+    return Case(
+        op="lora",
+        name=lane.name,
+        dtype=dtype,
+        kernels=("lora",),
+        make=make,
+        run=run,
+        eager=lambda inputs: finish(eager_linear, inputs),
+        floor=floor,
+        baselines=(
+            Baseline(name="eager per lane", prepare=prepare_eager),
+            Baseline(name="torch.compile(eager per lane)", prepare=prepare_compiled, compiles=True),
+            Baseline(name="adapter_names" if lane.mixed else "LoRA layer", package="peft", prepare=prepare_peft),
+        ),
+        flops=2.0 * passes * lane.N * lane.K * lane.M,
+        moved_bytes=passes * (base * item + adapters),
+    )
+
+
+def _eager(given: Tensors, lane: Lanes, scale: float) -> Tensor:
+    """The base on all rows, then (x Aᵀ) Bᵀ per lane in the adapters' dtype, as peft's layer does it."""
+    y = F.linear(given["x"], given["weight"])
+    parts = []
+    for start, end, slot in lane.runs:
+        part = y[start:end]
+        if slot >= 0:
+            A, B = given[f"A{slot}"], given[f"B{slot}"]
+            part = part + (F.linear(F.linear(given["x"][start:end].to(A.dtype), A), B) * scale).to(y.dtype)
+        parts.append(part)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
+    """peft's layer around an nn.Linear. Mixed: sequences with a name each, a path that peft keeps for inference."""
+    require("peft", "0.21.2")
+    import peft
+
+    x, weight = inputs["x"], inputs["weight"]
+    module = torch.nn.Sequential(torch.nn.Linear(lane.K, lane.M, bias=False, device=x.device, dtype=x.dtype))
+    module[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+    for slot in range(lane.slots):
+        config = peft.LoraConfig(r=lane.r, lora_alpha=int(ALPHA), lora_dropout=0.0, target_modules=["0"])
+        with warnings.catch_warnings():  # that there are several adapters is what this is about
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            peft.inject_adapter_in_model(config, module, f"slot{slot}")
+    layer: Any = module[0]
+    adapters = {}
+    for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
+        for slot in range(lane.slots):
+            adapters[f"{name}{slot}"] = torch.nn.Parameter(inputs[f"{name}{slot}"])
+            part[f"slot{slot}"].weight = adapters[f"{name}{slot}"]
+    names = None
+    if lane.mixed:
+        # as many rows per sequence as fit every lane's length
+        step = min(end - start for start, end, _ in lane.runs)
+        while any((end - start) % step for start, end, _ in lane.runs):
+            step -= 1
+        names = [
+            "__base__" if slot < 0 else f"slot{slot}"
+            for start, end, slot in lane.runs
+            for _ in range((end - start) // step)
+        ]
+
+    def run() -> Tensors:
+        leaves = leaves_of(inputs, ("x",)) if lane.backward else {}
+        rows = leaves.get("x", x)
+        if names is None:
+            layer.train()
+            y = layer(rows)
+        else:
+            layer.eval()
+            y = layer(rows.view(len(names), -1, lane.K), adapter_names=names).reshape(lane.N, lane.M)
+        leaves |= adapters if lane.backward else {}
+        return differentiate({"y": y}, {"y": inputs["grad_y"]}, leaves)
+
+    return run

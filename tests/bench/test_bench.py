@@ -1,0 +1,321 @@
+"""The benchmark harness on tiny sizes: complete records, honest numbers, and nobody left out in silence."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_kernels import BackendUnavailableError, registry
+
+from rlhf_engine.bench import OPS, candidates, memory, runner, timing
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor
+from rlhf_engine.bench.ops import load_cases
+from rlhf_engine.bench.report import KEYS, write_records
+from rlhf_engine.bench.roofline import Ceilings, plot_roofline
+from rlhf_engine.cli import main
+from rlhf_engine.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def tiny(op: str, dtype: torch.dtype = torch.float32) -> list[Case]:
+    """Cases without the baselines that compile, which would take most of the time."""
+    cases = load_cases(op, "tiny", "cpu", dtype)
+    return [replace(case, baselines=tuple(b for b in case.baselines if not b.compiles)) for case in cases]
+
+
+def measure(case: Case, rounds: int = 5) -> runner.CaseResult:
+    return runner.run_case(case, size="tiny", device=CPU, rounds=rounds, server=None)
+
+
+def toy(*baselines: Baseline) -> Case:
+    """A case that returns its input, on the reference backend of gae."""
+    return Case(
+        op="gae",
+        name="toy/8",
+        dtype=torch.float32,
+        kernels=("gae",),
+        make=lambda device: {"x": torch.linspace(0.1, 1, 8, device=device)},
+        run=lambda inputs, backend: {"y": inputs["x"].clone()},
+        eager=lambda inputs: {"y": inputs["x"].clone()},
+        floor=lambda inputs: copy_floor(64, inputs["x"].device),
+        baselines=baselines,
+        flops=8.0,
+        moved_bytes=64.0,
+    )
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [(op, torch.float32) for op in OPS] + [(op, torch.bfloat16) for op in OPS[:5]], ids=str
+)
+def test_every_op_has_cases_whose_reference_is_within_its_bound(op, dtype):
+    """In float32 nothing rounds: there every baseline that claims to compute the same is within the bound as well."""
+    cases = tiny(op, dtype)
+    assert len({case.name for case in cases}) == len(cases) >= 2
+    for case in cases:
+        result = measure(case)
+        records = {record["backend"]: record for record in result.records()}
+        assert tuple(records["reference"])[: len(KEYS)] == KEYS
+        assert result.floor_ms > 0
+        for record in records.values():
+            assert record["ok"], record["why"]
+            assert record["error"] <= record["error_bound"]
+            assert record["ms"] > 0
+            assert record["floor_ms"] == result.floor_ms
+        baselines = [row for row in result.rows if not row.backend and row.same]
+        assert baselines
+        for row in baselines if dtype == torch.float32 else []:
+            assert row.accuracy is not None
+            assert row.accuracy.ok, (case.name, row)
+        # whoever is not there is named with a reason
+        labels = {baseline.label for baseline in case.baselines} | set(registry.BACKENDS)
+        assert labels == {row.label for row in result.rows} | (set(result.missing) - {"peak memory"})
+        assert all(result.missing.values())
+        assert result.order == ("floor", *(row.label for row in result.rows))
+
+
+def test_the_grids_of_every_size_can_be_listed_without_making_inputs():
+    for op in OPS:
+        for device_type in ("cpu", "cuda"):
+            counts = [len(load_cases(op, size, device_type, torch.bfloat16)) for size in ("quick", "default", "full")]
+            assert 0 < counts[0] <= counts[1] <= counts[2]
+    names = [case.name for case in load_cases("linear_logprob", "default", "cpu", torch.bfloat16)]
+    assert {"frozen/1024x1024x32768", "frozen/512x896x151936", "forward/256x896x151936"} <= set(names)
+
+
+def test_the_fastest_baseline_that_computes_the_same_is_the_record_s():
+    def prepared(factor: float, size: int) -> Callable[[Tensors], Callable[[], Tensors]]:
+        def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+            work = torch.zeros(size)
+            return lambda: {"y": inputs["x"] * factor + work.add_(1).mul_(0)[0]}
+
+        return prepare
+
+    slow = Baseline(name="slow", prepare=prepared(1.0, 2_000_000))
+    quick = Baseline(name="quick", prepare=prepared(1.0, 100_000))
+    other = Baseline(name="other", prepare=prepared(2.0, 1), same=False)
+    wrong = Baseline(name="wrong", prepare=prepared(1.5, 1_000_000))
+    result = measure(toy(slow, quick, other, wrong))
+    assert result.baseline is not None
+    assert result.baseline.label == "quick"
+    (record,) = (r for r in result.records() if r["backend"] == "reference")
+    assert (record["baseline"], record["baseline_ms"]) == ("quick", result.baseline.ms)
+    found = {row.label: row.accuracy for row in result.rows}
+    assert found["other"] is None
+    assert found["wrong"] is not None
+    assert not found["wrong"].ok
+    assert found["wrong"].error == pytest.approx(0.5)
+
+
+def test_what_cannot_run_is_named_with_its_reason():
+    def not_here(inputs: Tensors) -> Callable[[], Tensors]:
+        raise NotHereError("not installed (pip install thing==1)")
+
+    def broken(inputs: Tensors) -> Callable[[], Tensors]:
+        def run() -> Tensors:
+            raise RuntimeError("no\ncompiler")
+
+        return run
+
+    compiling = Baseline(name="compiling", prepare=not_here, compiles=True)
+    case = toy(Baseline(name="thing", prepare=not_here), Baseline(name="broken", prepare=broken), compiling)
+    missing = measure(case).missing
+    assert missing["thing"] == "not installed (pip install thing==1)"
+    assert missing["broken"] == "RuntimeError: no compiler"
+    found = candidates.find(case, case.make(CPU), "cpu", compiling=False)
+    assert found.missing["compiling"].startswith("left out by --quick")
+    assert measure(case).baseline is None
+
+
+def test_a_backend_of_ours_may_refuse_but_not_fail():
+    def run(error: Exception) -> Callable[[Tensors, str], Tensors]:
+        def run(inputs: Tensors, backend: str) -> Tensors:
+            if backend == "cpu":
+                raise error
+            return {"y": inputs["x"].clone()}
+
+        return run
+
+    here, _ = candidates.backends_here(toy(), "cpu")
+    if "cpu" not in here:
+        pytest.skip("the native extension was not built, so gae has one backend only")
+    refused = measure(replace(toy(), run=run(BackendUnavailableError("no entropy here"))))
+    assert refused.missing["cpu"] == "BackendUnavailableError: no entropy here"
+    assert [row.label for row in refused.rows] == ["reference"]
+    with pytest.raises(RuntimeError, match="a bug"):
+        measure(replace(toy(), run=run(RuntimeError("a bug"))))
+
+
+def test_an_infinite_error_is_null_with_a_reason():
+    def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+        return lambda: {"y": inputs["x"] * math.nan}
+
+    result = measure(toy(Baseline(name="nan", prepare=prepare)))
+    file = io.StringIO()
+    write_records(result.records(), file)
+    for line in file.getvalue().splitlines():
+        found = json.loads(line)["baselines"]["nan"]
+        assert (found["error"], found["ok"]) == (None, False)
+
+
+# ---- timing and memory -----------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_interleaved_and_the_first_is_not_counted():
+    calls: list[str] = []
+    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
+    samples = timing.interleaved(functions, 6, CPU)
+    assert "".join(calls) == "abc" * 7
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 6)
+    assert timing.medians({"a": [3.0, 1.0, 100.0]}) == {"a": 3.0}
+
+
+@pytest.mark.skipif(memory.unsupported() is not None, reason="resident memory can be reset on Linux only")
+def test_memory_of_one_call_counts_torch_and_malloc(tmp_path):
+    """In a process of its own, as everywhere: memory that this one holds free already would not show."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ctypes, torch\n"
+        "from rlhf_engine.bench.memory import peak_of_process, set_up_malloc\n"
+        "set_up_malloc()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "def native():\n"
+        "    block = libc.malloc(ctypes.c_size_t(40 << 20))\n"
+        "    ctypes.memset(block, 1, 40 << 20)\n"
+        "    libc.free(ctypes.c_void_p(block))\n"
+        "def torch_twice():\n"
+        "    torch.ones(10 << 18)\n"  # freed before the second: the peak is one of them
+        "    return torch.ones(20 << 18)\n"
+        "for function in (native, torch_twice, lambda: None):\n"
+        "    function()\n"
+        "    print(peak_of_process(function) / 2**20)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
+    native, twice, nothing = map(float, done.stdout.split())
+    assert native == pytest.approx(40, abs=1)
+    assert twice == pytest.approx(20, abs=1)
+    assert nothing < 1
+
+
+@pytest.mark.skipif(memory.unsupported() is not None, reason="resident memory can be reset on Linux only")
+def test_the_memory_server_measures_cases_and_reports_errors():
+    with memory.MemoryServer() as server:
+        request = {"op": "gather_logprob", "size": "quick", "dtype": torch.bfloat16}
+        peak = server.peak(**request, case="backward/256x8192", candidate="log_softmax + gather")
+        assert isinstance(peak, int), peak
+        # logits in fp32 (8 MiB), their log_softmax (8), then two gradients (8 + 4), of which not all live at once
+        assert 16 <= peak / 2**20 <= 32
+        assert server.peak(**request, case="backward/256x8192", candidate="nobody") == "KeyError: 'nobody'"
+
+
+@pytest.mark.gpu
+def test_cuda_memory_counts_what_the_call_allocates():
+    case = next(c for c in load_cases("gae", "tiny", "cuda", torch.float32))
+    peak = memory.peak_on_cuda(lambda: torch.ones(2**22, device="cuda"))
+    assert peak == 2**24
+    result = runner.run_case(case, size="tiny", device=torch.device("cuda"), rounds=5, server=None)
+    assert all(row.peak_bytes for row in result.rows)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_sizes(monkeypatch):
+    """--quick means the tests' sizes."""
+    real = runner.load_cases
+    monkeypatch.setattr(runner, "load_cases", lambda op, size, *rest: real(op, "tiny", *rest))
+    monkeypatch.setattr(memory.MemoryServer, "peak", lambda self, **request: 1024)
+    monkeypatch.setattr(memory.MemoryServer, "__enter__", lambda self: self)
+    monkeypatch.setattr(memory.MemoryServer, "__exit__", lambda self, *error: None)
+
+
+def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, capsys):
+    lines, out = tmp_path / "lines.jsonl", tmp_path / "out"
+    argv = ["bench", "lora", "--quick", "--device", "cpu", "--dtype", "fp32", "--json", str(lines), "--out", str(out)]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert lines.read_text() == (out / "results.jsonl").read_text()
+    assert {record["case"] for record in records} == {"single/32x16x24_r4", "mixed/32x16x24_r4"}
+    for record in records:
+        assert tuple(record)[: len(KEYS)] == KEYS
+        assert (record["op"], record["dtype"], record["rounds"], record["peak_bytes"]) == ("lora", "float32", 5, 1024)
+        assert record["order"][0] == "floor"
+    assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert "error / bound" in captured.out
+    assert "not measured: torch.compile(eager per lane): left out by --quick" in captured.out
+    assert "bench 2/2" in captured.err
+    assert main([*argv[:-2], "--case", "single"]) == 0
+    assert len(lines.read_text().splitlines()) == len(records) + len(records) // 2, "appended, one case only"
+
+
+def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
+    assert main(["bench", "gae", "--quick", "--device", "cpu", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert {json.loads(line)["op"] for line in out.splitlines()} == {"gae"}
+    assert "error / bound" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gea"], "op: expected one of linear_logprob, .*, got 'gea'; did you mean 'gae'"),
+        (["gae", "--case", "sideways"], "case: expected one of forward/.*, got 'sideways'"),
+        (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp32', got 'fp8'"),
+        (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),
+        (["gae", "--quick", "--full"], "expected either quick or full, got both"),
+        (["gae", "--out", "{file}/below"], "expected paths that can be written"),
+        (["gae", "--quik"], "unknown option --quik; did you mean --quick"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_line(argv, message, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", *(word.format(file=tmp_path / "file") for word in argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("rlhf-engine bench: ")
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err), err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    assert main(["bench", "gae", "--device", "cuda"]) == 2
+    assert "device: expected one that is present (cpu), got 'cuda'" in capsys.readouterr().err
+
+
+def test_selection_by_name_or_part():
+    options = {"op": "gae", "size": "default", "device_type": "cpu", "dtype": torch.float32}
+    assert [c.name for c in runner.select(case="backward/1x512", **options)] == ["backward/1x512"]
+    assert {c.name.split("/")[0] for c in runner.select(case="forward", **options)} == {"forward"}
+    assert len(runner.select(case="64x512", **options)) == 2
+    with pytest.raises(ConfigError, match="case"):
+        runner.select(case="64x51", **options)
+
+
+def test_a_plot_needs_records(tmp_path):
+    with pytest.raises(ValueError, match="records"):
+        plot_roofline([], Ceilings(1.0, 1.0, torch.float32), tmp_path / "x.png", device="cpu")
+
+
+def test_every_op_has_a_script():
+    folder = Path(__file__).resolve().parents[2] / "bench"
+    assert {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")} == set(OPS)
+    for op in OPS:
+        assert f'main(["bench", "{op}", ' in (folder / f"bench_{op}.py").read_text()
