@@ -80,6 +80,8 @@ class Logprobs:
     role: str = "actor"
     temperature: float = 1.0
     outputs: tuple[str, ...] = ("logprob",)
+    detach: tuple[str, ...] = ()
+    """Outputs that need no gradient, see `linear_logprob`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -92,6 +94,7 @@ class Logprobs:
             states.batch.targets_M,
             temperature=self.temperature,
             outputs=self.outputs,
+            detach=self.detach,
             **states.head_options(self.role),
         )
 
@@ -103,6 +106,8 @@ class LogprobPair:
     role: str = "actor"
     reference: str = "reference"
     temperature: float = 1.0
+    detach: tuple[str, ...] = ()
+    """Outputs that need no gradient, see `linear_logprob_pair`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -120,6 +125,7 @@ class LogprobPair:
             states.lm_head(self.role).weight,
             states.batch.targets_M,
             temperature=self.temperature,
+            detach=self.detach,
             **states.head_options(self.role),
         )
 

@@ -171,14 +171,19 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
     assert output.startswith("the native extension does not load: ")
 
 
+# Sources in csrc/cpu that tests/kernels/native_<name>_main.cpp drives.
+SANITIZED = {
+    "gae": ["gae.cpp", "whiten.cpp"],
+    "head": ["head*.cpp", "isa.cpp"],
+}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ with its sanitizer libraries")
-def test_cpp_under_sanitizers(tmp_path):
-    binary = tmp_path / "native_gae_main"
-    sources = [
-        ROOT / "csrc/cpu/gae.cpp",
-        ROOT / "csrc/cpu/whiten.cpp",
-        ROOT / "tests/kernels/native_gae_main.cpp",
-    ]
+@pytest.mark.parametrize("name", SANITIZED)
+def test_cpp_under_sanitizers(tmp_path, name):
+    binary = tmp_path / f"native_{name}_main"
+    sources = [path for pattern in SANITIZED[name] for path in sorted((ROOT / "csrc/cpu").glob(pattern))]
+    sources.append(ROOT / f"tests/kernels/native_{name}_main.cpp")
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
     build = subprocess.run(
