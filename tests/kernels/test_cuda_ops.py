@@ -100,6 +100,7 @@ def test_gae_fp64(device, holes, gamma, lam):
 def test_gae_keeps_what_is_not_finite_where_it_is(device, special, lam):
     """γλ = 0.05 to the hundredth is 0 in fp32, and 0 · ∞ would be NaN where the recurrence has ∞."""
     reward, value, mask, bootstrap = trajectories(4, 600)
+    mask[0, 550] = mask[1, 300] = True
     reward[0, 550], value[1, 300], reward[2][~mask[2]] = special, special, special
     inputs, knobs = (reward, value, mask, bootstrap), {"gamma": 0.5, "lam": lam}
     exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
@@ -107,6 +108,7 @@ def test_gae_keeps_what_is_not_finite_where_it_is(device, special, lam):
     actual = gae_and_gradients(inputs, device, torch.float32, "cuda", knobs)
     for name, a, e, p in zip(GAE_NAMES[:2], actual, exact, plain, strict=False):
         assert_ok(tier1(a, e, p), name)
+    assert not torch.isfinite(actual[0][0, :551][mask[0, :551]]).any()
     assert torch.isfinite(actual[0][2:]).all()
 
 
