@@ -29,10 +29,11 @@ import torch
 
 ENVIRONMENT_VARIABLE = "RLHF_ENGINE_CUDA_LIBRARY"
 LIBRARY_NAME = "librlhf_kernels_cuda.so"
-DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64"}
+SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
+DTYPES = ("float32", "float64")
 
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra")
-# Machine code for A100 (and, by binary compatibility, 8.x) and for H100 and H200; PTX, compiled by the driver, for later.
+# Machine code for A100 (it runs on all of 8.x) and for H100 and H200; PTX, which the driver compiles, for what is newer.
 TARGETS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90")
 
 # Arguments of the C functions before the stream: p address, n size or stride, f flag or choice, d number.
@@ -78,7 +79,7 @@ def source_key(folder: Path) -> str:
 def find_nvcc() -> str:
     """nvcc of $CUDA_HOME or $CUDA_PATH, on PATH, or of /usr/local/cuda."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    for candidate in (*(Path(home) / "bin" / "nvcc" for home in homes), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
+    for candidate in (*(Path(home) / "bin" / "nvcc" for home in homes), shutil.which("nvcc"), SYSTEM_NVCC):
         if candidate and Path(candidate).is_file():
             return str(candidate)
     raise BuildError(
@@ -100,6 +101,7 @@ def build(folder: Path) -> Path:
     nvcc, sources = find_nvcc(), source_folder()
     targets = [word for target in TARGETS for word in ("-gencode", target)]
     define = f'-DRLHF_SOURCE_KEY="{source_key(sources)}"'
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         output = Path(scratch) / LIBRARY_NAME
@@ -139,8 +141,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.rlhf_workspace.restype = ctypes.c_int64
     found.rlhf_workspace.argtypes = [ctypes.c_int64]
     for name, letters in SIGNATURES.items():
-        for dtype_name in DTYPE_NAMES.values():
-            function = getattr(found, f"rlhf_{name}_{dtype_name}")
+        for dtype in DTYPES:
+            function = getattr(found, f"rlhf_{name}_{dtype}")
             function.argtypes = [*(_C_TYPES[x] for x in letters.replace(" ", "")), ctypes.c_void_p]
             function.restype = ctypes.c_int
     return found

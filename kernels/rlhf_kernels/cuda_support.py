@@ -6,14 +6,14 @@ The library behind the calls is found, or compiled, by `cuda_native` when a CUDA
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 
 import torch
 
-from . import cuda_native
-
 DEVICE_TYPE = "cuda"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the last two are computed in float32
+_NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
@@ -25,7 +25,18 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
         return f"it needs CUDA tensors, not {device_type}"
     if dtype not in DTYPES:
         return f"it takes {', '.join(map(str, DTYPES))}, not {dtype}"
+    from . import cuda_native  # here, because it is a command too: python -m would import it twice
+
     return cuda_native.missing()
+
+
+def _library() -> ctypes.CDLL:
+    from . import cuda_native
+
+    found, reason = cuda_native.library()
+    if found is None:
+        raise RuntimeError(f"the CUDA kernels are missing: {reason}")
+    return found
 
 
 @contextlib.contextmanager
@@ -41,21 +52,16 @@ def call(name: str, dtype: torch.dtype, device: torch.device, *arguments: int | 
     The caller keeps the tensors behind the addresses alive until this returns; the caching allocator hands their
     memory out again in stream order.
     """
-    library, reason = cuda_native.library()
-    if library is None:
-        raise RuntimeError(f"{name}: {reason}")
+    library = _library()
     with stream_of(device) as stream:
-        code = getattr(library, f"rlhf_{name}_{cuda_native.DTYPE_NAMES[dtype]}")(*arguments, stream)
+        code = getattr(library, f"rlhf_{name}_{_NAMES[dtype]}")(*arguments, stream)
     if code != 0:
         raise RuntimeError(f"{name}: CUDA error {code}: {library.rlhf_error_string(code).decode()}")
 
 
 def workspace(count: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scratch memory for a reduction over `count` elements."""
-    library, reason = cuda_native.library()
-    if library is None:
-        raise RuntimeError(str(reason))
-    return torch.empty(library.rlhf_workspace(count), dtype=dtype, device=like.device)
+    return torch.empty(_library().rlhf_workspace(count), dtype=dtype, device=like.device)
 
 
 def address(argument: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> int:

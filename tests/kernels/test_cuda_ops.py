@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf_kernels import cuda_native, cuda_support, registry
-from rlhf_kernels.gae import _gae, _gae_backward, _masked_moments, _whiten, _whiten_backward, gae, masked_moments, whiten
+from rlhf_kernels.gae import _gae, _gae_backward, gae, masked_moments, whiten
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.testing import assert_ok, tier1, tier2
 
@@ -72,7 +72,7 @@ def gae_and_gradients(inputs, device, dtype, backend, knobs):
 GAE_NAMES = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
 
 
-# Packs of 4, warps of 128 positions, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks.
+# Packs of 4, warps of 128, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks.
 @pytest.mark.parametrize("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_gae_tier1(device, T, scale):
@@ -147,14 +147,15 @@ def test_gae_empty(device, B, T):
 def test_gae_and_whiten_opcheck_and_gradcheck(device):
     reward, value, mask, last = (x.to(device) for x in trajectories(3, 6))
     leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
+    ops = torch.ops.rlhf_kernels
     torch.library.opcheck(_gae, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
     torch.library.opcheck(_gae, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
     torch.library.opcheck(_gae_backward, (reward, value, mask, 0.9, 0.8, "cuda"))
-    torch.library.opcheck(_masked_moments, (reward, mask, "cuda"))
+    torch.library.opcheck(ops.masked_moments.default, (reward, mask, "cuda"))
     moments = masked_moments(reward, mask, backend="cuda")
     for given in (None, moments):
-        torch.library.opcheck(_whiten, (leaves[0], mask, given, False, 1e-8, "cuda"))
-    torch.library.opcheck(_whiten_backward, (reward, reward, mask, moments, True, False, "cuda"))
+        torch.library.opcheck(ops.whiten.default, (leaves[0], mask, given, False, 1e-8, "cuda"))
+    torch.library.opcheck(ops.whiten_backward.default, (reward, reward, mask, moments, True, False, "cuda"))
 
     def advantage_and_return(r, v, b):
         return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=b, backend="cuda"))
@@ -362,11 +363,12 @@ def test_losses_opcheck_and_gradcheck(device):
 
 def test_errors_reach_python(device):
     x = torch.zeros(4, device=device)
-    ppo = (*[x.data_ptr()] * 3, x.data_ptr(), False, x.data_ptr(), 0, 0, 4, 0.8, 1.2, 0.0, 3, 0.0, 0.0, *[x.data_ptr()] * 4)
+    p = x.data_ptr()
+    ppo = (p, p, p, p, False, p, 0, 0, 4, 0.8, 1.2, 0.0, 3, 0.0, 0.0, p, p, p, p)
     for name, arguments in (
-        ("gae_forward", (x.data_ptr(), 4, 1, x.data_ptr(), 4, 1, x.data_ptr(), 4, 1, 0, -1, 4, 1.0, 1.0, 0, 0)),
-        ("gae_backward", (0, 4, 1, x.data_ptr(), 4, 1, x.data_ptr(), 4, 1, 1, 4, 1.0, 1.0, 0, 0, x.data_ptr())),
-        ("masked_moments", (x.data_ptr(), x.data_ptr(), -1, x.data_ptr(), x.data_ptr())),
+        ("gae_forward", (p, 4, 1, p, 4, 1, p, 4, 1, 0, -1, 4, 1.0, 1.0, 0, 0)),
+        ("gae_backward", (0, 4, 1, p, 4, 1, p, 4, 1, 1, 4, 1.0, 1.0, 0, 0, p)),
+        ("masked_moments", (p, p, -1, p, p)),
         ("ppo_loss_forward", (*ppo[:8], -1, *ppo[9:])),
         ("ppo_loss_forward", (*ppo[:12], 4, *ppo[13:])),  # no such KL estimator
         ("ppo_loss_forward", (0, *ppo[1:])),
