@@ -33,7 +33,7 @@ SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
 DTYPES = ("float32", "float64")
 
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra")
-# Machine code for A100 (it runs on all of 8.x) and for H100 and H200; PTX, which the driver compiles, for what is newer.
+# Machine code for A100 (and all of 8.x) and for H100 and H200; PTX, which the driver compiles, for what is newer.
 TARGETS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90")
 
 # Arguments of the C functions before the stream: p address, n size or stride, f flag or choice, d number.
