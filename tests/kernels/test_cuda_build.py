@@ -197,11 +197,14 @@ def test_build_replaces_whole_files(fake_nvcc, tmp_path):
     fake_nvcc(f"{LAST_ARGUMENT}\necho one > $last")
     folder = tmp_path / "out"
     library = cuda_native.build(folder)
-    assert library.read_text() == "one\n"
+    with library.open() as loaded:  # a process that has it mapped keeps it
+        fake_nvcc(f"{LAST_ARGUMENT}\necho two > $last")
+        cuda_native.build(folder)
+        assert (loaded.read(), library.read_text()) == ("one\n", "two\n")
     fake_nvcc(f"{LAST_ARGUMENT}\necho half > $last\necho broken code >&2\nexit 2")
     with pytest.raises(cuda_native.BuildError, match=r"nvcc failed \(.*-gencode.*\): broken code"):
         cuda_native.build(folder)
-    assert library.read_text() == "one\n"  # a failed build leaves the one that is there
+    assert library.read_text() == "two\n"  # a failed build leaves the one that is there
     assert [path.name for path in folder.iterdir()] == [cuda_native.LIBRARY_NAME]
 
 
