@@ -2,6 +2,7 @@
 
 The extension is optional. Without a working compiler the package installs all the same and runs on Triton or
 the reference; `rlhf_kernels.native.missing()` says why. `RLHF_ENGINE_NATIVE=0` skips it on purpose.
+The CUDA sources travel as they are, in rlhf_kernels/csrc, and are compiled where there is a GPU (`cuda_native`).
 Everything else about the project stands in pyproject.toml.
 """
 
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -47,4 +49,23 @@ def native_extensions() -> list:
     ]
 
 
-setup(ext_modules=native_extensions())
+class BuildPyWithCudaSources(build_py):
+    """Copies csrc/cuda and csrc/common into the package; an editable install finds them in the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source in self._cuda_sources():
+                target = Path(self.build_lib) / "rlhf_kernels" / source
+                self.mkpath(str(target.parent))
+                self.copy_file(source, str(target))
+
+    def get_source_files(self) -> list:  # what a source distribution takes along
+        return [*super().get_source_files(), *self._cuda_sources()]
+
+    def _cuda_sources(self) -> list:
+        found = [*(ROOT / "csrc" / "cuda").glob("*.cu*"), *(ROOT / "csrc" / "common").glob("*.h")]
+        return [str(path.relative_to(ROOT)) for path in sorted(found)]
+
+
+setup(ext_modules=native_extensions(), cmdclass={"build_py": BuildPyWithCudaSources})

@@ -190,8 +190,9 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
-        "gae": {"cpu"},
-        "whiten": {"cpu"},
+        "gae": {"cpu", "cuda"},
+        "whiten": {"cpu", "cuda"},
+        "ppo_loss": {"cuda"},
     }
 
 

@@ -1,0 +1,79 @@
+#!/usr/bin/env python
+"""Runs every kernel backend of every loss op once on small ragged shapes; meant for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python bench/gpu_small_shapes.py
+"""
+
+from __future__ import annotations
+
+import os
+
+# Every tensor in an allocation of its own: memcheck then sees an access outside of it.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+from rlhf_kernels import gae, gather_logprob, linear_logprob, masked_moments, ppo_loss, registry, value_loss, whiten
+
+
+def backends(op: str) -> list[str]:
+    """Backends of `op` that have kernels of their own on CUDA tensors."""
+    return [b for b in ("cuda", "triton") if registry.unsupported(op, b, "cuda", torch.float32) is None]
+
+
+def run_gae(backend: str) -> None:
+    for B, T in ((1, 1), (3, 37), (2, 1000), (2, 4100)):
+        reward, value = torch.randn(2, B, T, device="cuda").requires_grad_().unbind()
+        mask = torch.rand(B, T, device="cuda") > 0.3
+        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=torch.randn(B, device="cuda"), backend=backend)
+        (out.advantage.sum() + out.ret.sum()).backward()
+
+
+def run_whiten(backend: str) -> None:
+    for n in (1, 37, 5003):
+        x, mask = torch.randn(n, device="cuda", requires_grad=True), torch.rand(n, device="cuda") > 0.3
+        whiten(x, mask, backend=backend).square().sum().backward()
+        whiten(x, mask, moments=masked_moments(x, mask, backend=backend), backend=backend)
+
+
+def run_ppo_loss(backend: str) -> None:
+    for n in (1, 37, 5003):
+        new, old, advantage, ref, entropy = torch.randn(5, n, device="cuda").requires_grad_().unbind()
+        mask = torch.rand(n, device="cuda") > 0.3
+        options = {"ref_logprob": ref, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.1, "dual_clip": 2.0}
+        policy = ppo_loss(new, old, advantage, mask, denom=float(n), backend=backend, **options)
+        critic = value_loss(new, old, advantage, mask, denom=float(n), clip=0.2, backend=backend)
+        (policy.loss + critic.loss).backward()
+
+
+def run_linear_logprob(backend: str) -> None:
+    hidden, weight = torch.randn(17, 72, device="cuda", requires_grad=True), torch.randn(1003, 72, device="cuda")
+    target = torch.randint(0, 1003, (17,), device="cuda")
+    linear_logprob(hidden, weight, target, backend=backend).logprob.sum().backward()
+
+
+def run_gather_logprob(backend: str) -> None:
+    logits = torch.randn(17, 1003, device="cuda", requires_grad=True)
+    target = torch.randint(0, 1003, (17,), device="cuda")
+    gather_logprob(logits, target, backend=backend).logprob.sum().backward()
+
+
+RUNS = {
+    "gae": run_gae,
+    "whiten": run_whiten,
+    "ppo_loss": run_ppo_loss,
+    "linear_logprob": run_linear_logprob,
+    "gather_logprob": run_gather_logprob,
+}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for op, run in RUNS.items():
+        for backend in backends(op):
+            run(backend)
+            torch.cuda.synchronize()
+            print(f"{op} {backend}: ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()

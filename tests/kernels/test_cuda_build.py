@@ -1,0 +1,291 @@
+"""Compiling, finding and loading the CUDA library; what its machine code needs; its arithmetic under the sanitizers."""
+
+import ctypes
+import ctypes.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_kernels import cuda_native, cuda_support, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+UNITS = sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu"))
+
+
+def _nvcc():
+    try:
+        return cuda_native.find_nvcc()
+    except cuda_native.BuildError:
+        return None
+
+
+needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="needs nvcc")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+# --- machine code ---------------------------------------------------------------------------------------------------
+
+
+def resource_usage(unit, target, folder):
+    """{kernel: {registers, spills, stack}} as ptxas reports them; every warning is an error."""
+    flags = [*cuda_native.FLAGS, "-gencode", target, "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command = [
+        _nvcc(),
+        *flags,
+        "-I",
+        str(ROOT / "csrc"),
+        "-c",
+        str(ROOT / "csrc/cuda" / unit),
+        "-o",
+        str(folder / "unit.o"),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers"
+    )
+    found = re.findall(pattern, run.stderr, re.DOTALL)
+    assert len(found) == run.stderr.count("Compiling entry function")
+    return {name: {"stack": int(a), "spills": int(b) + int(c), "registers": int(d)} for name, a, b, c, d in found}
+
+
+def check_usage(target, folder):
+    """No spills, no local memory, and registers that let a multiprocessor hold all blocks that its threads allow."""
+    kernels = {}
+    for unit in UNITS:
+        kernels |= resource_usage(unit, target, folder)
+    names = "gae_forward_kernel gae_backward_kernel moments_kernel squares_kernel whiten_kernel gradient_kernel "
+    names += "policy_kernel policy_statistics_kernel policy_gradient_kernel value_kernel value_statistics_kernel"
+    for name in names.split():
+        for letter in "fd":  # float, double: as C++ mangles a template's argument
+            assert any(re.search(rf"\d+{name}I{letter}", kernel) for kernel in kernels), f"{name}<{letter}> is missing"
+    for kernel, usage in kernels.items():
+        assert usage["spills"] == usage["stack"] == 0, f"{kernel}: {usage}"
+        # 65536 registers: two blocks of 512 threads (gae) or two of 256, the latter in fp64 only.
+        assert usage["registers"] <= (64 if "gae" in kernel else 128), f"{kernel}: {usage}"
+
+
+@needs_nvcc
+def test_machine_code_for_hopper(tmp_path):
+    check_usage("arch=compute_90a,code=sm_90a", tmp_path)
+
+
+@needs_nvcc
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"])
+def test_machine_code_for_others(target, tmp_path):
+    check_usage(target, tmp_path)
+
+
+# --- arithmetic on the CPU ------------------------------------------------------------------------------------------
+
+
+def run_under_sanitizers(tmp_path, program, *sources):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ with its sanitizer libraries")
+    binary = tmp_path / "program"
+    include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *sanitize, *include]
+    units = [str(ROOT / "tests/kernels" / program), *(str(ROOT / "csrc" / source) for source in sources)]
+    build = subprocess.run(["g++", *flags, *units, "-o", str(binary)], capture_output=True, text=True)
+    if build.returncode != 0 and "cannot find" in build.stderr and "san" in build.stderr:
+        pytest.skip("g++ is here without libasan or libubsan")
+    assert build.returncode == 0, build.stderr
+    run = subprocess.run([str(binary)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.strip()
+
+
+def test_common_code_under_sanitizers(tmp_path):
+    assert run_under_sanitizers(tmp_path, "cuda_common_main.cpp") == "common code is clean"
+
+
+@pytest.mark.long
+def test_kernels_on_the_cpu_under_sanitizers(tmp_path):
+    output = run_under_sanitizers(tmp_path, "cuda_main.cpp", "cpu/gae.cpp", "cpu/whiten.cpp")
+    assert output == "cuda code is clean"
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What the command makes, with this machine's nvcc and no GPU."""
+    folder = tmp_path_factory.mktemp("library")
+    command = [sys.executable, "-W", "error", "-m", "rlhf_kernels.cuda_native", "--build", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    library = Path(run.stdout.strip())
+    assert [path.name for path in folder.iterdir()] == [library.name]
+    return library
+
+
+@needs_nvcc
+@pytest.mark.long  # compiles for three targets
+def test_built_library(built):
+    library = cuda_native.load(built)  # every function of SIGNATURES is there
+    assert library.rlhf_workspace(0) == library.rlhf_workspace(1024) < library.rlhf_workspace(1025)
+    symbols = subprocess.run(["nm", "-D", "--defined-only", str(built)], capture_output=True, text=True, check=True)
+    exported = {line.split()[-1] for line in symbols.stdout.splitlines()}
+    about = {"rlhf_source_key", "rlhf_error_string", "rlhf_probe", "rlhf_workspace"}
+    functions = {f"rlhf_{name}_{dtype}" for name in cuda_native.SIGNATURES for dtype in ("float32", "float64")}
+    assert exported == about | functions
+    linked = subprocess.run(["ldd", str(built)], capture_output=True, text=True, check=True).stdout
+    assert "cuda" not in linked.replace(str(built), "")  # the runtime is inside, the driver is opened when it is needed
+    assert library.rlhf_gae_forward_float32(*[0] * 10, -1, 4, 1.0, 1.0, 0, 0, 0) == 1  # cudaErrorInvalidValue
+    assert library.rlhf_gae_forward_float32(*[0] * 10, 0, 4, 1.0, 1.0, 0, 0, 0) == 0  # nothing to do
+    assert library.rlhf_error_string(1) == b"invalid argument"
+    if not torch.cuda.is_available():
+        assert library.rlhf_probe() != 0
+        buffer = ctypes.create_string_buffer(64)
+        address = ctypes.addressof(buffer)
+        code = library.rlhf_masked_moments_float32(address, address, 4, address, address, 0)
+        assert code not in (0, 1)  # a launch without a driver says so
+
+
+@needs_nvcc
+@pytest.mark.long
+def test_library_of_other_sources_is_refused(built, tmp_path, monkeypatch):
+    key = cuda_native.source_key(ROOT / "csrc")
+    changed = tmp_path / "changed.so"
+    changed.write_bytes(built.read_bytes().replace(key.encode(), b"0123456789abcdef"))
+    with pytest.raises(cuda_native.BuildError, match=f"from other sources \\(0123456789abcdef; here: {key}\\)"):
+        cuda_native.load(changed)
+
+
+def test_what_is_no_library_is_refused(tmp_path):
+    with pytest.raises(cuda_native.BuildError, match="does not load"):
+        cuda_native.load(tmp_path / "nothing.so")
+    with pytest.raises(cuda_native.BuildError, match="is no library of rlhf_kernels"):
+        cuda_native.load(Path(ctypes.util.find_library("m") or "libm.so.6"))
+
+
+# --- a compiler that is not there, fails, or races: a shell script stands in for nvcc --------------------------------
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path, monkeypatch):
+    """Installs a script as the only nvcc, in an empty cache; it is given what follows `nvcc`."""
+    home = tmp_path / "toolkit"
+    (home / "bin").mkdir(parents=True)
+
+    def install(body, version="release 99.0"):
+        script = home / "bin" / "nvcc"
+        script.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{version}"; exit 0; fi\n{body}\n')
+        script.chmod(0o755)
+
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cuda_native.ENVIRONMENT_VARIABLE, raising=False)
+    return install
+
+
+LAST_ARGUMENT = 'for last in "$@"; do :; done'
+
+
+def test_build_replaces_whole_files(fake_nvcc, tmp_path):
+    fake_nvcc(f"{LAST_ARGUMENT}\necho one > $last")
+    folder = tmp_path / "out"
+    library = cuda_native.build(folder)
+    with library.open() as loaded:  # a process that has it mapped keeps it
+        fake_nvcc(f"{LAST_ARGUMENT}\necho two > $last")
+        cuda_native.build(folder)
+        assert (loaded.read(), library.read_text()) == ("one\n", "two\n")
+    fake_nvcc(f"{LAST_ARGUMENT}\necho half > $last\necho broken code >&2\nexit 2")
+    with pytest.raises(cuda_native.BuildError, match=r"nvcc failed \(.*-gencode.*\): broken code"):
+        cuda_native.build(folder)
+    assert library.read_text() == "two\n"  # a failed build leaves the one that is there
+    assert [path.name for path in folder.iterdir()] == [cuda_native.LIBRARY_NAME]
+
+
+def test_builds_that_race_agree(fake_nvcc, tmp_path):
+    fake_nvcc(f"{LAST_ARGUMENT}\nsleep 0.2\necho whole > $last")
+    code = "from pathlib import Path; from rlhf_kernels import cuda_native; print(cuda_native.build(Path('out')))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+    start = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(start, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
+    for run in runs:
+        run.stdout.close()
+    assert (tmp_path / "out" / cuda_native.LIBRARY_NAME).read_text() == "whole\n"
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_cache_depends_on_compiler_and_sources(fake_nvcc, tmp_path, monkeypatch):
+    fake_nvcc("exit 1")
+    one = cuda_native.cache_folder()
+    assert one == cuda_native.cache_folder()
+    assert one.is_relative_to(tmp_path / "cache" / "rlhf-engine" / "cuda")
+    fake_nvcc("exit 1", version="release 99.1")
+    two = cuda_native.cache_folder()
+    sources = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (sources / "common" / "affine_map.h").open("a").write("// changed\n")
+    monkeypatch.setattr(cuda_native, "source_folder", lambda: sources)
+    assert len({one, two, cuda_native.cache_folder()}) == 3
+
+
+def test_missing_names_every_reason(fake_nvcc, tmp_path, monkeypatch, caplog):
+    def reason():
+        cuda_native.library.cache_clear()
+        return cuda_native.missing()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        assert reason() == "there is no CUDA device (torch.cuda.is_available() is False)"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "torch was not built for CUDA" in reason()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        fake_nvcc("echo no such flag >&2; exit 1")
+        with caplog.at_level(logging.WARNING):
+            assert "nvcc failed" in reason()
+        assert "compiling the CUDA kernels into" in caplog.text
+        assert "no such flag" in cuda_native.missing()
+        fake_nvcc(f"{LAST_ARGUMENT}\necho text > $last")
+        assert "does not load" in reason()
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert "cannot be written to" in reason()
+        monkeypatch.setenv(cuda_native.ENVIRONMENT_VARIABLE, str(tmp_path / "elsewhere.so"))
+        assert f"the CUDA library {tmp_path / 'elsewhere.so'} does not load" in reason()
+        monkeypatch.delenv(cuda_native.ENVIRONMENT_VARIABLE)
+        for name in ("CUDA_HOME", "CUDA_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(cuda_native, "SYSTEM_NVCC", str(tmp_path / "nowhere"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "there is no CUDA compiler" in reason()
+        monkeypatch.setattr(cuda_native, "__file__", str(tmp_path / "site" / "rlhf_kernels" / "cuda_native.py"))
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+        assert "the CUDA sources are neither in" in reason()
+    finally:
+        cuda_native.library.cache_clear()
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_compiled(fake_nvcc, tmp_path):
+    fake_nvcc(f"touch {tmp_path / 'called'}")
+    cuda_native.library.cache_clear()
+    assert cuda_support.unsupported("cpu", torch.float32) == "it needs CUDA tensors, not cpu"
+    assert "not torch.int8" in cuda_support.unsupported("cuda", torch.int8)
+    assert registry.report("cuda")["gae"]["cuda"] == "there is no CUDA device (torch.cuda.is_available() is False)"
+    with pytest.raises(RuntimeError, match="the CUDA kernels are missing: there is no CUDA device"):
+        cuda_support.call("gae_forward", torch.float32, torch.device("cpu"))
+    assert not (tmp_path / "called").exists()
+
+
+def test_command_says_what_is_wrong(fake_nvcc, tmp_path, capsys):
+    fake_nvcc("echo wrong >&2; exit 1")
+    with pytest.raises(SystemExit) as stopped:
+        cuda_native.main(["--build", str(tmp_path / "out")])
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.startswith("python -m rlhf_kernels.cuda_native: nvcc failed")

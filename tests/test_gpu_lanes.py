@@ -1,0 +1,181 @@
+"""The lane runner on a machine without a GPU: records, resuming, failures, timeouts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "gpu_lanes.py"
+
+spec = importlib.util.spec_from_file_location("gpu_lanes", SCRIPT)
+gpu_lanes = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = gpu_lanes  # dataclasses look their module up
+spec.loader.exec_module(gpu_lanes)
+
+
+def lane(name, code, **options):
+    return gpu_lanes.Lane(name=name, command=(sys.executable, "-c", code), **options)
+
+
+def counting(path, code=""):
+    """Code that leaves one more line in a file each time it runs."""
+    return f"print('x', file=open({str(path)!r}, 'a')); {code}"
+
+
+def run(lanes, folder, commit="c0ffee", sources="5"):
+    return gpu_lanes.run_lanes(lanes, folder, commit=commit, sources=sources)
+
+
+def record(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_records_what_a_lane_did(tmp_path):
+    assert run([lane("hello", "print('a' * 20_000 + 'end')")], tmp_path / "new") == 0
+    got = record(tmp_path / "new", "hello")
+    assert (got["lane"], got["state"], got["rc"], got["commit"], got["sources"]) == ("hello", "done", 0, "c0ffee", "5")
+    assert got["command"][0] == sys.executable
+    assert 0 <= got["seconds"] < 60
+    assert got["start"].endswith("+00:00")
+    assert got["output"].endswith("aend\n")
+    assert len(got["output"]) == gpu_lanes.TAIL
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["hello.json"]
+
+
+def test_done_lanes_are_skipped_until_something_changes(tmp_path):
+    count = tmp_path / "count"
+    lanes = [lane("counts", counting(count))]
+
+    def runs():
+        return len(count.read_text().splitlines())
+
+    assert (run(lanes, tmp_path), runs()) == (0, 1)
+    assert (run(lanes, tmp_path), runs()) == (0, 1)
+    assert (run(lanes, tmp_path, commit="other"), runs()) == (0, 2)
+    assert (run(lanes, tmp_path, commit="other", sources="6"), runs()) == (0, 3)
+    changed = [lane("counts", counting(count, "pass"))]
+    assert (run(changed, tmp_path, commit="other", sources="6"), runs()) == (0, 4)
+
+
+def test_a_failure_is_recorded_stops_nothing_and_comes_again_last(tmp_path):
+    order = tmp_path / "order"
+    fails = lane("fails", f"print('fails', file=open({str(order)!r}, 'a')); raise SystemExit('broken on purpose')")
+    first = lane("first", f"print('first', file=open({str(order)!r}, 'a'))")
+    second = lane("second", f"print('second', file=open({str(order)!r}, 'a'))")
+    assert run([fails, first], tmp_path) == 1
+    assert record(tmp_path, "fails")["state"] == "failed"
+    assert record(tmp_path, "fails")["rc"] == 1
+    assert "broken on purpose" in record(tmp_path, "fails")["output"]
+    assert run([fails, first, second], tmp_path) == 1
+    assert order.read_text().split() == ["fails", "first", "second", "fails"]
+    assert run([first, second], tmp_path) == 0
+
+
+def test_a_lane_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    child = tmp_path / "child"
+    code = f"""
+import subprocess, sys, time
+print("started", flush=True)
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(child)!r}, "w").write(str(sleeper.pid))
+time.sleep(600)
+"""
+    assert run([lane("sleeps", code, limit_s=3.0), lane("next", "pass")], tmp_path) == 1
+    got = record(tmp_path, "sleeps")
+    assert (got["state"], got["rc"], got["output"]) == ("timeout", None, "started\n")
+    assert got["seconds"] < 60
+    assert record(tmp_path, "next")["state"] == "done"
+    for _ in range(50):  # a killed process may stay a moment until it is reaped
+        stat = Path(f"/proc/{child.read_text()}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the lane's child survived it")
+
+
+def test_what_is_not_there_is_no_failure(tmp_path):
+    absent = lane("absent", "raise SystemExit(1)", missing="no such tool")
+    refused = lane("refused", "raise SystemExit('Device not supported')", unavailable="Device not supported")
+    broken = lane("broken", "raise SystemExit('something else')", unavailable="Device not supported")
+    assert run([absent, refused], tmp_path) == 0
+    assert record(tmp_path, "absent")["state"] == record(tmp_path, "refused")["state"] == "unavailable"
+    assert record(tmp_path, "absent")["output"] == "no such tool"
+    assert run([broken], tmp_path) == 1
+
+
+def test_rows_of_an_interrupted_lane_are_not_appended_to(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("half\n")
+    assert run([lane("rows", counting(rows), replaces=rows)], tmp_path) == 0
+    assert rows.read_text() == "x\n"
+
+
+def test_lanes_run_in_the_checkout_without_an_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = "import os, rlhf_kernels; print(os.getcwd(), os.environ.get('TRITON_INTERPRET'), rlhf_kernels.__file__)"
+    assert run([lane("where", code)], tmp_path) == 0
+    assert record(tmp_path, "where")["output"].split() == [
+        str(ROOT),
+        "None",
+        str(ROOT / "kernels/rlhf_kernels/__init__.py"),
+    ]
+
+
+def test_lanes_of_this_project(tmp_path):
+    lanes = gpu_lanes.gpu_lanes(tmp_path)
+    names = [item.name for item in lanes]
+    assert names[0] == "environment"
+    assert len(set(names)) == len(names)
+    expected = {"correct-gae", "correct-cuda", "correct-sample", "determinism", "graphs", "memcheck", "racecheck"}
+    assert expected | {"bench-gae", "bench-lora"} <= set(names)
+    assert all(item.limit_s <= 480 for item in lanes)
+    for item in lanes:
+        for word in item.command:
+            assert not word.startswith("tests/") or (ROOT / word).exists()
+    (gae,) = (item for item in lanes if item.name == "correct-gae")
+    assert {"tests/kernels/test_gae.py", "tests/kernels/test_whiten.py"} <= set(gae.command)
+    (bench,) = (item for item in gpu_lanes.gpu_lanes(tmp_path, quick=True) if item.name == "bench-gae")
+    rows = str(tmp_path / "bench-gae.jsonl")
+    expected = ("-m", "rlhf_engine.cli", "bench", "gae", "--device", "cuda", "--json", rows, "--quick")
+    assert bench.command[1:] == expected
+    assert bench.replaces == Path(rows)
+
+
+def test_sources_change_the_key_and_a_missing_repository_is_unknown(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    one = gpu_lanes.sources_of(tmp_path)
+    (tmp_path / "kernels" / "a.py").write_text("x = 1\n")
+    two = gpu_lanes.sources_of(tmp_path)
+    (tmp_path / "kernels" / "notes.txt").write_text("no code\n")
+    assert one != two == gpu_lanes.sources_of(tmp_path)
+    assert gpu_lanes.commit_of(tmp_path) == "unknown"
+
+
+def run_script(*arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_without_a_gpu_one_clear_line(tmp_path):
+    result = run_script("--out", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert result.stderr == f"gpu_lanes: no GPU: torch {torch.__version__} sees no CUDA device\n"
+    assert result.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_list_and_unknown_names():
+    listed = run_script("--list")
+    assert listed.returncode == 0
+    assert "correct-gae" in listed.stdout.splitlines()
+    unknown = run_script("--lane", "correct-gae", "nothing")
+    assert unknown.returncode == 2
+    assert "--lane: unknown nothing" in unknown.stderr
