@@ -27,6 +27,7 @@ struct Memory {
 
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 512;
+constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block together
 constexpr float kSlack = 8.0f;
 constexpr float kLowest = -3.402823466e38f;
 constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
@@ -149,12 +150,16 @@ RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
     return logits + ((v / 16) * 2 + half) * kTileFloats + (v % 16) * 16;
 }
 
-static void panel_products(const Element* weight, const Element* hidden, int64_t padded_v, int64_t depth_K,
-                           float* logits) {
+// Logits of `panels` panels, `logits_step` apart; a strip of W stays in the nearest cache for all of them.
+static void panel_products(const Element* weight, const Element* hidden, int64_t panels, int64_t padded_v,
+                           int64_t depth_K, float* logits, int64_t logits_step) {
     for (int64_t v = 0; v < padded_v; v += 32) {
         const Element* a = weight + (v / 16) * depth_K * kTileElements;
-        multiply_2x2(a, a + depth_K * kTileElements, hidden, hidden + depth_K * kTileElements, depth_K,
-                     logit_row(logits, v, 0), false);
+        for (int64_t i = 0; i < panels; ++i) {
+            const Element* b = hidden + 2 * i * depth_K * kTileElements;
+            multiply_2x2(a, a + depth_K * kTileElements, b, b + depth_K * kTileElements, depth_K,
+                         logit_row(logits + i * logits_step, v, 0), false);
+        }
     }
 }
 
@@ -216,20 +221,23 @@ struct TileOut {
     }
 };
 
-// sums [padded_K / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times the block's rows of W as a B operand. fp32 operands
+// For each panel: sums [padded_K / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times the block's rows of W. fp32 operands
 // are summed within the block first: in one running sum of 10^5 terms the many small ones would be lost against the few
 // large ones. For bf16 operands that loss is far below their own rounding.
-static void add_products(const Element* p, const Element* as_b, int64_t depth_v, int64_t padded_K, bool first,
-                         float* sums) {
+static void add_products(const Element* p, int64_t p_step, const Element* as_b, int64_t panels, int64_t depth_v,
+                         int64_t padded_K, bool first, float* sums) {
     alignas(64) float block[4 * kTileFloats];
     for (int64_t k = 0; k < padded_K / 32; ++k) {
         const Element* b = as_b + k * 2 * depth_v * kTileElements;
-        float* to = sums + k * 4 * kTileFloats;
-        const bool direct = first || RLHF_TILE_BF16;
-        multiply_2x2(p, p + depth_v * kTileElements, b, b + depth_v * kTileElements, depth_v, direct ? to : block,
-                     direct && !first);
-        if (direct) continue;
-        for (int64_t i = 0; i < 4 * kTileFloats; i += 16) store16(to + i, load16(to + i) + load16(block + i));
+        for (int64_t i = 0; i < panels; ++i) {
+            const Element* a = p + i * p_step;
+            float* to = sums + i * padded_K * kPanel + k * 4 * kTileFloats;
+            const bool direct = first || RLHF_TILE_BF16;
+            multiply_2x2(a, a + depth_v * kTileElements, b, b + depth_v * kTileElements, depth_v, direct ? to : block,
+                         direct && !first);
+            if (direct) continue;
+            for (int64_t j = 0; j < 4 * kTileFloats; j += 16) store16(to + j, load16(to + j) + load16(block + j));
+        }
     }
 }
 
@@ -387,19 +395,15 @@ struct ForwardCall {
     float *sums, *sums_kl;  // [panels][padded_K / 32][4 tiles]
 };
 
-static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, int64_t count, const Element* as_a,
-                          const Element* as_b, const Element* columns, const Element* pair_columns, float* logits,
-                          Element* p) {
+// Row statistics of one panel's logits, which become probabilities in p (and q for a pair).
+static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, int64_t count, float* logits,
+                          float* pair_logits, Element* p, Element* q) {
     const Head& head = call.head;
     const Batch& batch = call.batch;
     const Sizes& sizes = call.sizes;
     PanelState& s = call.states[panel];
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
     const bool ahead = call.expected.expected != nullptr, ahead_kl = call.expected.expected_kl != nullptr;
-    float* pair_logits = logits + kBlock * kPanel;
-    Element* q = p + 2 * (kBlock / KT) * kTileElements;
-    panel_products(as_a, columns, padded_v, sizes.depth_K, logits);
-    if (call.pair) panel_products(as_a, pair_columns, padded_v, sizes.depth_K, pair_logits);
     Lanes temperature, inverse;
     temperature.load(batch.temperature, n0, batch.n, 1.0f);
     for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / temperature.x[h];
@@ -459,8 +463,38 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
             }
         }
     }
-    add_products(p, as_b, depth_v, sizes.padded_K, v0 == 0, sums);
-    if (ahead_kl) add_products(q, as_b, depth_v, sizes.padded_K, v0 == 0, sums_kl);
+}
+
+// Where a thread keeps the logits and probabilities of a group of panels: kMaxGroup of each, and again for a pair.
+struct Workspace {
+    float *logits, *pair_logits;
+    Element *p, *q;
+    static constexpr int64_t kLogits = kBlock * kPanel, kP = 2 * (kBlock / KT) * kTileElements;
+    Workspace(float* all_logits, Element* all_p, int thread)
+        : logits(all_logits + thread * 2 * kMaxGroup * kLogits), pair_logits(logits + kMaxGroup * kLogits),
+          p(all_p ? all_p + thread * 2 * kMaxGroup * kP : nullptr), q(p + kMaxGroup * kP) {}
+};
+
+static void forward_group(const ForwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
+                          const Element* as_a, const Element* as_b, const Element* columns,
+                          const Element* pair_columns, const Workspace& at) {
+    const Sizes& sizes = call.sizes;
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
+    const int64_t skip = first * 2 * sizes.depth_K * kTileElements, skip_sums = first * sizes.padded_K * kPanel;
+    panel_products(as_a, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
+    if (call.pair) {
+        panel_products(as_a, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits, at.kLogits);
+    }
+    for (int64_t i = 0; i < panels; ++i) {
+        forward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
+                      at.p + i * at.kP, at.q + i * at.kP);
+    }
+    if (call.sums) {
+        add_products(at.p, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0, call.sums + skip_sums);
+    }
+    if (call.sums_kl) {
+        add_products(at.q, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0, call.sums_kl + skip_sums);
+    }
 }
 
 static void finish_row(const ForwardCall& call, int64_t n) {
@@ -499,6 +533,12 @@ static void finish_row(const ForwardCall& call, int64_t n) {
     }
 }
 
+// As many panels together as leaves every thread two groups, for its sake and that of the last one's.
+static int64_t group_size(int64_t panels, int threads) {
+    const int64_t share = panels / (2 * threads);
+    return share < 1 ? 1 : share > kMaxGroup ? kMaxGroup : share;
+}
+
 static int thread_number() {
 #if defined(_OPENMP)
     return omp_get_thread_num();
@@ -517,14 +557,14 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
     const bool ahead = expected.expected != nullptr;
     const int64_t column_elements = 2 * sizes.depth_K * kTileElements;  // of one panel
     const int64_t block_elements = kBlock * sizes.padded_K;
-    const int64_t p_elements = 4 * (kBlock / KT) * kTileElements;
+    const int64_t group = group_size(sizes.panels, threads);
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
     Element* as_a = memory.take<Element>(block_elements);
     Element* as_b = ahead ? memory.take<Element>(block_elements) : nullptr;
-    float* logits = memory.take<float>(threads * 2 * kBlock * kPanel);
-    Element* p = memory.take<Element>(threads * p_elements);
+    float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
+    Element* p = ahead ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
     Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
     call.states = memory.take<PanelState>(sizes.panels);
     call.sums = ahead ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
@@ -534,6 +574,7 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
         const TileScope scope;
         const int me = thread_number();
         Element* my_scratch = scratch + me * 16 * sizes.padded_K;
+        const Workspace mine(logits, p, me);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
@@ -551,10 +592,9 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
                 pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
             }
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t panel = 0; panel < sizes.panels; ++panel) {
-                forward_panel(call, panel, v0, count, as_a, as_b, columns + panel * column_elements,
-                              pair ? pair_columns + panel * column_elements : nullptr,
-                              logits + me * 2 * kBlock * kPanel, p + me * p_elements);
+            for (int64_t first = 0; first < sizes.panels; first += group) {
+                const int64_t panels = sizes.panels - first < group ? sizes.panels - first : group;
+                forward_group(call, first, panels, v0, count, as_a, as_b, columns, pair_columns, mine);
             }
         }
 #pragma omp for schedule(static)
@@ -610,21 +650,17 @@ static void load_rows(const BackwardCall& call, int64_t n0, RowLanes& lanes) {
     }
 }
 
-static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, int64_t count, const Element* as_a,
-                           const Element* as_b, const Element* columns, const Element* pair_columns, float* logits,
-                           Element* p) {
+// dL/dy of one panel replaces its logits, and goes to p, to the transposed gradient and to the bias where wanted.
+static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, int64_t count, float* logits,
+                           float* pair_logits, Element* p) {
     const Head& head = call.head;
     const Batch& batch = call.batch;
-    const Sizes& sizes = call.sizes;
     const RowGradients& g = call.rows;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
-    float* pair_logits = logits + kBlock * kPanel;
     RowLanes lanes;
     load_rows(call, n0, lanes);
     Lanes inverse;
     for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / lanes.temperature.x[h];
-    panel_products(as_a, columns, padded_v, sizes.depth_K, logits);
-    if (g.kl) panel_products(as_a, pair_columns, padded_v, sizes.depth_K, pair_logits);
     if (call.transformed) {
         transform(head, v0, count, inverse, logits);
         if (g.kl) transform(head, v0, count, inverse, pair_logits);
@@ -690,8 +726,26 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
             call.bias_part[panel * kBlock + v] = total;
         }
     }
-    if (!call.out.hidden) return;
-    add_products(p, as_b, depth_v, sizes.padded_K, v0 == 0, call.sums + panel * sizes.padded_K * kPanel);
+}
+
+static void backward_group(const BackwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
+                           const Element* as_a, const Element* as_b, const Element* columns,
+                           const Element* pair_columns, const Workspace& at) {
+    const Sizes& sizes = call.sizes;
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
+    const int64_t skip = first * 2 * sizes.depth_K * kTileElements;
+    panel_products(as_a, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
+    if (call.rows.kl) {
+        panel_products(as_a, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits, at.kLogits);
+    }
+    for (int64_t i = 0; i < panels; ++i) {
+        backward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
+                       at.p + i * at.kP);
+    }
+    if (call.sums) {
+        add_products(at.p, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0,
+                     call.sums + first * sizes.padded_K * kPanel);
+    }
 }
 
 // Rows [v, v + 32) of the block: dL/dW' for columns from weight_from on.
@@ -720,7 +774,7 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
     const Sizes& sizes = call.sizes;
     const int64_t column_elements = 2 * sizes.depth_K * kTileElements;
     const int64_t block_elements = kBlock * sizes.padded_K;
-    const int64_t p_elements = 2 * (kBlock / KT) * kTileElements;
+    const int64_t group = group_size(sizes.panels, threads);
     const Matrix pair_hidden{gradients.pair_hidden, gradients.pair_stride, batch.hidden.type};
     const bool pair = gradients.kl != nullptr;
     call.depth_n = sizes.panels * kPanel / KT;
@@ -729,8 +783,8 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
     Element* as_a = memory.take<Element>(block_elements);
     Element* as_b = sums.hidden ? memory.take<Element>(block_elements) : nullptr;
-    float* logits = memory.take<float>(threads * 2 * kBlock * kPanel);
-    Element* p = sums.hidden ? memory.take<Element>(threads * p_elements) : nullptr;
+    float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
+    Element* p = sums.hidden ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
     Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
     Element* hidden_rows = sums.weight ? memory.take<Element>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
     call.across = sums.weight ? memory.take<Element>(kBlock * sizes.panels * kPanel) : nullptr;
@@ -741,6 +795,7 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
         const TileScope scope;
         const int me = thread_number();
         Element* my_scratch = scratch + me * 16 * sizes.padded_K;
+        const Workspace mine(logits, p, me);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
@@ -760,10 +815,9 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
                 pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
             }
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t panel = 0; panel < sizes.panels; ++panel) {
-                backward_panel(call, panel, v0, count, as_a, as_b, columns + panel * column_elements,
-                               pair ? pair_columns + panel * column_elements : nullptr,
-                               logits + me * 2 * kBlock * kPanel, p + me * p_elements);
+            for (int64_t first = 0; first < sizes.panels; first += group) {
+                const int64_t panels = sizes.panels - first < group ? sizes.panels - first : group;
+                backward_group(call, first, panels, v0, count, as_a, as_b, columns, pair_columns, mine);
             }
             if (sums.weight) {
 #pragma omp for schedule(dynamic, 1)
