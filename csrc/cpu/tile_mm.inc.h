@@ -123,6 +123,7 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
             RLHF_ROWS(RLHF_STEP)
         }
 #else
+#if RLHF_AVX512
         for (int k = 0; k < 16; ++k) {
             const f32x16 x = load16(b0 + t * kTileElements + k * 16);
             const f32x16 y = load16(b1 + t * kTileElements + k * 16);
@@ -134,6 +135,17 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
     }
             RLHF_ROWS(RLHF_STEP)
         }
+#else
+        // Products are rounded here before they are added; summing each tile by itself makes up for that
+        f32x16 left = splat(0.0f), right = splat(0.0f);
+        for (int k = 0; k < 16; ++k) {
+            const f32x16 w = splat(at[k]);
+            left += w * load16(b0 + t * kTileElements + k * 16);
+            right += w * load16(b1 + t * kTileElements + k * 16);
+        }
+        left0 += left;
+        right0 += right;
+#endif
 #endif
     }
 #define RLHF_END(r)                 \

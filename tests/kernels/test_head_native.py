@@ -18,6 +18,11 @@ ISAS = native.isas() if native.missing() is None else []
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     with native.use_isa(request.param):
@@ -71,7 +76,7 @@ def eager(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, l
     }
 
 
-SHAPES = [(1, 1, 1), (2, 17, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
+SHAPES = [(1, 3, 2), (2, 8, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -302,6 +307,17 @@ def test_memory_is_an_eighth_of_the_logits():
     extra, logits = map(int, run.stdout.split())
     assert resource.getpagesize() <= logits  # the figures are bytes
     assert extra <= logits / 8, (extra, logits)
+
+
+def test_one_word_is_certain(isa):
+    hidden, weight, target = make(3, 5, 1)
+    hidden.requires_grad_()
+    out = linear_logprob(hidden, weight, target, outputs=OUTPUTS, backend="cpu")
+    assert (out.logprob == 0).all()
+    assert (out.entropy == 0).all()
+    assert (out.is_top1 == 1).all()
+    assert (torch.autograd.grad(out.logprob.sum(), hidden, retain_graph=True)[0] == 0).all()
+    assert (torch.autograd.grad(out.entropy.sum(), hidden)[0] == 0).all()
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
