@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from rlhf_kernels import aot
 
 ROOT = Path(__file__).resolve().parents[2]
