@@ -36,6 +36,7 @@ from rlhf_kernels.triton_support import INTERPRETED, AotCase
 
 ONE_READ_RANK = 32
 MAX_RANK = 128
+EXPAND_RANKS = 32  # ranks that expand multiplies at a time: more would not fit into registers at rank 128
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WIDTH = tl.constexpr(SLOT_WIDTH)
 
@@ -133,16 +134,20 @@ def _shrink_kernel(x, out, tiles, slots, row_ids, seed, stream, x_stride, n_on, 
 @triton.jit(do_not_specialize=["seed", "stream"])
 def _expand_kernel(small, out, tiles, slots, row_ids, seed, stream, out_stride, n_splits, n_on, n_d,
                    ELEMENT: tl.constexpr, SIDE: tl.constexpr, COMPACT: tl.constexpr, DROPOUT: tl.constexpr,
-                   ADD: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
-                   BD: tl.constexpr):  # fmt: skip
+                   ADD: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                   BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """out rows [.., D] (+)= factor · mask ∘ (small Wᵀ), in fp32, rounded once."""
     tile, first = tl.program_id(0), tl.program_id(1) * BD
-    lane, r, d = tl.arange(0, BN), tl.arange(0, R), first + tl.arange(0, BD)
+    lane, d = tl.arange(0, BN), first + tl.arange(0, BD)
     row, slot, place = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     live = lane < tl.load(tiles + tile * 4 + 1)
-    w = _weight(slots, slot, d, n_d, r, ELEMENT, SIDE, ALIGNED)
-    h = _small_rows(small, n_splits, n_on, place, live, r, R, BN) * _factor(slots, slot, SIDE)
-    delta = _dot(h, tl.trans(w), tl.zeros([BN, BD], tl.float32), UPCAST)
+    delta = tl.zeros([BN, BD], tl.float32)
+    for first_r in range(0, R, BR):
+        r = first_r + tl.arange(0, BR)
+        w = _weight(slots, slot, d, n_d, r, ELEMENT, SIDE, ALIGNED)
+        h = _small_rows(small, n_splits, n_on, place, live, r, R, BN)
+        delta = _dot(h, tl.trans(w), delta, UPCAST)
+    delta *= _factor(slots, slot, SIDE)
     if DROPOUT:
         threshold = tl.load(slots + slot * _WIDTH + 3)
         keep = _keep(row_ids, row + lane, live, first, seed, stream, threshold, BN, BD)
@@ -309,7 +314,8 @@ class _Call:
         config = self._config(n_d, torch.float32, side, "expand")
         _expand_kernel[(layout.n_tiles, triton.cdiv(n_d, config["BD"]))](
             small, out, layout.tiles, self.slots.table, *self.draw, out.stride(0), small.shape[0], self.n_on, n_d,
-            COMPACT=compact, ADD=add, **self._constexprs(side, layout, dropout=side == 0), **config, num_stages=2,
+            COMPACT=compact, ADD=add, BR=min(self.rank, EXPAND_RANKS),
+            **self._constexprs(side, layout, dropout=side == 0), **config, num_stages=2,
         )  # fmt: skip
 
     def columns(
@@ -540,6 +546,7 @@ def aot_cases() -> list[AotCase]:
             "ALIGNED": True,
             "UPCAST": False,
             "R": rank,
+            "BR": min(rank, EXPAND_RANKS),
             "BN": block_n,
             "BD": config["BD"],
             **flags,

@@ -135,11 +135,11 @@ def test_splits_and_chunks(device, monkeypatch):
 
     monkeypatch.setattr(ours._Call, "shrink", spy)
     monkeypatch.setattr(ours, "_config", lambda *_: {"BD": 16, "num_warps": 4})
-    monkeypatch.setattr(ours, "TARGET_PROGRAMS", 30)
-    monkeypatch.setattr(tables, "TARGET_PROGRAMS", 30)
+    monkeypatch.setattr(ours, "TARGET_PROGRAMS", 20)
+    monkeypatch.setattr(tables, "TARGET_PROGRAMS", 20)
     tables._CACHE.clear()
-    Case(n=129, k=140, m=140, ranks=(40, 3, 5), drop=True).check(device)  # two reads of dy: splits of M
-    Case(n=129, k=140, m=140).check(device)
+    Case(n=100, k=130, m=130, ranks=(40, 3, 5)).check(device)  # two reads of dy: splits of M
+    Case(n=100, k=70, m=70, drop=True).check(device)
     layouts = [entry[0] for entry in tables._CACHE.values() if isinstance(entry[0], tables.Layout)]
     tables._CACHE.clear()  # made for another number of programs
     assert max(n_splits) > 1
