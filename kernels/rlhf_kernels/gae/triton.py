@@ -52,8 +52,8 @@ def _gae_kernel(reward, value, mask, bootstrap, advantage, ret, reward_stride, v
         inside = in_rows & (t < n_columns)
         keep = tl.load(mask + row[:, None] * mask_stride + t, mask=inside, other=0) != 0
         v = tl.load(value + row[:, None] * value_stride + t, mask=keep, other=0.0)
-        # V_t+: the nearest unmasked value to the right within the block, else what the blocks to the right left.
-        right = in_rows & (t + 1 < n_columns) & (lane + 1 < BLOCK_T)[None, :]
+        # V_t+: the nearest unmasked value from t + 1 to just behind the block, else what stands further right.
+        right = in_rows & (t + 1 < n_columns)
         found = tl.load(mask + row[:, None] * mask_stride + t + 1, mask=right, other=0).to(tl.int32)
         v_right = tl.load(value + row[:, None] * value_stride + t + 1, mask=right & (found != 0), other=0.0)
         found, v_right = tl.associative_scan((found, v_right), 1, _latest, reverse=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
+from rlhf_kernels.ppo_loss import triton as ours
 from rlhf_kernels.ppo_loss.triton import BLOCK, ONE_PROGRAM
 from rlhf_kernels.testing import assert_ok, tier1
 
@@ -118,6 +119,15 @@ def test_float_mask_is_a_weight_and_layout_does_not_matter(device):
     wanted = run_ppo([x.cpu() for x in rows], "cpu", "reference")
     for name, value in run_ppo(rows, device, "triton").items():
         torch.testing.assert_close(value.cpu(), wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def test_many_partial_sums(device, monkeypatch):
+    """More blocks than the folding program adds at a time."""
+    monkeypatch.setattr(ours, "ONE_PROGRAM", 64)
+    monkeypatch.setattr(ours, "BLOCK", 64)
+    monkeypatch.setattr(ours, "FOLD", 8)
+    compare(tokens(64 * 20 + 3), device, run_ppo, dual_clip=1.5)
+    compare(tokens(64 * 20 + 3), device, run_value)
 
 
 def run_value(inputs, device, backend, *, clip=0.3):
