@@ -150,8 +150,8 @@ def test_without_the_extension_the_reference_serves(tmp_path):
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.gae import gae
-row = registry.report("cpu")["gae"]
-assert (row["auto"], row["reference"], row["cpu"]) == ("reference", "available", native.missing())
+report = registry.report("cpu")["gae"]
+assert (report["auto"], report["reference"], report["cpu"]) == ("reference", "available", native.missing()), report
 x = torch.ones(1, 2)
 assert gae(x, x, x, gamma=1.0, lam=1.0).ret.tolist() == [[2.0, 1.0]]
 try:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kernels import cuda_support, registry
+from rlhf_kernels import cuda_support, registry, triton_support
 from rlhf_kernels.ppo_loss import reference
 from rlhf_kernels.ppo_loss.checks import as_denom, check_tensors
 from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
@@ -48,6 +48,7 @@ __all__ = [
 
 registry.register("ppo_loss", "reference", reference)
 registry.register("ppo_loss", "cuda", registry.Lazy("rlhf_kernels.ppo_loss.cuda", cuda_support.unsupported))
+registry.register("ppo_loss", "triton", registry.Lazy("rlhf_kernels.ppo_loss.triton", triton_support.unsupported))
 
 
 class PpoLossOutputs(NamedTuple):

@@ -1,0 +1,77 @@
+"""The Triton kernels on a machine without a GPU: their numbers in the interpreter, their machine code ahead of time.
+
+A process either interprets kernels or compiles them, so each of these tests starts a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_kernels import aot
+
+ROOT = Path(__file__).resolve().parents[2]
+# Kernels that may spill on sm_90, and why that is right for them: {"op.kernel": "reason"}.
+MAY_SPILL: dict[str, str] = {}
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with Linux only")
+
+
+def python(*arguments: str, interpret: bool, timeout: float) -> str:
+    """Output of `python <arguments>` in a fresh process; fails the test if that fails."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    return run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a device tests/kernels/triton runs on it")
+def test_kernels_in_the_interpreter():
+    output = python("-m", "pytest", "tests/kernels/triton", "-m", "not long and not gpu", interpret=True, timeout=900)
+    assert " passed" in output
+    assert "skipped" not in output, output[-3000:]  # a skipped folder proves nothing
+
+
+def compiled(path: Path, *options: str) -> list[dict]:
+    """What `python -m rlhf_kernels.aot` measured."""
+    python("-m", "rlhf_kernels.aot", "--json", str(path), *options, interpret=False, timeout=1800)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_no_spills(found: list[dict]) -> None:
+    spilling = [
+        f"{r['op']}.{r['kernel']} ({r['case']}): {r['spills']} bytes per thread"
+        for r in found
+        if r["arch"] == 90 and r["spills"] and f"{r['op']}.{r['kernel']}" not in MAY_SPILL
+    ]
+    assert not spilling, spilling
+
+
+def expected(first: bool) -> int:
+    return sum(len(list(aot.first_cases(op) if first else aot.cases(op))) for op in aot.OPS)
+
+
+def test_every_kernel_compiles_for_sm_90(tmp_path):
+    found = compiled(tmp_path / "first.json", "--arch", "90", "--first")
+    assert len(found) == expected(first=True) > 0
+    assert_no_spills(found)
+
+
+@pytest.mark.long
+def test_every_case_compiles_for_every_architecture(tmp_path):
+    found = compiled(tmp_path / "all.json")
+    assert len(found) == expected(first=False) * len(aot.ARCHITECTURES) > 0
+    assert_no_spills(found)
