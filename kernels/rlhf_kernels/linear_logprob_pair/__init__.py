@@ -27,13 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import HeadLora, HeadOptions, PairSaved, accumulation_dtype, check_detach, check_head, check_tensor
 from . import reference
 
 __all__ = ["PairOutputs", "linear_logprob_pair"]
 
 registry.register("linear_logprob_pair", "reference", reference)
+registry.register("linear_logprob_pair", "triton", registry.Lazy("rlhf_kernels.linear_logprob_pair.triton", triton_support.unsupported))
 
 
 class PairOutputs(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import HeadGrads, HeadLora, HeadOptions, accumulation_dtype, check_head, check_tensor, grads_needed
 from ..ppo_loss import KL_ESTIMATORS
 from ..ppo_loss.checks import as_denom
@@ -30,6 +30,7 @@ from . import reference
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
 
 registry.register("linear_ppo_loss", "reference", reference)
+registry.register("linear_ppo_loss", "triton", registry.Lazy("rlhf_kernels.linear_ppo_loss.triton", triton_support.unsupported))
 
 
 class LinearPpoLossOutputs(NamedTuple):
