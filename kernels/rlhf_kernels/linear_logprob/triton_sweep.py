@@ -5,8 +5,8 @@ again), then one kernel that reads it once: it turns products into logits, folds
 and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ p u W. When a row's
 maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once.
 Small N (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per
-program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a gradient sweep, so a
-log-prob has the same bits whether a gradient is wanted or not.
+program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
+so a log-prob has the same bits whether a gradient is wanted or not.
 
 Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum: equal inputs give equal
 bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
@@ -219,16 +219,14 @@ class Sweep:
         """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl"), E packed if `live` is given."""
         wanted = {name: name in outputs.split(",") for name in FLAGS}
         flags = dict(zip(("ENTROPY", "SUM_SQ", "MEAN", "TOP"), wanted.values(), strict=True))
-        if self.fused:
-            assert live is None
-            stats = self._finish(self._fused_state(flags), outputs)[0]
-            if "logprob" in ahead:
-                one = torch.ones_like(stats.lse)
-                stats.expected = self.gradients(stats, RowGrads(lse=one), "hidden")["hidden"]
-                if "kl" in ahead:
-                    stats.expected_kl = self.gradients(stats, RowGrads(kl=one), "hidden")["hidden"]
-            return stats
-        return self._tiled(flags, outputs, ahead, live)
+        if not self.fused:
+            return self._tiled(flags, outputs, ahead, live)
+        stats, _ = self._finish(self._fused_state(flags), outputs)
+        if ahead:
+            # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
+            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead, live)
+            stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
+        return stats
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))

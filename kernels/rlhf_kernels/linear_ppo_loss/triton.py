@@ -8,8 +8,9 @@ zero advantage without a KL term) are left out of that product: their tile rows 
 Triton product stops at the count, which stays on the device, so the whole op is capturable. A clipped row is known too
 late for that: its coefficient 0 then drops its E; to skip it would take a second product to make its logits again,
 which pays only where most rows are clipped. GEMMs of N·H·V: 1, plus the share of rows packed.
-Otherwise (a trained head, bias or LoRA, an entropy term, or so few rows that the fused kernel runs): one more sweep
-makes the logits again and all gradients from them, 1 GEMM plus one per trained factor; dead rows are zero there.
+So few rows that the fused kernel makes their statistics take one more, as in `linear_logprob`.
+Otherwise (a trained head, bias or LoRA, or an entropy term): a second sweep makes the logits again and all gradients
+from them, 1 GEMM plus one per trained factor; dead rows are zero there.
 The loss itself is `ppo_loss` as its backend for these tensors computes it. Deterministic.
 """
 
@@ -62,7 +63,7 @@ def forward(
     sweep = Sweep(hidden, weight, torch.where(mask != 0, target, ignore_index), options, ignore_index)
     factor = torch.where(sweep.keep, mask.to(torch.float32), 0.0)  # [N]
     denom = denom.to(torch.float32)
-    ahead = needs == "hidden" and entropy_coef == 0 and not sweep.fused
+    ahead = needs == "hidden" and entropy_coef == 0
     live = None
     if ahead:
         may_move = factor != 0
