@@ -30,7 +30,9 @@ from . import reference
 __all__ = ["LogprobOutputs", "gather_logprob"]
 
 registry.register("gather_logprob", "reference", reference)
-registry.register("gather_logprob", "triton", registry.Lazy("rlhf_kernels.gather_logprob.triton", triton_support.unsupported))
+registry.register(
+    "gather_logprob", "triton", registry.Lazy("rlhf_kernels.gather_logprob.triton", triton_support.unsupported)
+)
 
 
 def gather_logprob(

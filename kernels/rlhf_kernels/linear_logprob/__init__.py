@@ -44,7 +44,9 @@ from . import reference
 __all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
 
 registry.register("linear_logprob", "reference", reference)
-registry.register("linear_logprob", "triton", registry.Lazy("rlhf_kernels.linear_logprob.triton", triton_support.unsupported))
+registry.register(
+    "linear_logprob", "triton", registry.Lazy("rlhf_kernels.linear_logprob.triton", triton_support.unsupported)
+)
 
 
 def linear_logprob(

@@ -35,7 +35,10 @@ def forward(
     sweep = Sweep(hidden, weight, target, options, ignore_index)
     if sweep.n_rows == 0:
         made = {"logprob", "lse", *outputs.split(",")}
-        return (*(sweep.empty(0) for _ in OUTPUTS), sweep.empty(0, hidden.shape[1]) if ahead and made else sweep.empty(0))
+        return (
+            *(sweep.empty(0) for _ in OUTPUTS),
+            sweep.empty(0, hidden.shape[1]) if ahead and made else sweep.empty(0),
+        )
     stats = sweep.statistics(outputs, "logprob" if ahead else "")
     everything = (*(stats.values.get(name) for name in OUTPUTS), stats.expected)
     return tuple(sweep.empty(0) if x is None else x for x in everything)
@@ -66,7 +69,9 @@ def backward(
         log_sum_sq_prob=d_log_sum_sq_prob,
     )
     inputs = (hidden, weight, options.bias, options.lora_A, options.lora_B)
-    like = {name: x for name, x in zip(HeadGrads.names, inputs, strict=True) if x is not None and name in needs.split(",")}
+    like = {
+        name: x for name, x in zip(HeadGrads.names, inputs, strict=True) if x is not None and name in needs.split(",")
+    }
     made: dict[str, Tensor]
     if sweep.n_rows == 0:
         made = {name: x.new_zeros(x.shape) for name, x in like.items()}

@@ -1,4 +1,4 @@
-"""Configurations in which the kernels of the vocabulary sweep are compiled ahead of time: bf16, H = 4096, V a multiple of 16."""
+"""Configurations in which the kernels of the vocabulary sweep are compiled ahead of time: bf16, aligned rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 from ..triton_support import AotCase
 from . import triton_kernels as kernels
 
-_INTEGERS = (
-    "row0 n_rows n_total column0 width z_stride p_stride sum_width hidden_size n_vocab rank h_stride h_r_stride "
-    "w_stride out_stride g_stride tiles_per_split n_splits"
-).split()
+_FLOATS = ("temperature", "logit_scale", "softcap")
 _POINTERS = {
     "z_ptr": "*fp32",
     "z_r_ptr": "*fp32",
@@ -49,12 +46,10 @@ def _case(
     for argument in kernel.arg_names:
         if argument in fixed:
             continue
-        if argument in _INTEGERS:
-            signature[argument] = "i32"
-        elif argument.endswith("_ptr"):
+        if argument.endswith("_ptr"):
             signature[argument] = _POINTERS.get(argument, "*fp32")
         else:
-            signature[argument] = "fp32"
+            signature[argument] = "fp32" if argument in _FLOATS else "i32"
     if out:
         signature["out_ptr"] = out
     divisible = tuple(n for n in signature if n in _DIVISIBLE or n.endswith("_ptr"))
@@ -68,16 +63,16 @@ def _case(
     )
 
 
-def _flags(*names: str, softcap: bool = False) -> dict[str, bool]:
+def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
     return {n: n in names for n in ("ENTROPY", "SUM_SQ", "MEAN", "TOP")} | {"SOFTCAP": softcap}
 
 
 _PLAIN = ("bias_ptr", "temperature_ptr")
-_FOLD = {"R": 1, "BLOCK": 8192, "num_warps": 8}
-_FUSED = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
-_ROW = {"R": 1, "BLOCK": 1024}
+_FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
+_FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
+_ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
 _NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
-_GRAD = {"R": 1, "BLOCK": 2048}
+_GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
 
 
 def linear_logprob_cases() -> list[AotCase]:
@@ -126,9 +121,7 @@ def linear_logprob_cases() -> list[AotCase]:
             SOFTCAP=False,
             **_ROW,
         ),
-        _case(
-            "logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *_PLAIN), SOFTCAP=False, **_GRAD
-        ),
+        _case("logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *_PLAIN), SOFTCAP=False, **_GRAD),
         _case(
             "every output and option",
             kernels.grad_tile_kernel,
@@ -143,7 +136,7 @@ def pair_cases() -> list[AotCase]:
     """bf16 with a reference's rows: few rows, many rows, both gradients ahead."""
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
     none = ("p_ptr", "q_ptr", "slot_ptr", "sum_p_ptr", "sum_q_ptr")
-    few = {"BN": 64, "num_warps": 4}
+    few: dict[str, Any] = {"BN": 64, "num_warps": 4}
     kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
     grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
     return [
@@ -160,7 +153,7 @@ def pair_cases() -> list[AotCase]:
 def ppo_cases() -> list[AotCase]:
     """bf16 with rows packed."""
     alone = ("z_r_ptr", "q_ptr", "sum_q_ptr")
-    count = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
+    count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
     absent = ("expected_kl_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr")
     return [
         _case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *_PLAIN), **_flags("ENTROPY"), **_FOLD),

@@ -160,9 +160,7 @@ def fold_tile_kernel(
     column = column0 + offset
     bias = load_bias(bias_ptr, column, in_range)
     z = load_logits(z_ptr, z_stride, local, live, offset, in_range, bias, divisor, logit_scale, softcap, SOFTCAP)
-    e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(
-        z, column, in_range, index, ENTROPY, SUM_SQ, MEAN, TOP
-    )
+    e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(z, column, in_range, index, ENTROPY, SUM_SQ, MEAN, TOP)
     m, s, w, q, total, at_target, first = load_state(state_ptr, n_total, rows, inside)
     a, a2, m, s, w, q, total, at_target, first = joined(
         m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2
@@ -336,7 +334,9 @@ def fused_kernel(
                 y_r = tl.dot(h_r, weight, y_r, input_precision="ieee")
         if down_ptr is not None:
             k = tl.arange(0, BR)
-            down = tl.load(down_ptr + row_offset * rank + k[None, :], mask=live[:, None] & (k < rank)[None, :], other=0.0)
+            down = tl.load(
+                down_ptr + row_offset * rank + k[None, :], mask=live[:, None] & (k < rank)[None, :], other=0.0
+            )
             up = tl.load(
                 lora_b_ptr + column.to(tl.int64)[None, :] * rank + k[:, None],
                 mask=in_range[None, :] & (k < rank)[:, None],

@@ -268,7 +268,7 @@ class Sweep:
     def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str, live: Live | None) -> Stats:
         state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
         state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
-        buffers = [self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()]
+        z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
         made = [name in ahead for name in ("logprob", "kl")]
         factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
         width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
@@ -276,12 +276,13 @@ class Sweep:
         for columns in self.columns():
             weight = self.weight_tile(columns)
             for i, rows in enumerate(self.chunks()):
-                y = self.products(buffers[0], weight, rows, columns, reference=False)
-                if self.hidden_r is not None:
-                    self.products(buffers[1], weight, rows, columns, reference=True)
+                y = self.products(z, weight, rows, columns, reference=False)
+                if z_r is not None:
+                    self.products(z_r, weight, rows, columns, reference=True)
                 n = rows.stop - rows.start
                 kernels.fold_tile_kernel[(triton.cdiv(n, FOLD_ROWS),)](
-                    *buffers,
+                    z,
+                    z_r,
                     *factors,
                     self.index,
                     None if live is None else live.slot,
@@ -361,9 +362,7 @@ class Sweep:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def from_expected(
-        self, stats: Stats, grads: RowGrads, dtype: torch.dtype, live: Live | None = None
-    ) -> Tensor:
+    def from_expected(self, stats: Stats, grads: RowGrads, dtype: torch.dtype, live: Live | None = None) -> Tensor:
         """d_hidden [N, H] from E (and D) and the gradients of logprob, lse (and kl), elementwise."""
         assert stats.expected is not None
         lora = self.lora_A is not None
@@ -424,7 +423,11 @@ class Sweep:
         g = z if self.dtype == torch.float32 else self.tile_buffer(self.dtype)
         for columns in self.columns():
             weight = self.weight_tile(columns)
-            tile = {name: self.empty(columns.stop - columns.start, *sums[name].shape[1:]) for name in sums if name in PER_COLUMN}
+            tile = {
+                name: self.empty(columns.stop - columns.start, *sums[name].shape[1:])
+                for name in sums
+                if name in PER_COLUMN
+            }
             for rows in self.chunks():
                 G = self._grad_tile(z, z_r, g, stats, grads, weight, rows, columns)
                 later = columns.start > 0

@@ -34,7 +34,11 @@ from . import reference
 __all__ = ["PairOutputs", "linear_logprob_pair"]
 
 registry.register("linear_logprob_pair", "reference", reference)
-registry.register("linear_logprob_pair", "triton", registry.Lazy("rlhf_kernels.linear_logprob_pair.triton", triton_support.unsupported))
+registry.register(
+    "linear_logprob_pair",
+    "triton",
+    registry.Lazy("rlhf_kernels.linear_logprob_pair.triton", triton_support.unsupported),
+)
 
 
 class PairOutputs(NamedTuple):

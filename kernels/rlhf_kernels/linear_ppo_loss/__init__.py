@@ -30,7 +30,9 @@ from . import reference
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
 
 registry.register("linear_ppo_loss", "reference", reference)
-registry.register("linear_ppo_loss", "triton", registry.Lazy("rlhf_kernels.linear_ppo_loss.triton", triton_support.unsupported))
+registry.register(
+    "linear_ppo_loss", "triton", registry.Lazy("rlhf_kernels.linear_ppo_loss.triton", triton_support.unsupported)
+)
 
 
 class LinearPpoLossOutputs(NamedTuple):

@@ -63,7 +63,7 @@ def forward(
     sweep = Sweep(hidden, weight, torch.where(mask != 0, target, ignore_index), options, ignore_index)
     factor = torch.where(sweep.keep, mask.to(torch.float32), 0.0)  # [N]
     denom = denom.to(torch.float32)
-    ahead = needs == "hidden" and entropy_coef == 0
+    ahead = needs == "hidden" and entropy_coef == 0 and sweep.n_rows > 0
     live = None
     if ahead:
         may_move = factor != 0
@@ -99,7 +99,9 @@ def forward(
             made = sweep.gradients(stats, RowGrads(logprob=d_logprob, entropy=d_entropy), needs)
     elif needs:
         inputs = zip(HeadGrads.names, (hidden, weight, options.bias, options.lora_A, options.lora_B), strict=True)
-        made = {n: x.new_zeros(x.shape, dtype=torch.float32) for n, x in inputs if x is not None and n in needs.split(",")}
+        made = {
+            n: x.new_zeros(x.shape, dtype=torch.float32) for n, x in inputs if x is not None and n in needs.split(",")
+        }
     return (loss, statistics, logprob, *(made[n] if n in made else sweep.empty(0) for n in HeadGrads.names))
 
 

@@ -10,6 +10,13 @@ from tests.kernels.test_linear_logprob_pair import dense
 from tests.kernels.triton.test_linear_logprob import force, red_zone
 
 NAN = float("nan")
+# numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["fused", "tiled", "small tiles"])
@@ -60,7 +67,12 @@ def test_tier1_every_option(device, path, scale, ahead):
 
     def options(dtype):
         lora = HeadLora(A.to(dtype), 0.1 * B.to(dtype), 0.5)
-        return {"temperature": torch.linspace(0.5, 1.5, n, device=device), "softcap": 5.0, "bias": bias.to(dtype), "lora": lora}
+        return {
+            "temperature": torch.linspace(0.5, 1.5, n, device=device),
+            "softcap": 5.0,
+            "bias": bias.to(dtype),
+            "lora": lora,
+        }
 
     got = run(linear_logprob_pair, cotangent, *inputs, **options(torch.float32), detach=detach, backend="triton")
     exact = run(dense, cotangent, *double(*inputs), **options(torch.float64))
@@ -118,7 +130,9 @@ def test_hostile_rows(device, path, rows):
         exact, plain = run(dense, cotangent, *double(*inputs)), run(dense, cotangent, *inputs)
         for name, x, x64, x32 in zip((*PairOutputs._fields, "d_hidden"), got, exact, plain, strict=True):
             # Sums of terms that cancel, judged on the scale of the terms: logits, and for d_hidden logits · W
-            slack = 1e-6 * (1.0 + x64.abs().max() + (max(exact[2].max(), 60.0) * weight.abs().max() if name == "d_hidden" else 60.0))
+            slack = 1e-6 * (
+                1.0 + x64.abs().max() + (max(exact[2].max(), 60.0) * weight.abs().max() if name == "d_hidden" else 60.0)
+            )
             assert (x.double() - x64).abs().max() <= 4 * (x32.double() - x64).abs().max() + slack, (name, detach)
 
 
@@ -139,7 +153,7 @@ def test_equal_rows_have_no_kl_and_masked_columns_no_nan(device, path):
         torch.testing.assert_close(got, torch.autograd.grad((short.logprob_a + short.kl).sum(), hidden_a)[0])
 
 
-@pytest.mark.parametrize("n", [16, 129])
+@pytest.mark.parametrize("n", [16, 70])
 def test_bits_are_those_of_linear_logprob(device, path, n):
     hidden_a, hidden_r, weight, target = make(n, 20, 517, device)
     lora = HeadLora(torch.randn(3, 20, device=device), torch.randn(517, 3, device=device), 0.5)
