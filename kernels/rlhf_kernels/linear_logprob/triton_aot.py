@@ -37,8 +37,17 @@ _DIVISIBLE = {
 }
 
 
+_FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr"), "*fp32")
+
+
 def _case(
-    name: str, kernel: Any, *, absent: tuple[str, ...] = (), num_warps: int = 4, out: str = "", **constexprs: Any
+    name: str,
+    kernel: Any,
+    *,
+    absent: tuple[str, ...] = (),
+    num_warps: int = 4,
+    types: dict[str, str] | None = None,
+    **constexprs: Any,
 ) -> AotCase:
     """A case with every pointer but the `absent` ones; arguments that are not named constexprs get their usual type."""
     fixed = {**constexprs, **dict.fromkeys(absent)}
@@ -50,8 +59,7 @@ def _case(
             signature[argument] = _POINTERS.get(argument, "*fp32")
         else:
             signature[argument] = "fp32" if argument in _FLOATS else "i32"
-    if out:
-        signature["out_ptr"] = out
+    signature |= {n: t for n, t in (types or {}).items() if n in signature}
     divisible = tuple(n for n in signature if n in _DIVISIBLE or n.endswith("_ptr"))
     return AotCase(
         name=name,
@@ -110,6 +118,14 @@ def linear_logprob_cases() -> list[AotCase]:
             **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
             **_FUSED,
         ),
+        _case(
+            "32 rows, fp32",
+            fused,
+            absent=("h_r_ptr", *_NO_LORA, *_PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+        ),
         _case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
         _case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
         _case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
@@ -117,7 +133,7 @@ def linear_logprob_cases() -> list[AotCase]:
             "bf16",
             kernels.from_expected_kernel,
             absent=("expected_kl_ptr", "slot_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr"),
-            out="*bf16",
+            types={"out_ptr": "*bf16"},
             SOFTCAP=False,
             **_ROW,
         ),
@@ -142,6 +158,14 @@ def pair_cases() -> list[AotCase]:
     return [
         _case("128 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED),
         _case("64 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED | few),
+        _case(
+            "32 rows, fp32",
+            fused,
+            absent=(*_NO_LORA, *_PLAIN),
+            types=_FP32,
+            **_flags("ENTROPY"),
+            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+        ),
         _case("forward", fold, absent=(*none, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
         _case("E and D ahead", fold, absent=("slot_ptr", *_PLAIN), **_flags("ENTROPY"), **_FOLD),
         _case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
@@ -158,5 +182,6 @@ def ppo_cases() -> list[AotCase]:
     return [
         _case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
         _case("bf16", kernels.accumulate_kernel, **count),
+        _case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
         _case("rows packed", kernels.from_expected_kernel, absent=absent, SOFTCAP=False, **_ROW),
     ]

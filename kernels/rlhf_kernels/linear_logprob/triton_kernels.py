@@ -310,6 +310,17 @@ def fused_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
+        if down_ptr is not None:
+            j = tl.arange(0, BR)
+            down = tl.load(
+                down_ptr + row_offset * rank + j[None, :], mask=live[:, None] & (j < rank)[None, :], other=0.0
+            )
+            up = tl.load(
+                lora_b_ptr + column.to(tl.int64)[None, :] * rank + j[:, None],
+                mask=in_range[None, :] & (j < rank)[:, None],
+                other=0.0,
+            )
+            y = tl.dot(down, up, y, input_precision="ieee")
         if h_r_ptr is not None:
             y_r = tl.zeros((BN, BV), tl.float32)
         for k0 in range(0, hidden_size, BK):
@@ -332,17 +343,6 @@ def fused_kernel(
                 if UPCAST:
                     h_r = h_r.to(tl.float32)
                 y_r = tl.dot(h_r, weight, y_r, input_precision="ieee")
-        if down_ptr is not None:
-            k = tl.arange(0, BR)
-            down = tl.load(
-                down_ptr + row_offset * rank + k[None, :], mask=live[:, None] & (k < rank)[None, :], other=0.0
-            )
-            up = tl.load(
-                lora_b_ptr + column.to(tl.int64)[None, :] * rank + k[:, None],
-                mask=in_range[None, :] & (k < rank)[:, None],
-                other=0.0,
-            )
-            y = tl.dot(down, up, y, input_precision="tf32x3")  # as exact as fp32, without its registers
         bias = load_bias(bias_ptr, column, in_range)
         z = transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP)
         z = tl.where(in_range[None, :], z, float("-inf"))

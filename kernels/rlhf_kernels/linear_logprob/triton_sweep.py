@@ -31,7 +31,7 @@ from . import triton_kernels as kernels
 # To be tuned on a device, all in one place. Numbers of rows and columns are powers of two.
 FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
-FUSED_TILES = {16: (128, 128), 32: (128, 128), 64: (128, 64), 128: (128, 64)}  # rows: (columns, depth)
+FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 128), 128: (128, 128)}  # rows: (columns, bytes of depth)
 TILE_ROWS = 4096
 TILE_COLUMNS = 8192
 MIN_TILE_ROWS = 1024  # a tile that must shrink loses rows down to this, then columns, then rows again
@@ -41,7 +41,7 @@ FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays p
 FOLD_WARPS = 8
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
-COUNTED_TILE = (128, 128, 64)  # of the product that stops at a count on the device
+COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
 FLAGS = ("entropy", "log_sum_sq_prob", "mean_logit", "is_top1")
 
 
@@ -55,6 +55,12 @@ def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
         else:
             columns //= 2
     return rows, columns
+
+
+def fused_tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(columns, depth) of the fused kernel's tiles; fp32 products take registers in place of tensor cores."""
+    columns, depth = FUSED_TILES[rows]
+    return columns * 2 // dtype.itemsize, depth // dtype.itemsize
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -71,7 +77,7 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool) -> None:
     """`gemm_` for the first `count` rows only, `count` being on the device: later rows cost nothing."""
-    block_m, block_n, block_k = COUNTED_TILE
+    block_m, block_n, block_k = COUNTED_TILE[a.element_size()]
     grid = (triton.cdiv(b.shape[1], block_n), triton.cdiv(a.shape[0], block_m))
     kernels.accumulate_kernel[grid](
         a,
@@ -230,7 +236,7 @@ class Sweep:
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
-        block_v, block_k = FUSED_TILES[block_n]
+        block_v, block_k = fused_tile(block_n, self.dtype)
         n_tiles = triton.cdiv(self.n_vocab, block_v)
         per_split = triton.cdiv(n_tiles, FUSED_PROGRAMS)
         splits = triton.cdiv(n_tiles, per_split)
@@ -261,7 +267,7 @@ class Sweep:
             BV=block_v,
             BK=block_k,
             BR=max(16, triton.next_power_of_2(rank)),
-            num_warps=8 if block_n == 128 else 4,
+            num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
         )
         return state
 

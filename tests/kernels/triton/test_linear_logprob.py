@@ -165,7 +165,7 @@ def test_hostile_rows(device, path, rows):
         elif rows == "rising":  # every tile moves the maximum
             hidden.zero_()
             hidden[:, 0] = 1.0
-            weight[:, 0] = torch.linspace(-80, 80, 300)
+            weight[:, 0] = torch.linspace(-60, 100, 300)
         else:
             hidden.zero_()
             hidden[:, 0] = {"uniform": 0.0, "all_minus_200": -200.0, "all_equal_plus": 500.0}[rows]
