@@ -34,11 +34,7 @@ def forward(
     """
     sweep = Sweep(hidden, weight, target, options, ignore_index)
     if sweep.n_rows == 0:
-        made = {"logprob", "lse", *outputs.split(",")}
-        return (
-            *(sweep.empty(0) for _ in OUTPUTS),
-            sweep.empty(0, hidden.shape[1]) if ahead and made else sweep.empty(0),
-        )
+        return (*(sweep.empty(0) for _ in OUTPUTS), sweep.empty(*((0, sweep.hidden_size) if ahead else (0,))))
     stats = sweep.statistics(outputs, "logprob" if ahead else "")
     everything = (*(stats.values.get(name) for name in OUTPUTS), stats.expected)
     return tuple(sweep.empty(0) if x is None else x for x in everything)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
+from rlhf_kernels.linear_logprob import HeadLora, _linear_logprob, linear_logprob
 from rlhf_kernels.linear_logprob import triton_sweep as sweep
 from rlhf_kernels.logits import OUTPUTS
 from rlhf_kernels.testing import assert_ok, tier1, tier3
@@ -303,6 +303,27 @@ def test_a_frozen_head_gets_no_product(device, path, monkeypatch):
     linear_logprob(hidden.detach(), weight, target, backend="triton").logprob.sum().backward()
     forward = [] if path == "fused" else [(n, h, v)]
     assert shapes == [*forward, (n, h, v), (v, n, h)]
+    shapes.clear()
+    made = []
+    gradients = sweep.Sweep.gradients
+
+    def watched(*args, **options):
+        made.append(gradients(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(sweep.Sweep, "gradients", watched)
+    linear_logprob(hidden, weight.detach(), target, outputs=("entropy",), backend="triton").entropy.sum().backward()
+    assert shapes == [*forward, (n, h, v), (n, v, h)]
+    assert [set(x) for x in made] == [{"hidden"}]
+
+
+def test_opcheck(device, path):
+    (hidden, weight, bias, A, B), target = make_all(4, 3, 5, device)
+    tensors = (hidden, weight, target, bias, A, B, torch.rand(4, device=device) + 0.5)
+    numbers = (0.5, 1.0, 2.0, 1.5, -100)
+    torch.library.opcheck(_linear_logprob, (*tensors, *numbers, ",".join(OUTPUTS), False, "triton"))
+    plain = (hidden, weight.detach(), target, None, None, None, None)
+    torch.library.opcheck(_linear_logprob, (*plain, *numbers, "logprob", True, "triton"))
 
 
 def test_temporaries_are_an_eighth_of_the_logits():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
+from rlhf_kernels.linear_logprob_pair import PairOutputs, _linear_logprob_pair, linear_logprob_pair
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 from tests.kernels.test_linear_logprob_pair import dense
@@ -180,6 +180,13 @@ def test_ignored_rows_hold_nan_between_red_zones(device, path):
         got = run(linear_logprob_pair, cotangent, *zoned, target, detach=detach, backend="triton")
         assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
         assert all((x[ignored] == 0).all() for x in got)
+
+
+def test_opcheck(device, path):
+    inputs = make(4, 3, 5, device)
+    for ahead in ("", "logprob,kl"):
+        arguments = (*inputs, None, None, None, None, 0.5, 1.0, 2.0, 1.5, -100, ahead, "triton")
+        torch.library.opcheck(_linear_logprob_pair, arguments)
 
 
 def test_empty_batch(device, path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob import triton_sweep as sweep
-from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
+from rlhf_kernels.linear_ppo_loss import _linear_ppo_loss, linear_ppo_loss
 from rlhf_kernels.linear_ppo_loss.triton import packed
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.testing import assert_ok, tier1, tier3
@@ -245,6 +245,13 @@ def test_hostile_rows(device, path, rows):
     error, other = ((x[1][0].double() - exact[1][0]).abs().max() for x in (got, plain))
     assert error <= 4 * other + 1e-6 * weight.abs().max()
     assert abs(got[0].loss.item() - exact[0].loss.item()) <= 4 * abs(plain[0].loss.item() - exact[0].loss.item()) + 2e-6
+
+
+def test_opcheck(device, path):
+    batch, ref = make(4, 3, 5, device)
+    tensors = (*batch, torch.tensor(2.0, device=device), ref, None, None, None, None)
+    numbers = (0.5, 1.0, 3.0, 1.2, -100, 0.2, 0.2, None, "k3", 0.1, 0.0)
+    torch.library.opcheck(_linear_ppo_loss, (*tensors, *numbers, "hidden", "triton"))
 
 
 def test_no_grad_and_empty_batches(device, path):
