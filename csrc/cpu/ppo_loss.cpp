@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "common/check.h"
-#include "cpu/isa.h"
+#include "cpu/isa_pick.h"
 #include "cpu/ppo_loss_blocks.h"
 
 namespace rlhf::cpu {
@@ -25,17 +25,6 @@ namespace {
 
 // Below this many elements the work takes about a tenth of a millisecond: too little to wait for a second core.
 constexpr int64_t kSerialElements = 1 << 17;
-
-// Points `block`, whose type says which overload, at the best there is for this machine.
-#if defined(__x86_64__)
-#define RLHF_PICK(block, function)                                 \
-    do {                                                           \
-        if (current_isa() == Isa::portable) block = portable::function; \
-        else block = avx512::function;                             \
-    } while (0)
-#else
-#define RLHF_PICK(block, function) block = portable::function
-#endif
 
 // body(begin, n, index) for every block of the range.
 template <typename Body>
@@ -74,81 +63,76 @@ void check_call(int64_t count, int threads) {
 }  // namespace
 
 template <typename T>
-void ppo_loss_forward(const PpoInputs& inputs, const PpoKnobs& knobs, const T* denom, int64_t count, int threads,
+void ppo_loss_forward(const PpoInputs& inputs, const PpoKnobs& knobs, double denom, int64_t count, int threads,
                       T* loss, T* statistics, T* dloss) {
     check_call(count, threads);
     CHECK_TOKENS(inputs, new_logprob);
     CHECK_TOKENS(inputs, old_logprob);
     CHECK_TOKENS(inputs, advantage);
     CHECK_TOKENS(inputs, mask);
-    RLHF_CHECK_POINTER(denom, 1);
     RLHF_CHECK_POINTER(loss, 1);
     RLHF_CHECK_POINTER(statistics, kPpoStatistics);
     RLHF_CHECK_POINTER(dloss, count);
     void (*block)(const PpoInputs&, const PpoKnobs&, T, int64_t, int, T*, T*);
     RLHF_PICK(block, ppo_block);
-    const T inverse_denom = T(1 / double(*denom));
+    const T inverse_denom = T(1 / denom);
     const auto sums = ordered_sums<T, kPpoSums>(count, threads, kRatioMax, [&](int64_t begin, int n, T* out) {
         block(inputs, knobs, inverse_denom, begin, n, dloss, out);
     });
-    const double d = *denom;
-    double total = sums[kPolicy] / d;
-    if (knobs.kl_coef != 0) total += knobs.kl_coef * (sums[kKl] / d);
-    if (knobs.entropy_coef != 0) total -= knobs.entropy_coef * (sums[kEntropy] / d);
+    double total = sums[kPolicy] / denom;
+    if (knobs.kl_coef != 0) total += knobs.kl_coef * (sums[kKl] / denom);
+    if (knobs.entropy_coef != 0) total -= knobs.entropy_coef * (sums[kEntropy] / denom);
     *loss = T(total);
-    const double results[kPpoStatistics] = {sums[kPolicy] / d,
-                                            sums[kKl] / d,
-                                            sums[kEntropy] / d,
-                                            (sums[kLow] + sums[kHigh]) / d,
-                                            sums[kLow] / d,
-                                            sums[kHigh] / d,
-                                            sums[kApproxKl] / d,
-                                            sums[kRatio] / d,
+    const double results[kPpoStatistics] = {sums[kPolicy] / denom,
+                                            sums[kKl] / denom,
+                                            sums[kEntropy] / denom,
+                                            (sums[kLow] + sums[kHigh]) / denom,
+                                            sums[kLow] / denom,
+                                            sums[kHigh] / denom,
+                                            sums[kApproxKl] / denom,
+                                            sums[kRatio] / denom,
                                             sums[kRatioMax]};
     std::copy(results, results + kPpoStatistics, statistics);
 }
 
 template <typename T>
-void ppo_loss_entropy_gradient(const T* grad_loss, TokenMask mask, const T* denom, double entropy_coef, int64_t count,
+void ppo_loss_entropy_gradient(double grad_loss, TokenMask mask, double denom, double entropy_coef, int64_t count,
                                int threads, T* d_entropy) {
     check_call(count, threads);
-    RLHF_CHECK_POINTER(grad_loss, 1);
     RLHF_CHECK(count == 0 || mask.data, "mask", "an address", "a null pointer");
-    RLHF_CHECK_POINTER(denom, 1);
     RLHF_CHECK_POINTER(d_entropy, count);
     void (*block)(TokenMask, T, int64_t, int, T*);
     RLHF_PICK(block, weight_block);
-    const T factor = T(-entropy_coef * double(*grad_loss) / double(*denom));
+    const T factor = T(-entropy_coef * grad_loss / denom);
     for_blocks(count, threads, [&](int64_t begin, int n, int64_t) { block(mask, factor, begin, n, d_entropy); });
 }
 
 template <typename T>
-void value_loss_forward(const ValueInputs& inputs, double clip, const T* denom, int64_t count, int threads, T* loss,
+void value_loss_forward(const ValueInputs& inputs, double clip, double denom, int64_t count, int threads, T* loss,
                         T* statistics, T* dloss) {
     check_call(count, threads);
     CHECK_TOKENS(inputs, value);
     CHECK_TOKENS(inputs, ret);
     CHECK_TOKENS(inputs, mask);
-    RLHF_CHECK_POINTER(denom, 1);
     RLHF_CHECK_POINTER(loss, 1);
     RLHF_CHECK_POINTER(statistics, kValueStatistics);
     RLHF_CHECK_POINTER(dloss, count);
     void (*block)(const ValueInputs&, double, T, int64_t, int, T*, T*);
     RLHF_PICK(block, value_block);
-    const T inverse_denom = T(1 / double(*denom));
+    const T inverse_denom = T(1 / denom);
     const auto sums = ordered_sums<T, kValueSums>(count, threads, -1, [&](int64_t begin, int n, T* out) {
         block(inputs, clip, inverse_denom, begin, n, dloss, out);
     });
-    *loss = T(0.5 * sums[kSquare] / *denom);
-    const double results[kValueStatistics] = {sums[kClipped] / *denom, sums[kCount], sums[kError],
+    *loss = T(0.5 * sums[kSquare] / denom);
+    const double results[kValueStatistics] = {sums[kClipped] / denom, sums[kCount], sums[kError],
                                               sums[kErrorSq],          sums[kRet],   sums[kRetSq]};
     std::copy(results, results + kValueStatistics, statistics);
 }
 
 #define INSTANTIATE(T)                                                                                               \
-    template void ppo_loss_forward<T>(const PpoInputs&, const PpoKnobs&, const T*, int64_t, int, T*, T*, T*);        \
-    template void ppo_loss_entropy_gradient<T>(const T*, TokenMask, const T*, double, int64_t, int, T*);             \
-    template void value_loss_forward<T>(const ValueInputs&, double, const T*, int64_t, int, T*, T*, T*);
+    template void ppo_loss_forward<T>(const PpoInputs&, const PpoKnobs&, double, int64_t, int, T*, T*, T*);        \
+    template void ppo_loss_entropy_gradient<T>(double, TokenMask, double, double, int64_t, int, T*);             \
+    template void value_loss_forward<T>(const ValueInputs&, double, double, int64_t, int, T*, T*, T*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 #undef INSTANTIATE

@@ -40,15 +40,15 @@ constexpr int kPpoStatistics = 9;
 constexpr int kValueStatistics = 6;
 
 template <typename T>
-void ppo_loss_forward(const PpoInputs& inputs, const PpoKnobs& knobs, const T* denom, int64_t count, int threads,
+void ppo_loss_forward(const PpoInputs& inputs, const PpoKnobs& knobs, double denom, int64_t count, int threads,
                       T* loss, T* statistics, T* dloss);
 
 template <typename T>
-void ppo_loss_entropy_gradient(const T* grad_loss, TokenMask mask, const T* denom, double entropy_coef, int64_t count,
+void ppo_loss_entropy_gradient(double grad_loss, TokenMask mask, double denom, double entropy_coef, int64_t count,
                                int threads, T* d_entropy);
 
 template <typename T>
-void value_loss_forward(const ValueInputs& inputs, double clip, const T* denom, int64_t count, int threads, T* loss,
+void value_loss_forward(const ValueInputs& inputs, double clip, double denom, int64_t count, int threads, T* loss,
                         T* statistics, T* dloss);
 
 }  // namespace rlhf::cpu

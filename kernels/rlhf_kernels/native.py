@@ -87,7 +87,7 @@ def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     Refuses tensors that are not on the CPU, have another dtype, or have no memory of their own (a DTensor,
     say).
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{argument}: expected a CPU tensor, got one on {tensor.device}")
     if tensor.dtype != dtype:
         raise TypeError(f"{argument}: expected dtype {dtype}, got {tensor.dtype}")
