@@ -97,9 +97,13 @@ struct Lanes<float> {
 
     // Bits of bfloat16.
     RLHF_INLINE V load(const uint16_t* p) {
+#if defined(RLHF_AVX512)
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
         Halves raw;
         std::memcpy(&raw, p, sizeof raw);
         return (V)(__builtin_convertvector(raw, Ints) << 16);
+#endif
     }
 
     RLHF_INLINE void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }
@@ -108,14 +112,20 @@ struct Lanes<float> {
     RLHF_INLINE void store(uint16_t* p, V x) {
 #if defined(RLHF_AVX512_BF16)
         const __m256bh raw = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(p, &raw, sizeof raw);
 #else
         typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
         const Words bits = (Words)x;
         const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         const Words nan = (bits >> 16) | 0x40;
-        const Halves raw = __builtin_convertvector((Words)select(eq(x, x), (V)rounded, (V)nan), Halves);
-#endif
+        const V narrow = select(eq(x, x), (V)rounded, (V)nan);
+#if defined(RLHF_AVX512)
+        _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)narrow));
+#else
+        const Halves raw = __builtin_convertvector((Words)narrow, Halves);
         std::memcpy(p, &raw, sizeof raw);
+#endif
+#endif
     }
 
     // x = n ln2 + r, m = e^r - 1 = r + r^2 q(r); then e^x = 2^n (1 + m) and e^x - 1 = 2^n (m + (1 - 2^-n)), in which

@@ -55,6 +55,11 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
 
 
+def extension_function(name: str) -> Callable[..., None]:
+    """The extension's function of exactly this name, for dtypes that `function` does not know."""
+    return getattr(_extension, name)
+
+
 def isa() -> str:
     """Instruction set that the native code uses: portable, avx512, avx512_bf16 or amx_bf16."""
     return _extension.isa()

@@ -25,11 +25,12 @@ from ..logits import (
     check_temperature,
     check_tensor,
 )
-from . import reference
+from . import native, reference
 
 __all__ = ["LogprobOutputs", "gather_logprob"]
 
 registry.register("gather_logprob", "reference", reference)
+registry.register("gather_logprob", "cpu", native)
 
 
 def gather_logprob(
