@@ -55,9 +55,9 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
 
 
-def extension_function(name: str) -> Callable[..., None]:
-    """The extension's function of exactly this name, for dtypes that `function` does not know."""
-    return getattr(_extension, name)
+def extension() -> Any:
+    """The extension itself, for functions without a dtype in their name; `missing` says whether it is there."""
+    return _extension
 
 
 def isa() -> str:

@@ -60,7 +60,7 @@ def forward(
     results = tuple(torch.empty(n_rows if name in made else 0, dtype=dtype) for name in OUTPUTS)
     offsets, rows = _rows("logits", logits, n_rows)
     kept, options = _options(target, row_temperature, temperature, ignore_index, dtype)
-    native.extension_function(f"gather_logprob_forward_{_STORAGE[logits.dtype]}")(
+    getattr(native.extension(), f"gather_logprob_forward_{_STORAGE[logits.dtype]}")(
         *rows,
         *options,
         n_rows,
@@ -94,7 +94,7 @@ def backward(
     d_offsets, d_rows = _rows("d_logits", d_logits, n_rows)
     kept, options = _options(target, row_temperature, temperature, ignore_index, dtype)
     values = [None if x is None else x.to(dtype).contiguous() for x in (*grads, *saved)]
-    native.extension_function(f"gather_logprob_backward_{_STORAGE[logits.dtype]}")(
+    getattr(native.extension(), f"gather_logprob_backward_{_STORAGE[logits.dtype]}")(
         *rows,
         *options,
         n_rows,

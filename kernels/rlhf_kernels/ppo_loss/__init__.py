@@ -163,25 +163,27 @@ class _PpoGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, new_logprob, entropy, state):  # type: ignore[no-untyped-def]
-        loss, dloss, mask, ctx.denom, ctx.entropy_coef, ctx.backend = state
-        ctx.save_for_backward(dloss, mask)
+        loss, dloss, mask, denom, ctx.entropy_coef, ctx.backend = state
+        ctx.save_for_backward(dloss, mask, denom if isinstance(denom, Tensor) else None)
+        ctx.denom = denom if isinstance(denom, float) else None
         ctx.shape = new_logprob.shape
         ctx.dtypes = (new_logprob.dtype, None if entropy is None else entropy.dtype)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
-        dloss, mask = ctx.saved_tensors
+        dloss, mask, denom = ctx.saved_tensors
+        denom = ctx.denom if denom is None else denom
         need_new, need_entropy, _ = ctx.needs_input_grad
         if eager(grad_loss, dloss, mask) and not torch.is_grad_enabled():
             run = registry.implementation("ppo_loss", ctx.backend).backward
-            grad_new, grad_entropy = run(grad_loss, dloss, mask, ctx.denom, ctx.entropy_coef, need_new, need_entropy)
+            grad_new, grad_entropy = run(grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new, need_entropy)
         else:
             grad_new, grad_entropy = _ppo_loss_backward_op(
                 grad_loss,
                 flat(dloss),
                 flat(mask),
-                as_denom(ctx.denom, dloss),
+                as_denom(denom, dloss),
                 ctx.entropy_coef,
                 need_new,
                 need_entropy,
