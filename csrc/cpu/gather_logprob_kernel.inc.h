@@ -26,6 +26,10 @@ struct Storage<Bfloat16> {
 template <typename T>
 constexpr T kLowest = sizeof(T) == sizeof(float) ? T(-3.402823466e+38) : T(-1.7976931348623157e+308);
 
+// Below it e^y is 0: where y stands beside e^y it may end here, so that -inf does not make NaN of the product.
+template <typename T>
+constexpr T kNoChance = T(-1000);
+
 // A vector whose first `n` lanes are those at p and whose others hold `fill`.
 template <typename S, typename T = typename Storage<S>::T>
 RLHF_INLINE typename Lanes<T>::V load_some(const S* p, int64_t n, T fill) {
@@ -79,7 +83,7 @@ RLHF_INLINE void add(V x, V shift, V inverse, int wants, TileSums<V>& sums) {
     const V y = (x - shift) * inverse;
     const V e = L::exp(y);
     sums.exp += e;
-    if (wants & kWantEntropy) sums.weighted = L::fma(L::at_least(y, L::splat(kLowest<T>)), e, sums.weighted);
+    if (wants & kWantEntropy) sums.weighted = L::fma(L::at_least(y, L::splat(kNoChance<T>)), e, sums.weighted);
     if (wants & kWantSquares) sums.squares = L::fma(e, e, sums.squares);
 }
 
@@ -157,21 +161,23 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
                           S* d_row) {
     using L = Lanes<T>;
     using V = typename L::V;
-    // log p = (x - lse temperature) / temperature, with the product in two parts: one would round at the size of lse.
-    const double product = slopes.lse * temperature;
-    const V high = L::splat(T(product));
-    const double rest = product - double(T(product));
-    const V low = L::splat(rest == rest ? T(rest) : T(0));  // infinite lse: no second part
-    const V inverse = L::splat(T(1 / temperature)), lowest = L::splat(kLowest<T>);
+    // z = x / temperature as division rounds it, so that it meets the rounded lse: in a row of one certain token, z - lse
+    // is 0 and not the rounding of lse. The reciprocal comes in two parts for that, where multiply-add rounds once.
+    const V divisor = L::splat(T(temperature));
+    const V inverse = L::splat(T(1 / temperature));
+    const V inverse_rest = L::splat(T(1 / temperature - double(T(1 / temperature))));
+    const V lse = L::splat(T(slopes.lse)), finite = L::splat(kLowest<T>), no_chance = L::splat(kNoChance<T>);
     const V on_p = L::splat(T(slopes.on_p / temperature)), on_log_p = L::splat(T(-slopes.on_log_p / temperature));
     const V entropy = L::splat(T(slopes.entropy)), squares = L::splat(T(slopes.on_p_squared / temperature));
     const V everywhere = L::splat(T(slopes.everywhere / temperature));
     const bool has_entropy = slopes.on_log_p != 0, has_squares = slopes.on_p_squared != 0;
     const auto gradient = [&](V x) __attribute__((always_inline)) {
-        const V log_p = ((x - high) - low) * inverse;
+        const V held = L::at_least(x, finite);  // -inf times a rest of 0 would be NaN
+        const V z = kFused ? L::fma(held, inverse, held * inverse_rest) : held / divisor;
+        const V log_p = z - lse;
         const V p = L::exp(log_p);
         V factor = on_p;
-        if (has_entropy) factor = L::fma(on_log_p, L::at_least(log_p, lowest) + entropy, factor);
+        if (has_entropy) factor = L::fma(on_log_p, L::at_least(log_p, no_chance) + entropy, factor);
         if (has_squares) factor = L::fma(squares, p, factor);
         return L::fma(p, factor, everywhere);
     };

@@ -26,8 +26,10 @@ namespace rlhf::cpu::RLHF_ISA {
 
 #if defined(RLHF_AVX512)
 constexpr int kVectorBytes = 64;
+constexpr bool kFused = true;  // fma rounds once
 #else
 constexpr int kVectorBytes = 16;
+constexpr bool kFused = false;
 #endif
 
 // e^x, e^x - 1 and e^x - 1 - x, each without the cancellation of making it from the one before.
@@ -70,7 +72,7 @@ struct Lanes<float> {
     RLHF_INLINE Mask eq(V a, V b) { return a == b; }
     RLHF_INLINE Mask ne(V a, V b) { return a != b; }
     RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
-    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }  // two roundings
+    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
     RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
     RLHF_INLINE V at_most(V x, V bound) { return select(lt(bound, x), bound, x); }
     RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
@@ -203,7 +205,7 @@ struct Lanes<double> {
     RLHF_INLINE Mask eq(V a, V b) { return a == b; }
     RLHF_INLINE Mask ne(V a, V b) { return a != b; }
     RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
-    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }  // two roundings
+    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
     RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
     RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
     RLHF_INLINE Mask nonzero(const uint8_t* p) { return Mask{-int64_t(p[0] != 0), -int64_t(p[1] != 0)}; }
