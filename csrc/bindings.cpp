@@ -7,9 +7,11 @@
 namespace rlhf::bindings {
 void define_gae(pybind11::module_& m);
 void define_isa(pybind11::module_& m);
+void define_lora(pybind11::module_& m);
 }  // namespace rlhf::bindings
 
 PYBIND11_MODULE(_native, m) {
     rlhf::bindings::define_gae(m);
     rlhf::bindings::define_isa(m);
+    rlhf::bindings::define_lora(m);
 }

@@ -1,8 +1,8 @@
 """The compiled extension `rlhf_kernels._native`: load it, say why it is missing, turn tensors into addresses.
 
 The extension knows no torch. What it receives is checked here, in Python, where a message can name the
-argument; C++ checks sizes and null pointers only. Its functions carry the dtype in their name:
-`gae_forward_float32`.
+argument; C++ checks sizes and null pointers only. A function of one dtype carries it in its name
+(`gae_forward_float32`); where dtypes mix, an address comes with its type.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """The extension's function `name` for `dtype`, which `unsupported` has let through."""
     return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
+
+
+def extension() -> Any:
+    """The extension itself, for functions without a dtype in their name; `missing` says whether it is there."""
+    return _extension
 
 
 def isa() -> str:

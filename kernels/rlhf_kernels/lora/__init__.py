@@ -36,13 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels import registry
-from rlhf_kernels.lora import reference
+from rlhf_kernels.lora import native, reference
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
 from rlhf_kernels.lora.segments import OFF, Dropout, Plan, Segments, make_plan
 
 __all__ = ["OFF", "Dropout", "Segments", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
+registry.register("lora", "cpu", native)
 
 
 @torch.library.custom_op("rlhf_kernels::lora_delta", mutates_args=())
