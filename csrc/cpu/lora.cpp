@@ -332,8 +332,8 @@ void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::v
         }
     }
     for (const SlotPlan& plan : plans) {
-        if (plan.need_A) k.unpack(arena.at<float>(plan.total_A), plan.dA);
-        if (plan.need_B) k.unpack(arena.at<float>(plan.total_B), plan.dB);
+        if (plan.need_A) k.unpack(arena.at<float>(plan.total_A), plan.dA, x.type);
+        if (plan.need_B) k.unpack(arena.at<float>(plan.total_B), plan.dB, dy.type);
     }
 }
 

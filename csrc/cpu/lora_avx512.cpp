@@ -7,8 +7,10 @@
 
 #include "cpu/lora_kernels.h"
 
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in the intrinsics of g++ 12
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi2")
+#define RLHF_AVX512
 
 #include "cpu/philox.h"
 #include "cpu/simd.h"

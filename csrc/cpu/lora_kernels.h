@@ -40,7 +40,7 @@ struct Kernels {
     // keep [rows, columns / 64 rounded up], or null.
     void (*expand)(const float* h, int64_t rows, const Factor& factor, const void* packed, Matrix y, bool add,
                    const uint64_t* keep, void* scratch);
-    // sums [R, round_up(columns, kColumnTile)]. scratch: scratch_bytes of memory that nobody else uses meanwhile.
+    // sums has R round_up(columns, kColumnTile) elements, in an order that `unpack` knows. scratch: scratch_bytes of memory that nobody else uses meanwhile.
     void (*outer)(const float* h, Matrix x, int64_t rows, const Factor& factor, bool add, float* sums, void* scratch);
     int64_t (*scratch_bytes)(int64_t rank);
 
@@ -51,8 +51,8 @@ struct Kernels {
     void (*drop)(Matrix x, int64_t rows, int64_t columns, const uint64_t* keep, void* kept);
     // total += part, `count` elements, a multiple of 16.
     void (*accumulate)(const float* part, int64_t count, float* total);
-    // gradient.matrix = sums as `outer` left them.
-    void (*unpack)(const float* sums, const Factor& gradient);
+    // gradient.matrix = sums that `outer` left of an x of type `other`.
+    void (*unpack)(const float* sums, const Factor& gradient, Type other);
 };
 
 const Kernels& portable_kernels();

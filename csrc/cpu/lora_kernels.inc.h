@@ -236,7 +236,7 @@ static void keep_mask(int64_t seed, const int64_t* row_ids, uint32_t stream, uin
             const PhiloxWords draws = philox16(seed, row_ids[n], stream, uint32_t(w * 16));
             uint64_t mask = 0;
             for (int j = 0; j < 4; ++j) {
-#if defined(__AVX512F__)
+#if defined(RLHF_AVX512)
                 const uint64_t bits =
                     _mm512_cmpge_epu32_mask((__m512i)draws.word[j], _mm512_set1_epi32(int32_t(threshold)));
                 mask |= _pdep_u64(bits, uint64_t(0x1111111111111111) << j);
@@ -300,17 +300,13 @@ static void unpack_rows(const float* sums, const Factor& gradient) {
     }
 }
 
-static void unpack(const float* sums, const Factor& gradient) {
-    (gradient.matrix.type == Type::bfloat16 ? unpack_rows<uint16_t> : unpack_rows<float>)(sums, gradient);
-}
-
 static void scale_rows(float scale, int64_t count, float* h) {
     for (int64_t i = 0; i < count; i += 16) store16(h + i, load16(h + i) * scale);
 }
 
 // ---- the table -------------------------------------------------------------------------------------------------------
 
-#if defined(__AMX_BF16__)
+#if defined(RLHF_AMX)
 #include "cpu/lora_tiles.inc.h"
 static bool tiles_serve(Type other) { return other == Type::bfloat16; }
 #define RLHF_BY_TILES(other, tiles, otherwise) (tiles_serve(other) ? (tiles) : (otherwise))
@@ -370,8 +366,16 @@ static void outer(const float* h, Matrix x, int64_t rows, const Factor& factor, 
     }
 }
 
+static void unpack(const float* sums, const Factor& gradient, [[maybe_unused]] Type other) {
+    if (gradient.matrix.type == Type::bfloat16) {
+        RLHF_BY_TILES(other, unpack_tiles<uint16_t>(sums, gradient), unpack_rows<uint16_t>(sums, gradient));
+    } else {
+        RLHF_BY_TILES(other, unpack_tiles<float>(sums, gradient), unpack_rows<float>(sums, gradient));
+    }
+}
+
 static int64_t scratch_bytes([[maybe_unused]] int64_t rank) {
-#if defined(__AMX_BF16__)
+#if defined(RLHF_AMX)
     return scratch_bytes_tiles(rank);
 #else
     return 0;

@@ -9,7 +9,7 @@ struct PhiloxWords {
 };
 
 RLHF_INLINE void philox_multiply(uint32_t m, u32x16 b, u32x16& high, u32x16& low) {
-#if defined(__AVX512F__)
+#if defined(RLHF_AVX512)
     const __m512i factor = _mm512_set1_epi32(int32_t(m));
     const __m512i even = _mm512_mul_epu32((__m512i)b, factor);
     const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)b, 32), factor);
