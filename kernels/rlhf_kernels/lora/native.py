@@ -149,13 +149,12 @@ def _unit_inner_stride(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _matrix(argument: str, x: Tensor) -> _Matrix:
-    address, stride = native.rows(argument, x, x.dtype)
-    return address, stride, _TYPES[x.dtype]
+def _matrix(x: Tensor) -> _Matrix:
+    return x.data_ptr(), x.stride(0), _TYPES[x.dtype]  # the op has checked device and shape, C++ refuses a null pointer
 
 
 def _adapters(tensors: list[Tensor]) -> list[Tensor]:
-    return [_unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]
+    return [_unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
 
 
 def _row_ids(row_ids: Tensor | None) -> tuple[Tensor | None, int]:
@@ -163,7 +162,7 @@ def _row_ids(row_ids: Tensor | None) -> tuple[Tensor | None, int]:
     if row_ids is None:
         return None, 0
     row_ids = row_ids.contiguous()
-    return row_ids, native.dense("row_ids", row_ids, torch.int64)
+    return row_ids, row_ids.data_ptr()
 
 
 def _forward(
@@ -183,13 +182,13 @@ def _forward(
     x, A, B = _unit_inner_stride(x), _adapters(A), _adapters(B)
     row_ids, ids = _row_ids(row_ids)
     native.extension().lora_forward(
-        _matrix("x", x),
-        _matrix("y", y),
+        _matrix(x),
+        _matrix(y),
         add,
         x.shape[1],
         y.shape[1],
         [
-            (_matrix("A", a), _matrix("B", b), a.shape[0], scale, p_i if ids else 0.0, 0, 0)
+            (_matrix(a), _matrix(b), a.shape[0], scale, p_i if ids else 0.0, 0, 0)
             for a, b, scale, p_i in zip(A, B, scales, p, strict=True)
         ],
         runs,
@@ -222,20 +221,20 @@ def _backward(
     dA = [a.new_empty(a.shape) if need else None for a, need in zip(A, need_A, strict=True)]
     dB = [b.new_empty(b.shape) if need else None for b, need in zip(B, need_B, strict=True)]
     native.extension().lora_backward(
-        _matrix("dy", dy),
-        _matrix("x", x),
-        _ABSENT if dx is None else _matrix("dx", dx),
+        _matrix(dy),
+        _matrix(x),
+        _ABSENT if dx is None else _matrix(dx),
         x.shape[1],
         dy.shape[1],
         [
             (
-                _matrix("A", a),
-                _matrix("B", b),
+                _matrix(a),
+                _matrix(b),
                 a.shape[0],
                 scale,
                 p_i if ids else 0.0,
-                0 if da is None else native.dense("dA", da, a.dtype),
-                0 if db is None else native.dense("dB", db, b.dtype),
+                0 if da is None else da.data_ptr(),
+                0 if db is None else db.data_ptr(),
             )
             for a, b, scale, p_i, da, db in zip(A, B, scales, p, dA, dB, strict=True)
         ],
@@ -243,4 +242,5 @@ def _backward(
         (seed, ids, stream),
         native.threads(),
     )
-    return [grad.to(dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
+    found = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
+    return [grad if grad.dtype == dtype else grad.to(dtype) for grad, dtype in found]
