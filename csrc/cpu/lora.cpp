@@ -308,6 +308,12 @@ void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::v
     // As many groups at a time as there are threads, then their sums in order; a slot's first group is its total so far.
     const std::vector<Part> groups = split(runs, kGroupRows, slots.size());
     const int64_t count = groups.size();
+    std::vector<bool> has_rows(slots.size());
+    for (const Part& group : groups) has_rows[group.slot] = true;
+    for (size_t i = 0; i < plans.size(); ++i) {
+        if (!has_rows[i] && plans[i].need_A) std::fill_n(arena.at<float>(plans[i].total_A), size_A, 0.0f);
+        if (!has_rows[i] && plans[i].need_B) std::fill_n(arena.at<float>(plans[i].total_B), size_B, 0.0f);
+    }
     for (int64_t begin = 0; begin < count; begin += threads) {
         const int64_t end = std::min<int64_t>(begin + threads, count);
         const auto sums_of = [&](int64_t i, bool of_A) {

@@ -119,9 +119,7 @@ class _Node(torch.autograd.Function):
         op._setup(ctx=ctx, inputs=args, output=output)
         ctx.eager_op = op
         # per argument: the length of a list of tensors, −1 for a tensor, −2 for anything else
-        ctx.eager_nesting = [
-            -1 if isinstance(arg, Tensor) else len(arg) if _holds_tensors(arg) else -2 for arg in args
-        ]
+        ctx.eager_nesting = [-1 if isinstance(arg, Tensor) else len(arg) if _holds_tensors(arg) else -2 for arg in args]
         return output
 
     @staticmethod

@@ -9,7 +9,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-
 @eager.custom_op("rlhf_kernels_test::weighted_sum")
 def weighted_sum(x: torch.Tensor, ws: list[torch.Tensor], bias: torch.Tensor | None, scale: float) -> torch.Tensor:
     y = x * scale
@@ -148,7 +147,9 @@ def test_func_transforms_are_refused_as_by_torch_library():
 def test_compile_and_opcheck(grad):
     x, ws, bias, scale = inputs(grad)
     torch.library.opcheck(torch.ops.rlhf_kernels_test.weighted_sum.default, (x, ws, bias, scale))
-    compiled = torch.compile(lambda x, ws, bias: weighted_sum(x, ws, bias, scale) * 2, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x, ws, bias: weighted_sum(x, ws, bias, scale) * 2, backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(compiled(x, ws, bias), weighted_sum(x, ws, bias, scale) * 2)
 
 

@@ -171,14 +171,24 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
     assert output.startswith("the native extension does not load: ")
 
 
+SANITIZED = {  # main -> what it drives
+    "native_gae_main.cpp": ("gae.cpp", "whiten.cpp"),
+    "native_lora_main.cpp": (
+        "isa.cpp",
+        "lora.cpp",
+        "lora_portable.cpp",
+        "lora_avx512.cpp",
+        "lora_avx512_bf16.cpp",
+        "lora_amx.cpp",
+    ),
+}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ with its sanitizer libraries")
-def test_cpp_under_sanitizers(tmp_path):
-    binary = tmp_path / "native_gae_main"
-    sources = [
-        ROOT / "csrc/cpu/gae.cpp",
-        ROOT / "csrc/cpu/whiten.cpp",
-        ROOT / "tests/kernels/native_gae_main.cpp",
-    ]
+@pytest.mark.parametrize("main", SANITIZED)
+def test_cpp_under_sanitizers(tmp_path, main):
+    binary = tmp_path / "main"
+    sources = [ROOT / "tests/kernels" / main, *(ROOT / "csrc/cpu" / name for name in SANITIZED[main])]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
     build = subprocess.run(
