@@ -31,7 +31,7 @@ namespace {
 
 constexpr int64_t kForwardRows = 64;
 constexpr int64_t kGroupRows = 512;
-constexpr int64_t kBlockBytes = 3 << 19;        // of x, dx and dy in bf16; second-level caches have 1 to 2 MiB
+constexpr int64_t kBlockBytes = 1 << 20;  // of x, dx and dy in bf16; second-level caches have 1 to 2 MiB
 constexpr int64_t kSerialWork = 8 << 20;        // rows r (K + M) of about a tenth of a millisecond
 constexpr int64_t kAlignment = 64;
 

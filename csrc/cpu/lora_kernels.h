@@ -17,7 +17,7 @@ constexpr int64_t kRankTile = 16;     // R is a multiple of it
 constexpr int64_t kColumnTile = 32;   // rows of sums are padded to a multiple of it
 constexpr int64_t kRowTile = 32;      // h has memory for whole tiles of rows
 constexpr int64_t kMaskColumns = 64;  // columns per word of a dropout mask
-constexpr int64_t kMaxRows = 256;     // rows of a block
+constexpr int64_t kMaxRows = 128;     // rows of a block
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 

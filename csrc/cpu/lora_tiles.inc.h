@@ -99,7 +99,7 @@ static void pack_shrink_tiles(const Factor& factor, uint16_t* packed) {
     }
 }
 
-// What `expand` multiplies: h's parts 0, 1 with the adapter's part 0, and h's part 0 with the adapter's part 1.
+// What `expand` multiplies, in terms: h's parts 0 and 1 with the adapter's part 0, h's part 0 with the adapter's part 1.
 constexpr int64_t kExpandLeft[3] = {0, 1, 0}, kExpandRight[3] = {0, 0, 1};
 static int64_t expand_terms(const Factor& factor) { return factor.matrix.type == Type::bfloat16 ? 2 : 3; }
 static int64_t expand_depth(const Factor& factor) { return round_up(expand_terms(factor) * padded_rank(factor), 32); }
@@ -118,6 +118,11 @@ static void pack_expand_tiles(const Factor& factor, uint16_t* packed) {
             if (term >= expand_terms(factor)) {
                 std::memset(even, 0, kTile);
                 std::memset(odd, 0, kTile);
+                continue;
+            }
+            if (term == 1) {  // what term 0 has
+                std::memcpy(even, even - R * 16, kTile);
+                std::memcpy(odd, odd - R * 16, kTile);
                 continue;
             }
             alignas(64) uint16_t patch[2][16][16], sorted[2][16][16];
@@ -255,6 +260,19 @@ static void place_parts(const float* h, int64_t rows, int64_t R, int64_t terms, 
 
 constexpr int64_t kPanel = 128;  // columns whose share of the adapter stays in the first-level cache for all rows
 
+// Tiles `even` and `odd` = left [16, depth] times a tile column of even and one of odd columns. Their numbers have to be
+// literals.
+#define RLHF_EXPAND(even, odd, left, right)                    \
+    _tile_zero(even);                                          \
+    _tile_zero(odd);                                           \
+    for (int64_t step = 0; step < steps; ++step) {             \
+        _tile_loadd(4, (left) + step * 32, depth * 2);         \
+        _tile_loadd(6, (right) + step * kTile, 64);            \
+        _tile_loadd(7, (right) + (steps + step) * kTile, 64);  \
+        _tile_dpbf16ps(even, 4, 6);                            \
+        _tile_dpbf16ps(odd, 4, 7);                             \
+    }
+
 static void expand_tiles(const float* h, int64_t rows, const Factor& factor, const uint16_t* packed, const Matrix& y,
                          bool add, const uint64_t* keep, uint16_t* left) {
     const int64_t R = padded_rank(factor), depth = expand_depth(factor), steps = depth / 32, columns = factor.columns;
@@ -265,20 +283,24 @@ static void expand_tiles(const float* h, int64_t rows, const Factor& factor, con
     for (int64_t c0 = 0; c0 < columns; c0 += kPanel) {
         for (int64_t n0 = 0; n0 < rows; n0 += 16) {
             alignas(64) float sums[16][kPanel];
-            const uint16_t* right = packed + c0 * depth;
-            for (int64_t j = 0; j < kPanel && c0 + j < columns; j += 32) {
-                _tile_zero(0);
-                _tile_zero(1);
-                for (int64_t step = 0; step < steps; ++step) {
-                    _tile_loadd(4, left + n0 * depth + step * 32, depth * 2);
-                    _tile_loadd(6, right + step * kTile, 64);
-                    _tile_loadd(7, right + (steps + step) * kTile, 64);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 4, 7);
+            // Each product is stored after the next one has begun: it takes a while until it is there.
+            const int64_t quarters = smaller(kPanel, round_up(columns - c0, 32)) / 32;
+            for (int64_t j = 0; j <= quarters; ++j) {
+                const uint16_t* l = left + n0 * depth;
+                const uint16_t* w = packed + (c0 + j * 32) * depth;
+                if (j < quarters && j % 2 == 0) {
+                    RLHF_EXPAND(0, 1, l, w)
+                } else if (j < quarters) {
+                    RLHF_EXPAND(2, 3, l, w)
                 }
-                right += 2 * steps * kTile;
-                _tile_stored(0, sums[0] + j, kPanel * 4);
-                _tile_stored(1, sums[0] + j + 16, kPanel * 4);
+                float* to = sums[0] + (j - 1) * 32;
+                if (j % 2 == 1) {
+                    _tile_stored(0, to, kPanel * 4);
+                    _tile_stored(1, to + 16, kPanel * 4);
+                } else if (j > 0) {
+                    _tile_stored(2, to, kPanel * 4);
+                    _tile_stored(3, to + 16, kPanel * 4);
+                }
             }
             for (int64_t n = 0; n < smaller(16, rows - n0); ++n) {
                 uint16_t* out = row<uint16_t>(y, n0 + n) + c0;
@@ -300,6 +322,8 @@ static void expand_tiles(const float* h, int64_t rows, const Factor& factor, con
         }
     }
 }
+
+#undef RLHF_EXPAND
 
 // left [part, R / 16, rows / 32] tiles: h's parts transposed, zeros for rows that are not there.
 static void transpose_parts(const float* h, int64_t rows, int64_t R, int64_t parts, uint16_t* left) {
@@ -330,20 +354,21 @@ static void transpose_parts(const float* h, int64_t rows, int64_t R, int64_t par
     }
 }
 
-// right [rows / 32, 2] tiles: the even and the odd ones of 32 columns from c on, as pairs of rows of x.
-static void interleave_rows(const Matrix& x, int64_t rows, int64_t c, int64_t columns, uint16_t* right) {
+// right [2] tiles: the even and the odd ones of 32 columns from c on, as pairs of the rows from n0 on.
+RLHF_INLINE void interleave_rows(const Matrix& x, int64_t n0, int64_t rows, int64_t c, int64_t columns,
+                                 uint16_t* right) {
     const __mmask32 some = columns - c >= 32 ? ~__mmask32(0) : (__mmask32(1) << (columns - c)) - 1;
     const __m512i low = _mm512_set1_epi32(0xffff);
-    const int64_t padded = round_up(rows, 32);
-    for (int64_t n = 0; n < padded; n += 2) {
+    for (int64_t i = 0; i < 32; i += 2, right += 32) {
+        const int64_t n = n0 + i;
         const __m512i first =
             n < rows ? _mm512_maskz_loadu_epi16(some, row<uint16_t>(x, n) + c) : _mm512_setzero_si512();
         const __m512i second =
             n + 1 < rows ? _mm512_maskz_loadu_epi16(some, row<uint16_t>(x, n + 1) + c) : _mm512_setzero_si512();
-        uint16_t* to = right + n / 32 * 2 * kTile + n % 32 / 2 * 32;
         constexpr int kSelect = 0xCA;  // where the first has bits set the second, elsewhere the third
-        _mm512_store_si512(to, _mm512_ternarylogic_epi32(low, first, _mm512_slli_epi32(second, 16), kSelect));
-        _mm512_store_si512(to + kTile, _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(first, 16), second, kSelect));
+        _mm512_store_si512(right, _mm512_ternarylogic_epi32(low, first, _mm512_slli_epi32(second, 16), kSelect));
+        _mm512_store_si512(right + kTile,
+                           _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(first, 16), second, kSelect));
     }
 }
 
@@ -352,15 +377,21 @@ static void outer_tiles(const float* h, const Matrix& x, int64_t rows, const Fac
                         uint16_t* left) {
     const int64_t R = padded_rank(factor), steps = round_up(rows, 32) / 32;
     const int64_t parts = factor.matrix.type == Type::bfloat16 ? 2 : 3, part_size = R / 16 * steps * kTile;
-    alignas(64) uint16_t right[kMaxRows / 32 * 2 * kTile];
+    alignas(64) uint16_t buffer[2][kMaxRows / 32 * 2 * kTile];  // in turn: 32 columns are multiplied, the next 32 prepared
     transpose_parts(h, rows, R, parts, left);
     TileScope tiles;
+    for (int64_t step = 0; step < steps && factor.columns > 0; ++step) {
+        interleave_rows(x, step * 32, rows, 0, factor.columns, buffer[0] + step * 2 * kTile);
+    }
     for (int64_t c = 0; c < factor.columns; c += 32) {
-        interleave_rows(x, rows, c, factor.columns, right);
+        const uint16_t* right = buffer[c / 32 % 2];
+        uint16_t* next = buffer[(c / 32 + 1) % 2];
         memory_is_read();
         for (int64_t r = 0; r < R; r += 32) {
             const bool two_ranks = R - r > 16;
             float* out = sums + c * R + r * 32;
+            _tile_zero(2);
+            _tile_zero(3);
             if (add) {
                 _tile_loadd(0, out, 64);
                 _tile_loadd(1, out + 256, 64);
@@ -371,22 +402,36 @@ static void outer_tiles(const float* h, const Matrix& x, int64_t rows, const Fac
             } else {
                 _tile_zero(0);
                 _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
             }
+            // Four products in a row have different sums, for each waits for the one before it with the same sum.
             for (int64_t step = 0; step < steps; ++step) {
+                if (r == 0 && c + 32 < factor.columns) {
+                    interleave_rows(x, step * 32, rows, c + 32, factor.columns, next + step * 2 * kTile);
+                }
+                const uint16_t* l = left + (r / 16 * steps + step) * kTile;
                 _tile_loadd(6, right + step * 2 * kTile, 64);
                 _tile_loadd(7, right + (step * 2 + 1) * kTile, 64);
-                for (int64_t part = 0; part < parts; ++part) {
-                    const uint16_t* l = left + part * part_size + (r / 16 * steps + step) * kTile;
-                    _tile_loadd(4, l, 64);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 4, 7);
-                    if (two_ranks) {
-                        _tile_loadd(5, l + steps * kTile, 64);
+                if (two_ranks) {
+                    for (int64_t part = 0; part < parts; ++part) {
+                        _tile_loadd(4, l + part * part_size, 64);
+                        _tile_loadd(5, l + part * part_size + steps * kTile, 64);
+                        _tile_dpbf16ps(0, 4, 6);
+                        _tile_dpbf16ps(1, 4, 7);
                         _tile_dpbf16ps(2, 5, 6);
                         _tile_dpbf16ps(3, 5, 7);
                     }
+                    continue;
+                }
+                _tile_loadd(4, l, 64);
+                _tile_loadd(5, l + part_size, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+                if (parts == 3) {
+                    _tile_loadd(4, l + 2 * part_size, 64);
+                    _tile_dpbf16ps(2, 4, 6);
+                    _tile_dpbf16ps(3, 4, 7);
                 }
             }
             _tile_stored(0, out, 64);
@@ -394,6 +439,11 @@ static void outer_tiles(const float* h, const Matrix& x, int64_t rows, const Fac
             if (two_ranks) {
                 _tile_stored(2, out + 512, 64);
                 _tile_stored(3, out + 768, 64);
+            } else {
+                alignas(64) float of_parts[512];
+                _tile_stored(2, of_parts, 64);
+                _tile_stored(3, of_parts + 256, 64);
+                accumulate(of_parts, 512, out);
             }
         }
     }

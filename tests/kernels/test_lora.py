@@ -268,7 +268,7 @@ def test_mixed_dtypes(base, adapter, backend):
     base, adapter = getattr(torch, base), getattr(torch, adapter)
     x, weight, bias, A, B = tensors(base, adapter)
     if adapter == torch.float64 and backend != "reference":
-        with pytest.raises(registry.BackendUnavailableError, match="not in torch.float64"):
+        with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
             lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
         registry.set_default_backend("auto")  # which knows what to do
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())

@@ -180,8 +180,7 @@ def test_gradient_through_dropout_stops_at_dropped_places(isa):
 @pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
 def test_threads_change_no_bit(isa, dtype, adapter):
     inputs = case(2000, 200, 150, (16, 24), dtype, adapter, p=0.1)  # enough work for the parallel loops
-    _, weight, dy, *_ = inputs
-    x, _, _, A, B, options = inputs
+    x, _, dy, A, B, options = inputs
     scales, starts, ends, slots, *drop = options
     runs, found = cpu._in_place(starts, ends, slots), []
     before = torch.get_num_threads()
@@ -200,7 +199,7 @@ def test_threads_change_no_bit(isa, dtype, adapter):
 
 def test_other_slots_change_no_bit(isa):
     x, weight, dy, A, B, options = case(600, 64, 48, (16, 40))
-    scales, starts, ends, slots, *drop = options
+    scales, starts, ends, _, *drop = options
     together = cpu.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)
     alone = (scales[:1], [starts[0], starts[2]], [ends[0], ends[2]], [0, 0], drop[0][:1], *drop[1:])
     dx, dA, dB = cpu.linear_backward(dy, x, weight, A[:1], B[:1], *alone, True, False, False, [True], [True])
