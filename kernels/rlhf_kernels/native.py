@@ -1,8 +1,8 @@
 """The compiled extension `rlhf_kernels._native`: load it, say why it is missing, turn tensors into addresses.
 
 The extension knows no torch. What it receives is checked here, in Python, where a message can name the
-argument; C++ checks sizes and null pointers only. Its functions carry the dtype in their name:
-`gae_forward_float32`.
+argument; C++ checks sizes and null pointers only. A function of one dtype carries it in its name
+(`gae_forward_float32`); where dtypes mix, an address comes with its type.
 """
 
 from __future__ import annotations

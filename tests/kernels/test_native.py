@@ -175,6 +175,7 @@ SANITIZED = {
     "head": ["head*.cpp", "isa.cpp"],
     "ppo_loss": ["isa.cpp", "ppo_loss*.cpp"],
     "gather_logprob": ["isa.cpp", "gather_logprob*.cpp"],
+    "lora": ["isa.cpp", "lora*.cpp"],
 }
 
 
