@@ -98,9 +98,9 @@ def test_delta_and_its_gradients(isa, dtype, adapter):
         testing.assert_ok((testing.tier1 if one.dtype == FP32 else testing.tier3)(one, want, plain))
 
 
-def inside_nan(t, right=7):
-    """The same values as a view into a larger buffer of NaN: rows above, below and to the right."""
-    buffer = torch.full((t.shape[0] + 4, t.shape[1] + right), float("nan"), dtype=t.dtype)
+def inside(t, fill=float("nan")):
+    """The same values as a view into a larger buffer: rows above and below, columns left and right."""
+    buffer = torch.full((t.shape[0] + 4, t.shape[1] + 7), fill, dtype=t.dtype)
     view = buffer[2:-2, 3 : 3 + t.shape[1]]
     view.copy_(t)
     return buffer, view
@@ -117,8 +117,8 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     want = [base.clone(), dbase.clone()]
     cpu._forward(x, want[0], True, A, B, scales, runs, *drop)
     want += cpu._backward(dy, x, want[1], A, B, scales, runs, *drop, [True] * 2, [True] * 2)
-    (_, x_in), (_, dy_in), (y_around, y), (dx_around, dx) = map(inside_nan, (x, dy, base, dbase))
-    A_in, B_in = [inside_nan(a)[1] for a in A], [inside_nan(b)[1] for b in B]
+    x_in, dy_in, A_in, B_in = inside(x)[1], inside(dy)[1], [inside(a)[1] for a in A], [inside(b)[1] for b in B]
+    (y_around, y), (dx_around, dx) = inside(base, -0.0), inside(dbase, -0.0)  # adding a zero to -0.0 changes its bits
     before = y_around.clone(), dx_around.clone()
     cpu._forward(x_in, y, True, A_in, B_in, scales, runs, *drop)
     got = [y, dx, *cpu._backward(dy_in, x_in, dx, A_in, B_in, scales, runs, *drop, [True] * 2, [True] * 2)]
