@@ -1,7 +1,7 @@
 // Sixteen floats at once, written once: GCC's vector extension becomes AVX-512 where a file is compiled for it and
 // whatever the baseline has elsewhere. Include it only inside a file that has chosen its target (see isa.h): everything
-// here is `static inline`, so no function compiled for one target is linked into another. That file says which target it
-// is by defining RLHF_AVX512 and RLHF_AVX512_BF16: g++ 12 does not define __AVX512F__ after `#pragma GCC target` in C++.
+// here is `static inline`, so no function compiled for one target is linked into another. That file says which target
+// it is by defining RLHF_AVX512 and RLHF_AVX512_BF16: g++ 12 does not define __AVX512F__ after `#pragma GCC target`.
 #pragma once
 
 #include <cstdint>
