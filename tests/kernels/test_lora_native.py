@@ -134,7 +134,7 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_off_rows_are_not_read(isa, dtype):
     """Off rows hold NaN, between runs that end in the middle of every tile."""
-    n, k, m = 100, 64, 96  # oneDNN's bf16 product reads on into the next row unless they are multiples of 32
+    n, k, m = 100, 64, 96  # for 70, say, oneDNN's bf16 product reads on into the next row
     x, weight, dy, A, B, _ = case(n, k, m, (16, 3), dtype, dtype)
     segments = Segments(starts=(1, 20, 50), ends=(14, 47, 99), slots=(0, 1, 0))
     on = torch.zeros(n, dtype=torch.bool)
