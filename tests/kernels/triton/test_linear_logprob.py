@@ -7,6 +7,7 @@ import torch
 from rlhf_kernels.linear_logprob import HeadLora, _linear_logprob, linear_logprob
 from rlhf_kernels.linear_logprob import triton_sweep as sweep
 from rlhf_kernels.logits import OUTPUTS
+from rlhf_kernels.registry import BackendUnavailableError
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 from tests.kernels.test_linear_logprob import dense, double
@@ -152,7 +153,7 @@ def test_mixed_dtypes(device, path):
 
 def test_float64_is_refused(device):
     hidden, weight, target = make(2, 20, 7, device)
-    with pytest.raises(TypeError, match="no float64"):
+    with pytest.raises(BackendUnavailableError, match="not in torch.float64"):
         linear_logprob(hidden, weight.double(), target, backend="triton")
 
 
