@@ -176,7 +176,7 @@ def test_tier3_where_the_target_is_nearly_certain(device, path, dtype):
     n = 65
     hidden, weight, target = nearly_certain(n, 48, 600, device, dtype, 0.7)
     cotangents = torch.randn(2, n, 1, device=device)
-    # With the gradient of lse d_hidden is as large as W, so that its last rounding decides: truncation in the interpreter
+    # With the gradient of lse d_hidden is as large as W and its last rounding decides; the interpreter truncates bf16
     for count in (1,) if INTERPRETED and dtype == torch.bfloat16 else (1, 2):
         out = linear_logprob(hidden, weight, target, temperature=0.7, outputs=("logprob", "lse"), backend="triton")
         loss = sum((c[:, 0] * x).sum() for c, x in zip(cotangents[:count], (out.logprob, out.lse), strict=False))
