@@ -200,7 +200,7 @@ def test_mixed_dtypes(device, path):
 
 def test_float64_is_refused(device):
     hidden, weight, target = make(2, 20, 7, device)
-    with pytest.raises(BackendUnavailableError, match="not in torch.float64"):
+    with pytest.raises(BackendUnavailableError, match=r"not in torch\.float64"):
         linear_logprob(hidden, weight.double(), target, backend="triton")
 
 
