@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_kernels import native, registry
-from rlhf_kernels.gae import _gae, _gae_backward, gae
+from rlhf_kernels.gae import gae
 from rlhf_kernels.testing import assert_ok, tier1
 
 NAN = float("nan")
@@ -155,8 +155,8 @@ def test_opcheck(backend):
             0.8,
             backend,
         )
-        torch.library.opcheck(_gae, arguments)
-    torch.library.opcheck(_gae_backward, (reward, value, mask, 0.9, 0.8, backend))
+        torch.library.opcheck(torch.ops.rlhf_kernels.gae.default, arguments)
+    torch.library.opcheck(torch.ops.rlhf_kernels.gae_backward.default, (reward, value, mask, 0.9, 0.8, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import cuda_support, registry, triton_support
-from ..eager import eager
+from ..eager import custom_op, eager
 from . import native, reference
 
 for _op in ("gae", "whiten"):
@@ -86,7 +86,8 @@ def gae(
     reward, value = reward.to(dtype), value.to(dtype)
     bootstrap = None if bootstrap is None else bootstrap.to(dtype)
     backend = registry.resolve("gae", backend, reward)
-    return GaeOutputs(*_gae(reward, value, mask != 0, bootstrap, float(gamma), float(lam), backend))
+    mask = mask if mask.dtype is torch.bool else mask != 0
+    return GaeOutputs(*_gae(reward, value, mask, bootstrap, float(gamma), float(lam), backend))
 
 
 def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -155,7 +156,7 @@ def _check_like(name: str, x: torch.Tensor, shape: torch.Size, device: torch.dev
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {x.device}")
 
 
-@torch.library.custom_op("rlhf_kernels::gae", mutates_args=())
+@custom_op("rlhf_kernels::gae")
 def _gae(
     reward: torch.Tensor,
     value: torch.Tensor,
@@ -173,7 +174,7 @@ def _(reward, value, mask, bootstrap, gamma, lam, backend):
     return reward.new_empty(reward.shape), reward.new_empty(reward.shape)
 
 
-@torch.library.custom_op("rlhf_kernels::gae_backward", mutates_args=())
+@custom_op("rlhf_kernels::gae_backward")
 def _gae_backward(
     grad_advantage: torch.Tensor,
     grad_ret: torch.Tensor,
