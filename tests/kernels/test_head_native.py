@@ -150,8 +150,9 @@ def test_large_ragged_vocabulary(isa, vocab):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
-    hidden, weight, target = make(70, 48, 1500, dtype=dtype)
-    gradient = torch.randn(70)
+    n = 140  # five panels: one thread takes two of them at a time, two threads one each
+    hidden, weight, target = make(n, 48, 1500, dtype=dtype)
+    gradient = torch.randn(n)
 
     def run(rows):
         h = hidden[rows].clone().requires_grad_()
@@ -160,7 +161,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
         return [*(x.detach() for x in out), h.grad]
 
     whole = run(slice(None))
-    order = torch.randperm(70)[:37]
+    order = torch.randperm(n)[:37]
     for a, b in zip(run(order), whole, strict=True):
         assert torch.equal(a, b[order])
     before = torch.get_num_threads()

@@ -317,7 +317,13 @@ def test_frozen_weight_has_no_dw_and_logits_never_exist():
     size = weight.numel() * 4
     trained = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert trained >= size
-    assert _largest_allocation(lambda: linear_logprob(hidden, frozen, target).logprob.sum().backward()) < size
+    for outputs in (("logprob",), ("logprob", "entropy")):  # the gradient ahead, and the one by recomputing
+
+        def train(outputs=outputs):
+            out = linear_logprob(hidden, frozen, target, outputs=outputs)
+            sum(getattr(out, name).sum() for name in outputs).backward()
+
+        assert _largest_allocation(train) < size, outputs
     # [N, V] would be 64 MiB; a tile is 16 MiB
     hidden, weight, target = make(4096, 2, 4096, requires_grad=True)
     largest = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())

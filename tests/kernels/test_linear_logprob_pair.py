@@ -141,6 +141,15 @@ def test_equal_rows_have_zero_kl_and_no_gradient():
     assert (torch.autograd.grad(out.kl.sum(), hidden_a)[0] == 0).all()
 
 
+def test_all_logits_far_below_zero():
+    hidden_a, hidden_r, weight, target = make(15, 8, 257)
+    low = torch.full((257,), -200.0)
+    ours = linear_logprob_pair(hidden_a, hidden_r, weight, target, bias=low)
+    wide = (x.detach().double() for x in (hidden_a, hidden_r, weight))
+    for x, y in zip(ours, dense(*wide, target, bias=low.double()), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
 def test_temperature_acts_on_both_sides():
     hidden_a, hidden_r, weight, target = make(8, 6, 40)
     temperature = torch.rand(8) + 0.5
