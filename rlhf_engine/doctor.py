@@ -32,7 +32,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
         "versions": {name: _version(name) for name in _CORE},
-        "native_extension": native.missing() or "available",
+        "native_extension": native.missing() or f"available, instruction set {native.isa()}",
         "ops": {
             str(dtype).removeprefix("torch."): registry.report(device, dtype)
             for dtype in (torch.float32, torch.bfloat16)

@@ -16,7 +16,7 @@ Source    as `linear_logprob`, whose reference holds the statistics and their de
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import (
     OUTPUTS,
     LogprobOutputs,
@@ -30,6 +30,9 @@ from . import reference
 __all__ = ["LogprobOutputs", "gather_logprob"]
 
 registry.register("gather_logprob", "reference", reference)
+registry.register(
+    "gather_logprob", "triton", registry.Lazy("rlhf_kernels.gather_logprob.triton", triton_support.unsupported)
+)
 
 
 def gather_logprob(

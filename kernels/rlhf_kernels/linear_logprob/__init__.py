@@ -25,7 +25,7 @@ Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_k
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import (
     OUTPUTS,
     HeadGrads,
@@ -47,6 +47,9 @@ __all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
 
 registry.register("linear_logprob", "reference", reference)
 registry.register("linear_logprob", "cpu", native)
+registry.register(
+    "linear_logprob", "triton", registry.Lazy("rlhf_kernels.linear_logprob.triton", triton_support.unsupported)
+)
 
 
 def linear_logprob(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import (
     HeadLora,
     HeadOptions,
@@ -44,6 +44,11 @@ __all__ = ["PairOutputs", "linear_logprob_pair"]
 
 registry.register("linear_logprob_pair", "reference", reference)
 registry.register("linear_logprob_pair", "cpu", native)
+registry.register(
+    "linear_logprob_pair",
+    "triton",
+    registry.Lazy("rlhf_kernels.linear_logprob_pair.triton", triton_support.unsupported),
+)
 
 
 class PairOutputs(NamedTuple):

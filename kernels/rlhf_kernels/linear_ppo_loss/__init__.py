@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry
+from .. import registry, triton_support
 from ..logits import (
     HeadGrads,
     HeadLora,
@@ -40,6 +40,9 @@ __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
 
 registry.register("linear_ppo_loss", "reference", reference)
 registry.register("linear_ppo_loss", "cpu", native)
+registry.register(
+    "linear_ppo_loss", "triton", registry.Lazy("rlhf_kernels.linear_ppo_loss.triton", triton_support.unsupported)
+)
 
 
 class LinearPpoLossOutputs(NamedTuple):

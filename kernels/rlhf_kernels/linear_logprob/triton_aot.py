@@ -1,0 +1,187 @@
+"""Configurations in which the kernels of the vocabulary sweep are compiled ahead of time: bf16, aligned rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..triton_support import AotCase
+from . import triton_kernels as kernels
+
+_FLOATS = ("temperature", "logit_scale", "softcap")
+_POINTERS = {
+    "z_ptr": "*fp32",
+    "z_r_ptr": "*fp32",
+    "p_ptr": "*bf16",
+    "q_ptr": "*bf16",
+    "g_ptr": "*bf16",
+    "h_ptr": "*bf16",
+    "h_r_ptr": "*bf16",
+    "w_ptr": "*bf16",
+    "bias_ptr": "*bf16",
+    "index_ptr": "*i64",
+    "slot_ptr": "*i64",
+    "count_ptr": "*i64",
+    "out_ptr": "*fp32",
+}
+_DIVISIBLE = {
+    "z_stride",
+    "p_stride",
+    "g_stride",
+    "h_stride",
+    "h_r_stride",
+    "w_stride",
+    "out_stride",
+    "hidden_size",
+    "sum_width",
+    "width",
+}
+
+
+_FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr"), "*fp32")
+
+
+def _case(
+    name: str,
+    kernel: Any,
+    *,
+    absent: tuple[str, ...] = (),
+    num_warps: int = 4,
+    types: dict[str, str] | None = None,
+    **constexprs: Any,
+) -> AotCase:
+    """A case with every pointer but the `absent` ones; arguments that are not named constexprs get their usual type."""
+    fixed = {**constexprs, **dict.fromkeys(absent)}
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in fixed:
+            continue
+        if argument.endswith("_ptr"):
+            signature[argument] = _POINTERS.get(argument, "*fp32")
+        else:
+            signature[argument] = "fp32" if argument in _FLOATS else "i32"
+    signature |= {n: t for n, t in (types or {}).items() if n in signature}
+    divisible = tuple(n for n in signature if n in _DIVISIBLE or n.endswith("_ptr"))
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=fixed,
+        num_warps=num_warps,
+        divisible_by_16=divisible,
+    )
+
+
+def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
+    return {n: n in names for n in ("ENTROPY", "SUM_SQ", "MEAN", "TOP")} | {"SOFTCAP": softcap}
+
+
+_PLAIN = ("bias_ptr", "temperature_ptr")
+_FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
+_FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
+_ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
+_NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
+_GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
+
+
+def linear_logprob_cases() -> list[AotCase]:
+    """bf16, large N with the gradient ahead, bare forward, few rows, gradient sweep."""
+    alone = ("z_r_ptr", "q_ptr", "slot_ptr", "sum_q_ptr")
+    no_sums = (*alone, "p_ptr", "sum_p_ptr")
+    pair_rows = ("z_r_ptr", "lse_r_ptr", "kl_ptr", "d_kl_ptr")
+    statistics = ("entropy_ptr", "sum_sq_ptr", "d_entropy_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr")
+    no_pair = ("logprob_r_ptr", "lse_r_ptr", "kl_ptr")
+    unasked = ("entropy_ptr", "top_ptr", "mean_ptr", "sum_sq_ptr")
+    no_d = ("sum_q_ptr", "slot_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
+    fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
+    return [
+        _case("gradient ahead", fold, absent=(*alone, *_PLAIN), **_flags(), **_FOLD),
+        _case("forward", fold, absent=(*no_sums, *_PLAIN), **_flags(), **_FOLD),
+        _case(
+            "ahead, every output and option",
+            fold,
+            absent=alone,
+            **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
+            **_FOLD,
+        ),
+        _case("128 rows", fused, absent=("h_r_ptr", *_NO_LORA, *_PLAIN), **_flags(), **_FUSED),
+        _case(
+            "16 rows",
+            fused,
+            absent=("h_r_ptr", *_NO_LORA, *_PLAIN),
+            **_flags(),
+            **_FUSED | {"BN": 16, "BK": 128, "num_warps": 4},
+        ),
+        _case(
+            "128 rows, every output and option",
+            fused,
+            absent=("h_r_ptr",),
+            **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
+            **_FUSED,
+        ),
+        _case(
+            "32 rows, fp32",
+            fused,
+            absent=("h_r_ptr", *_NO_LORA, *_PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+        ),
+        _case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
+        _case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
+        _case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
+        _case(
+            "bf16",
+            kernels.from_expected_kernel,
+            absent=("expected_kl_ptr", "slot_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr"),
+            types={"out_ptr": "*bf16"},
+            SOFTCAP=False,
+            **_ROW,
+        ),
+        _case("logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *_PLAIN), SOFTCAP=False, **_GRAD),
+        _case(
+            "every output and option",
+            kernels.grad_tile_kernel,
+            absent=pair_rows,
+            SOFTCAP=True,
+            **_GRAD,
+        ),
+    ]
+
+
+def pair_cases() -> list[AotCase]:
+    """bf16 with a reference's rows: few rows, many rows, both gradients ahead."""
+    fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
+    none = ("p_ptr", "q_ptr", "slot_ptr", "sum_p_ptr", "sum_q_ptr")
+    few: dict[str, Any] = {"BN": 64, "num_warps": 4}
+    kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
+    grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
+    return [
+        _case("128 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED),
+        _case("64 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED | few),
+        _case(
+            "32 rows, fp32",
+            fused,
+            absent=(*_NO_LORA, *_PLAIN),
+            types=_FP32,
+            **_flags("ENTROPY"),
+            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+        ),
+        _case("forward", fold, absent=(*none, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
+        _case("E and D ahead", fold, absent=("slot_ptr", *_PLAIN), **_flags("ENTROPY"), **_FOLD),
+        _case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
+        _case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
+        _case("logprob and kl", kernels.grad_tile_kernel, absent=(*grads, *_PLAIN), SOFTCAP=False, **_GRAD),
+    ]
+
+
+def ppo_cases() -> list[AotCase]:
+    """bf16 with rows packed."""
+    alone = ("z_r_ptr", "q_ptr", "sum_q_ptr")
+    count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
+    absent = ("expected_kl_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr")
+    return [
+        _case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
+        _case("bf16", kernels.accumulate_kernel, **count),
+        _case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
+        _case("rows packed", kernels.from_expected_kernel, absent=absent, SOFTCAP=False, **_ROW),
+    ]

@@ -1,0 +1,529 @@
+"""One or two sweeps over the rows of W: what the Triton backends of all linear_* ops are built from.
+
+Large N: a tile [rows, columns] of products by cuBLAS with fp32 results (bf16 and fp16 operands are never rounded
+again), then one kernel that reads it once: it turns products into logits, folds them into each row's running state
+and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ p u W. When a row's
+maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once.
+Small N (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per
+program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
+so a log-prob has the same bits whether a gradient is wanted or not.
+
+Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum: equal inputs give equal
+bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
+Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element, and a tile has at most
+N·V / 32 elements (or 2²⁰), so no more than 1/8 of the fp32 logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from ..logits import HeadOptions, accumulation_dtype, split_target, temperature_column
+from ..triton_support import INTERPRETED
+from . import triton_kernels as kernels
+
+# To be tuned on a device, all in one place. Numbers of rows and columns are powers of two.
+FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
+FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
+FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 128), 128: (128, 128)}  # rows: (columns, bytes of depth)
+TILE_ROWS = 4096
+TILE_COLUMNS = 8192
+MIN_TILE_ROWS = 1024  # a tile that must shrink loses rows down to this, then columns, then rows again
+MIN_TILE_COLUMNS = 2048
+SMALL_TILE = 2**20  # elements that need no saving
+FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
+FOLD_WARPS = 8
+GRAD_BLOCK = 128 if INTERPRETED else 2048
+ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
+COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
+FLAGS = ("entropy", "log_sum_sq_prob", "mean_logit", "is_top1")
+
+
+def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
+    """(rows, columns) of a tile, powers of two."""
+    rows = min(TILE_ROWS, triton.next_power_of_2(n_rows))
+    columns = min(TILE_COLUMNS, triton.next_power_of_2(n_vocab))
+    while rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
+        if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
+            rows //= 2
+        else:
+            columns //= 2
+    return rows, columns
+
+
+def fused_tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(columns, depth) of the fused kernel's tiles; fp32 products take registers in place of tensor cores."""
+    columns, depth = FUSED_TILES[rows]
+    return columns * 2 // dtype.itemsize, depth // dtype.itemsize
+
+
+def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out = a b, or out += a b: fp32 sums of operands in one dtype."""
+    if a.device.type == "cpu":
+        a, b = a.float(), b.float()
+    if a.dtype == torch.float32:
+        _ = torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool) -> None:
+    """`gemm_` for the first `count` rows only, `count` being on the device: later rows cost nothing."""
+    block_m, block_n, block_k = COUNTED_TILE[a.element_size()]
+    grid = (triton.cdiv(b.shape[1], block_n), triton.cdiv(a.shape[0], block_m))
+    kernels.accumulate_kernel[grid](
+        a,
+        b,
+        out,
+        count,
+        a.shape[1],
+        b.shape[1],
+        a.stride(0),
+        b.stride(0),
+        out.stride(0),
+        ADD=add,
+        UPCAST=INTERPRETED,
+        BM=block_m,
+        BN=block_n,
+        BK=block_k,
+        num_warps=8,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """Rows whose part of E is wanted, packed per row chunk of the tiles."""
+
+    slot: Tensor  # [N] int64, the row of E that a row of the batch uses; −1: none
+    counts: Tensor  # [chunks] int64
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """Row statistics [N] fp32, 0 in rows that do not count; empty where not made."""
+
+    lse: Tensor
+    values: dict[str, Tensor] = field(default_factory=dict)  # by output name; a pair adds logprob_r, lse_r, kl
+    expected: Tensor | None = None  # E [N, H]
+    expected_kl: Tensor | None = None  # D [N, H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGrads:
+    """Gradients [N] fp32 of row statistics, with 0 or anything in rows that do not count."""
+
+    logprob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    log_sum_sq_prob: Tensor | None = None
+    kl: Tensor | None = None
+
+    @classmethod
+    def of(cls, **grads: Tensor | None) -> RowGrads:
+        """From autograd's gradients, whatever their dtype and strides."""
+        return cls(**{k: None if g is None else g.to(torch.float32).contiguous() for k, g in grads.items()})
+
+
+class Sweep:
+    """A head and its rows, checked and laid out for the kernels."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        options: HeadOptions,
+        ignore_index: int,
+        hidden_r: Tensor | None = None,
+    ) -> None:
+        o = options
+        if accumulation_dtype(hidden, weight, *([] if hidden_r is None else [hidden_r])) == torch.float64:
+            raise TypeError("weight: the Triton backend computes in float32, expected no float64; use 'reference'")
+        self.n_rows, self.hidden_size = hidden.shape
+        self.n_vocab = weight.shape[0]
+        if self.n_vocab > 2**24:
+            raise ValueError(f"weight: the Triton backend expects at most 2^24 rows, got {self.n_vocab}")
+        self.options = options
+        self.keep, index = split_target(target, self.n_vocab, ignore_index)
+        self.index = torch.where(self.keep, index, -1)
+        column = temperature_column(o.row_temperature, self.keep, torch.float32)
+        self.temperature = None if column is None else column.view(-1)
+        self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        if hidden_r is not None:
+            self.dtype = torch.promote_types(self.dtype, hidden_r.dtype)
+        self.hidden = hidden.to(self.dtype).contiguous()
+        self.hidden_r = None if hidden_r is None else hidden_r.to(self.dtype).contiguous()
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.bias = None if o.bias is None else o.bias.contiguous()
+        self.lora_A = None if o.lora_A is None else o.lora_A.float()
+        self.lora_B = None if o.lora_B is None else o.lora_B.float().contiguous()
+        self.tile_rows, self.tile_columns = tile_shape(self.n_rows, self.n_vocab)
+
+    # --- pieces -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def down(self) -> Tensor | None:
+        """scale · h Aᵀ [N, r] fp32."""
+        if self.lora_A is None:
+            return None
+        return (self.hidden.float() @ self.lora_A.T).mul_(self.options.lora_scale)
+
+    @property
+    def fused(self) -> bool:
+        """Whether statistics come from the fused kernel."""
+        return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.hidden.device)
+
+    def columns(self) -> Iterator[slice]:
+        for start in range(0, self.n_vocab, self.tile_columns):
+            yield slice(start, min(start + self.tile_columns, self.n_vocab))
+
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, self.n_rows, self.tile_rows):
+            yield slice(start, min(start + self.tile_rows, self.n_rows))
+
+    def tile_buffer(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.empty(min(self.tile_rows, self.n_rows), self.tile_columns, dtype=dtype)
+
+    def weight_tile(self, columns: slice) -> Tensor:
+        return self.weight[columns].to(self.dtype)
+
+    def products(self, buffer: Tensor, weight: Tensor, rows: slice, columns: slice, *, reference: bool) -> Tensor:
+        """[n, width] of h Wᵀ (+ the policy's rank-r part) in `buffer`."""
+        y = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
+        hidden = self.hidden_r if reference else self.hidden
+        assert hidden is not None
+        gemm_(y, hidden[rows], weight.T)
+        if self.lora_B is not None and self.down is not None and not reference:
+            y.addmm_(self.down[rows], self.lora_B[columns].T)
+        return y
+
+    def transform(self) -> dict[str, float | bool]:
+        """The numbers of the transform, as every kernel takes them."""
+        o = self.options
+        return {
+            "temperature": o.temperature,
+            "logit_scale": o.logit_scale,
+            "softcap": o.softcap,
+            "SOFTCAP": bool(o.softcap),
+        }
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def statistics(self, outputs: str, ahead: str = "", live: Live | None = None) -> Stats:
+        """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl"), E packed if `live` is given."""
+        wanted = {name: name in outputs.split(",") for name in FLAGS}
+        flags = dict(zip(("ENTROPY", "SUM_SQ", "MEAN", "TOP"), wanted.values(), strict=True))
+        if not self.fused:
+            return self._tiled(flags, outputs, ahead, live)
+        stats, _ = self._finish(self._fused_state(flags), outputs)
+        if ahead:
+            # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
+            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead, live)
+            stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
+        return stats
+
+    def _fused_state(self, flags: dict[str, bool]) -> Tensor:
+        block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
+        block_v, block_k = fused_tile(block_n, self.dtype)
+        n_tiles = triton.cdiv(self.n_vocab, block_v)
+        per_split = triton.cdiv(n_tiles, FUSED_PROGRAMS)
+        splits = triton.cdiv(n_tiles, per_split)
+        state = self.empty(splits, kernels.FIELDS, self.n_rows)
+        rank = 0 if self.down is None else self.down.shape[1]
+        kernels.fused_kernel[(splits, triton.cdiv(self.n_rows, block_n))](
+            self.hidden,
+            self.hidden_r,
+            self.weight,
+            self.index,
+            self.bias,
+            self.down if rank else None,
+            self.lora_B,
+            self.temperature,
+            state,
+            self.n_rows,
+            self.n_vocab,
+            self.hidden_size,
+            rank,
+            self.hidden.stride(0),
+            0 if self.hidden_r is None else self.hidden_r.stride(0),
+            self.weight.stride(0),
+            per_split,
+            **self.transform(),
+            **flags,
+            UPCAST=INTERPRETED,
+            BN=block_n,
+            BV=block_v,
+            BK=block_k,
+            BR=max(16, triton.next_power_of_2(rank)),
+            num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
+        )
+        return state
+
+    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str, live: Live | None) -> Stats:
+        state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
+        state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
+        z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
+        made = [name in ahead for name in ("logprob", "kl")]
+        factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
+        width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
+        sums = [self.empty(self.n_rows, width) if make else None for make in made]
+        for columns in self.columns():
+            weight = self.weight_tile(columns)
+            for i, rows in enumerate(self.chunks()):
+                y = self.products(z, weight, rows, columns, reference=False)
+                if z_r is not None:
+                    self.products(z_r, weight, rows, columns, reference=True)
+                n = rows.stop - rows.start
+                kernels.fold_tile_kernel[(triton.cdiv(n, FOLD_ROWS),)](
+                    z,
+                    z_r,
+                    *factors,
+                    self.index,
+                    None if live is None else live.slot,
+                    self.bias,
+                    self.temperature,
+                    state,
+                    *sums,
+                    rows.start,
+                    n,
+                    self.n_rows,
+                    columns.start,
+                    y.shape[1],
+                    self.tile_columns,
+                    self.tile_columns,
+                    width,
+                    **self.transform(),
+                    **flags,
+                    R=FOLD_ROWS,
+                    BLOCK=self.tile_columns,
+                    num_warps=FOLD_WARPS,
+                )
+                for factor, total in zip(factors, sums, strict=True):
+                    if factor is not None and total is not None:
+                        count = None if live is None else live.counts[i]
+                        self._add_product(factor[:n, : y.shape[1]], total[rows], weight, columns, count)
+        stats, inverse = self._finish(state, outputs)
+        self._normalise(stats, inverse, state, sums, live)
+        return stats
+
+    def _add_product(self, p: Tensor, total: Tensor, weight: Tensor, columns: slice, count: Tensor | None) -> None:
+        """total [n, H + r] += p [W, B] of one tile, or = in the first."""
+        add = columns.start > 0
+        parts = [(total[:, : self.hidden_size], weight)]
+        if self.lora_B is not None:
+            parts.append((total[:, self.hidden_size :], self.lora_B[columns].to(self.dtype)))
+        for out, factor in parts:
+            if count is None:
+                gemm_(out, p, factor, add=add)
+            else:
+                counted_gemm_(out, p, factor, count, add=add)
+
+    def _finish(self, state: Tensor, outputs: str) -> tuple[Stats, Tensor]:
+        """Statistics from states, and 1 / s [N]."""
+        pair = self.hidden_r is not None
+        names = ("logprob", "lse", *outputs.split(","), *(("logprob_r", "lse_r", "kl") if pair else ()))
+        values = {name: self.empty(self.n_rows) for name in names if name}
+        inverse = self.empty(self.n_rows)
+        finish(state, self.index, inverse, values, self.n_vocab)
+        return Stats(lse=values["lse"], values=values), inverse
+
+    def _normalise(
+        self, stats: Stats, inverse: Tensor, state: Tensor, sums: list[Tensor | None], live: Live | None
+    ) -> None:
+        """E and D from the sums of the sweep."""
+        if sums[0] is None:
+            return
+        n, width = sums[0].shape
+        values = stats.values
+        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, ROW_BLOCK))](
+            *sums,
+            None if live is None else live.slot,
+            inverse,
+            stats.lse,
+            values.get("lse_r"),
+            values.get("kl"),
+            state[0, 11],
+            n,
+            width,
+            R=FOLD_ROWS,
+            BLOCK=ROW_BLOCK,
+        )
+        h = self.hidden_size
+        if self.lora_A is not None:
+            A = self.lora_A * self.options.lora_scale
+            sums = [None if x is None else torch.addmm(x[:, :h], x[:, h:], A) for x in sums]
+        stats.expected, stats.expected_kl = sums
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def from_expected(self, stats: Stats, grads: RowGrads, dtype: torch.dtype, live: Live | None = None) -> Tensor:
+        """d_hidden [N, H] from E (and D) and the gradients of logprob, lse (and kl), elementwise."""
+        assert stats.expected is not None
+        lora = self.lora_A is not None
+        out = self.empty(self.n_rows, self.hidden_size, dtype=torch.float32 if lora else dtype)
+        on_target = self.empty(self.n_rows) if lora else None
+        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, ROW_BLOCK))
+        kernels.from_expected_kernel[grid](
+            stats.expected,
+            None if grads.kl is None else stats.expected_kl,
+            None if live is None else live.slot,
+            self.weight,
+            self.index,
+            self.temperature,
+            stats.values["logprob"],
+            stats.lse,
+            grads.logprob,
+            grads.lse,
+            grads.kl,
+            on_target,
+            out,
+            self.n_rows,
+            self.hidden_size,
+            self.weight.stride(0),
+            **self.transform(),
+            R=FOLD_ROWS,
+            BLOCK=ROW_BLOCK,
+        )
+        if on_target is not None and self.lora_A is not None and self.lora_B is not None:
+            target = self.lora_B[self.index.clamp_min(0)] * (self.options.lora_scale * on_target)[:, None]
+            out.addmm_(target, self.lora_A)
+        return out.to(dtype)
+
+    def gradients(
+        self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
+    ) -> dict[str, Tensor]:
+        """Gradients of the inputs named in `needs`, from products that are made again tile by tile.
+
+        dtypes: of the results, fp32 where not given. A row's gradient is 0 where it does not count.
+        """
+        names = set(needs.split(","))
+        dtypes = dtypes or {}
+        n, h, v = self.n_rows, self.hidden_size, self.n_vocab
+        rank = 0 if self.lora_A is None else self.lora_A.shape[0]
+        sums: dict[str, Tensor] = {}
+        if "hidden" in names:
+            sums["hidden"] = self.empty(n, h)
+        if rank and names & {"hidden", "lora_A"}:
+            sums["down"] = self.empty(n, rank)  # Σ G B
+        for name, shape in (("weight", (v, h)), ("bias", (v,)), ("lora_B", (v, rank))):
+            if name in names:
+                sums[name] = self.empty(*shape, dtype=dtypes.get(name, torch.float32))
+        # Products with rows that do not count meet zeros, but 0 · NaN is not 0
+        clean = self.hidden.masked_fill(~self.keep[:, None], 0) if names & {"weight", "lora_A"} else None
+        down = None
+        if "lora_B" in names and self.down is not None:
+            down = self.down.masked_fill(~self.keep[:, None], 0).to(self.dtype)
+        z, z_r = self.tile_buffer(), None if grads.kl is None else self.tile_buffer()
+        g = z if self.dtype == torch.float32 else self.tile_buffer(self.dtype)
+        for columns in self.columns():
+            weight = self.weight_tile(columns)
+            tile = {
+                name: self.empty(columns.stop - columns.start, *sums[name].shape[1:])
+                for name in sums
+                if name in PER_COLUMN
+            }
+            for rows in self.chunks():
+                G = self._grad_tile(z, z_r, g, stats, grads, weight, rows, columns)
+                later = columns.start > 0
+                if "hidden" in sums:
+                    gemm_(sums["hidden"][rows], G, weight, add=later)
+                if "down" in sums and self.lora_B is not None:
+                    gemm_(sums["down"][rows], G, self.lora_B[columns].to(self.dtype), add=later)
+                later = rows.start > 0
+                if clean is not None and "weight" in tile:
+                    gemm_(tile["weight"], G.T, clean[rows], add=later)
+                if down is not None:
+                    gemm_(tile["lora_B"], G.T, down[rows], add=later)
+                if "bias" in tile:
+                    part = G.sum(0, dtype=torch.float32)
+                    tile["bias"] = tile["bias"].add_(part) if later else part
+            for name, value in tile.items():
+                sums[name][columns] = value
+        if "down" in sums and self.lora_A is not None:
+            scaled = sums.pop("down").mul_(self.options.lora_scale)
+            if "hidden" in sums:
+                sums["hidden"].addmm_(scaled, self.lora_A)
+            if "lora_A" in names and clean is not None:
+                sums["lora_A"] = scaled.T @ clean.float()
+        return {name: x.to(dtypes.get(name, torch.float32)) for name, x in sums.items()}
+
+    def _grad_tile(
+        self,
+        z: Tensor,
+        z_r: Tensor | None,
+        g: Tensor,
+        stats: Stats,
+        grads: RowGrads,
+        weight: Tensor,
+        rows: slice,
+        columns: slice,
+    ) -> Tensor:
+        """dL/dy of one tile [n, width] in the operands' dtype."""
+        y = self.products(z, weight, rows, columns, reference=False)
+        if z_r is not None:
+            self.products(z_r, weight, rows, columns, reference=True)
+        n, width = y.shape
+        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, GRAD_BLOCK))](
+            z,
+            z_r,
+            g,
+            self.index,
+            self.bias,
+            self.temperature,
+            stats.lse,
+            stats.values.get("lse_r") if grads.kl is not None else None,
+            stats.values.get("entropy") if grads.entropy is not None else None,
+            stats.values.get("log_sum_sq_prob") if grads.log_sum_sq_prob is not None else None,
+            stats.values.get("kl") if grads.kl is not None else None,
+            grads.logprob,
+            grads.lse,
+            grads.entropy,
+            grads.mean_logit,
+            grads.log_sum_sq_prob,
+            grads.kl,
+            rows.start,
+            n,
+            columns.start,
+            width,
+            self.n_vocab,
+            self.tile_columns,
+            self.tile_columns,
+            **self.transform(),
+            R=FOLD_ROWS,
+            BLOCK=GRAD_BLOCK,
+        )
+        return g[:n, :width]
+
+
+PER_COLUMN = ("weight", "bias", "lora_B")
+
+
+def finish(state: Tensor, index: Tensor, inverse: Tensor | None, values: dict[str, Tensor], n_vocab: int) -> None:
+    """Fill `values` (row statistics by name) from states [splits, FIELDS, N]."""
+    n_splits, _, n_rows = state.shape
+    splits = triton.next_power_of_2(n_splits)
+    per_program = max(1, 128 // splits)
+    names = ("logprob", "lse", "entropy", "is_top1", "mean_logit", "log_sum_sq_prob", "logprob_r", "lse_r", "kl")
+    kernels.finish_kernel[(triton.cdiv(n_rows, per_program),)](
+        state,
+        index,
+        inverse,
+        *(values.get(name) for name in names),
+        n_splits,
+        n_rows,
+        n_vocab,
+        SPLITS=splits,
+        R=per_program,
+    )
