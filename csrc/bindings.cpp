@@ -7,11 +7,17 @@
 namespace rlhf::bindings {
 void define_gae(pybind11::module_& m);
 void define_head(pybind11::module_& m);
+void define_gather_logprob(pybind11::module_& m);
 void define_isa(pybind11::module_& m);
+void define_ppo_loss(pybind11::module_& m);
+void define_lora(pybind11::module_& m);
 }  // namespace rlhf::bindings
 
 PYBIND11_MODULE(_native, m) {
     rlhf::bindings::define_gae(m);
     rlhf::bindings::define_head(m);
+    rlhf::bindings::define_gather_logprob(m);
     rlhf::bindings::define_isa(m);
+    rlhf::bindings::define_ppo_loss(m);
+    rlhf::bindings::define_lora(m);
 }

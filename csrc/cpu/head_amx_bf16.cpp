@@ -16,8 +16,8 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 
-#define RLHF_AVX512 1
-#define RLHF_AVX512_BF16 1
+#define RLHF_AVX512
+#define RLHF_AVX512_BF16
 #include "cpu/simd.h"
 
 #define RLHF_TILE_BF16 1

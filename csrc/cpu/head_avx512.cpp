@@ -16,8 +16,7 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 
-#define RLHF_AVX512 1
-#define RLHF_AVX512_BF16 0
+#define RLHF_AVX512
 #include "cpu/simd.h"
 
 #define RLHF_TILE_BF16 0

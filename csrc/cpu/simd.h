@@ -1,20 +1,13 @@
 // Sixteen floats at once, written once: GCC's vector extension becomes AVX-512 where a file is compiled for it and
 // whatever the baseline has elsewhere. Include it only inside a file that has chosen its target (see isa.h): everything
 // here is `static inline`, so no function compiled for one target is linked into another. Such a file says what its
-// target has in RLHF_AVX512 and RLHF_AVX512_BF16 (g++ reads all of a file before it acts on `#pragma GCC target`, so
+// target has by defining RLHF_AVX512 and RLHF_AVX512_BF16 (g++ reads all of a file before it acts on `#pragma GCC target`, so
 // __AVX512F__ is not to be relied on).
 #pragma once
 
-#ifndef RLHF_AVX512
-#define RLHF_AVX512 0
-#endif
-#ifndef RLHF_AVX512_BF16
-#define RLHF_AVX512_BF16 0
-#endif
-
 #include <cstdint>
 #include <cstring>
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
 #include <immintrin.h>
 #endif
 
@@ -43,7 +36,7 @@ RLHF_INLINE void store16(float* p, f32x16 x) { std::memcpy(p, &x, sizeof x); }
 
 // a b + c, with one rounding where there is an instruction for it.
 RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
     return a * b + c;
@@ -60,7 +53,7 @@ RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
 }
 
 RLHF_INLINE u16x16 to_bf16(f32x16 x) {
-#if RLHF_AVX512_BF16
+#if defined(RLHF_AVX512_BF16)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
     u16x16 raw;
     std::memcpy(&raw, &rounded, sizeof raw);
@@ -89,7 +82,7 @@ RLHF_INLINE f32x16 exp16(f32x16 x) {
     p = muladd(p, r, splat(0.5f));
     p = muladd(p, r, splat(1.0f));
     p = muladd(p, r, splat(1.0f));
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
     const f32x16 scaled = (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     const i32x16 whole = __builtin_convertvector(n, i32x16);

@@ -91,7 +91,7 @@ static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0
 #else
 // Some rows of one row of tiles times two columns of tiles, one accumulator per row and column. The rows are written
 // out: left to itself the compiler makes them the outer loop, and then nothing hides the latency of an addition.
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
 #define RLHF_ROWS(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 constexpr int kRows = 8;
 #else
@@ -123,7 +123,7 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
             RLHF_ROWS(RLHF_STEP)
         }
 #else
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
         for (int k = 0; k < 16; ++k) {
             const f32x16 x = load16(b0 + t * kTileElements + k * 16);
             const f32x16 y = load16(b1 + t * kTileElements + k * 16);
@@ -171,7 +171,7 @@ static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0
 
 // The sixteen 32-bit columns of x become rows: out[i][j] = x[j][i].
 RLHF_INLINE void transpose16(const u32x16 x[16], uint32_t* out, int64_t out_stride) {
-#if RLHF_AVX512
+#if defined(RLHF_AVX512)
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 8; ++i) {

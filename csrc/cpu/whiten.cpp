@@ -18,12 +18,13 @@
 #include <vector>
 
 #include "common/check.h"
+#include "cpu/isa_pick.h"
+#include "cpu/whiten_blocks.h"
 
 namespace rlhf::cpu {
 namespace {
 
 constexpr int64_t kBlock = 4096;
-constexpr int kLanes = 8;  // independent partial sums, so that one addition need not wait for the one before
 // Below this many elements the work takes less than half a millisecond: too little to wait for a second core.
 constexpr int64_t kSerialElements = 1 << 18;
 
@@ -37,27 +38,26 @@ void for_blocks(int64_t count, int threads, Body body) {
     }
 }
 
-// Sums of S quantities: terms(i, out) adds element i's to out[0..S). The order of additions depends on count alone.
-template <int S, typename Terms>
-std::array<double, S> ordered_sums(int64_t count, int threads, Terms terms) {
+// Sums of S quantities, S per block from sums(begin, n, out). The order of additions depends on count alone.
+template <int S, typename Sums>
+std::array<double, S> ordered_sums(int64_t count, int threads, Sums sums) {
     std::vector<std::array<double, S>> partial((count + kBlock - 1) / kBlock);
-    for_blocks(count, threads, [&](int64_t block, int64_t begin, int64_t end) {
-        double lanes[kLanes][S] = {};
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) {
-            for (int lane = 0; lane < kLanes; ++lane) terms(i + lane, lanes[lane]);
-        }
-        for (; i < end; ++i) terms(i, lanes[0]);
-        for (int s = 0; s < S; ++s) {
-            partial[block][s] = 0;
-            for (int lane = 0; lane < kLanes; ++lane) partial[block][s] += lanes[lane][s];
-        }
-    });
+    for_blocks(count, threads,
+               [&](int64_t block, int64_t begin, int64_t end) { sums(begin, end - begin, partial[block].data()); });
     std::array<double, S> total{};
-    for (const auto& sums : partial) {
-        for (int s = 0; s < S; ++s) total[s] += sums[s];
+    for (const auto& of_block : partial) {
+        for (int s = 0; s < S; ++s) total[s] += of_block[s];
     }
     return total;
+}
+
+// Number, sum and sum of squares of the unmasked elements.
+template <typename T>
+std::array<double, 3> all_moments(const T* x, const uint8_t* mask, int64_t count, int threads) {
+    void (*block)(const T*, const uint8_t*, int64_t, double*);
+    RLHF_PICK(block, moments_block);
+    return ordered_sums<3>(count, threads,
+                           [&](int64_t begin, int64_t n, double* out) { block(x + begin, mask + begin, n, out); });
 }
 
 void check_call(int64_t count, int threads) {
@@ -73,12 +73,7 @@ void masked_moments(const T* x, const uint8_t* mask, int64_t count, int threads,
     RLHF_CHECK_POINTER(x, count);
     RLHF_CHECK_POINTER(mask, count);
     RLHF_CHECK_POINTER(moments, 3);
-    const auto sums = ordered_sums<3>(count, threads, [&](int64_t i, double* out) {
-        const double v = mask[i] ? double(x[i]) : 0.0;
-        out[0] += mask[i] ? 1.0 : 0.0;
-        out[1] += v;
-        out[2] += v * v;
-    });
+    const auto sums = all_moments(x, mask, count, threads);
     std::copy(sums.begin(), sums.end(), moments);
 }
 
@@ -96,21 +91,22 @@ void whiten_forward(const T* x, const uint8_t* mask, const double* moments, int6
         mean = moments[1] / std::max(n, 1.0);
         squares = std::max(moments[2] - moments[1] * mean, 0.0);
     } else {
-        const auto sums = ordered_sums<2>(count, threads, [&](int64_t i, double* out) {
-            out[0] += mask[i] ? 1.0 : 0.0;
-            out[1] += mask[i] ? double(x[i]) : 0.0;
-        });
+        const auto sums = all_moments(x, mask, count, threads);
         n = sums[0];
         mean = sums[1] / std::max(n, 1.0);
-        squares = ordered_sums<1>(count, threads, [&](int64_t i, double* out) {
-            const double d = mask[i] ? double(x[i]) - mean : 0.0;
-            out[0] += d * d;
+        // From the sum of squares it would lose the digits that mean and spread differ by.
+        void (*block)(const T*, const uint8_t*, double, int64_t, double*);
+        RLHF_PICK(block, squares_block);
+        squares = ordered_sums<1>(count, threads, [&](int64_t begin, int64_t n_block, double* out) {
+            block(x + begin, mask + begin, mean, n_block, out);
         })[0];
     }
     const double rstd = 1.0 / std::sqrt(squares / std::max(n - 1.0, 1.0) + eps);
     const double shift = shift_mean ? 0.0 : mean;
+    void (*block)(const T*, const uint8_t*, double, double, double, int64_t, T*);
+    RLHF_PICK(block, whiten_block);
     for_blocks(count, threads, [&](int64_t, int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) y[i] = mask[i] ? T((double(x[i]) - mean) * rstd + shift) : T(0);
+        block(x + begin, mask + begin, mean, rstd, shift, end - begin, y + begin);
     });
     stats[0] = n;
     stats[1] = mean;
@@ -129,19 +125,18 @@ void whiten_backward(const T* grad, const T* x, const uint8_t* mask, const doubl
     const double n = stats[0], mean = stats[1], rstd = stats[2];
     double shift = 0, slope = 0;  // d_x = rstd g - shift - slope d
     if (!constant_moments) {
-        const auto sums = ordered_sums<2>(count, threads, [&](int64_t i, double* out) {
-            const double g = mask[i] ? double(grad[i]) : 0.0;
-            const double d = mask[i] ? double(x[i]) - mean : 0.0;
-            out[0] += g;
-            out[1] += g * d;
+        void (*block)(const T*, const T*, const uint8_t*, double, int64_t, double*);
+        RLHF_PICK(block, gradient_sums_block);
+        const auto sums = ordered_sums<2>(count, threads, [&](int64_t begin, int64_t n_block, double* out) {
+            block(grad + begin, x + begin, mask + begin, mean, n_block, out);
         });
         shift = (shift_mean ? rstd : rstd - 1.0) * sums[0] / std::max(n, 1.0);
         slope = rstd * rstd * rstd * sums[1] / std::max(n - 1.0, 1.0);
     }
+    void (*block)(const T*, const T*, const uint8_t*, double, double, double, double, int64_t, T*);
+    RLHF_PICK(block, gradient_block);
     for_blocks(count, threads, [&](int64_t, int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            d_x[i] = mask[i] ? T((rstd * double(grad[i]) - shift) - slope * (double(x[i]) - mean)) : T(0);
-        }
+        block(grad + begin, x + begin, mask + begin, mean, rstd, shift, slope, end - begin, d_x + begin);
     });
 }
 

@@ -1,8 +1,8 @@
 """The compiled extension `rlhf_kernels._native`: load it, say why it is missing, turn tensors into addresses.
 
 The extension knows no torch. What it receives is checked here, in Python, where a message can name the
-argument; C++ checks sizes and null pointers only. Its functions carry the dtype in their name:
-`gae_forward_float32`.
+argument; C++ checks sizes and null pointers only. A function of one dtype carries it in its name
+(`gae_forward_float32`); where dtypes mix, an address comes with its type.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]
     return getattr(_extension, name if dtype is None else f"{name}_{_DTYPE_NAMES[dtype]}")
 
 
+def extension() -> Any:
+    """The extension itself, for functions without a dtype in their name; `missing` says whether it is there."""
+    return _extension
+
+
 def isa() -> str:
     """Instruction set that the native code uses: portable, avx512, avx512_bf16 or amx_bf16."""
     return _extension.isa()
@@ -87,7 +92,7 @@ def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     Refuses tensors that are not on the CPU, have another dtype, or have no memory of their own (a DTensor,
     say).
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{argument}: expected a CPU tensor, got one on {tensor.device}")
     if tensor.dtype != dtype:
         raise TypeError(f"{argument}: expected dtype {dtype}, got {tensor.dtype}")

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/gae.h"
+#include "cpu/isa.h"
 #include "cpu/whiten.h"
 
 namespace {
@@ -147,10 +148,14 @@ int main() {
                 }
             }
         }
-        for (int64_t count : {0, 1, 2, 7, 4096, 300001}) {
-            for (double keep_share : {0.0, 0.6, 1.0}) {
-                whiten_case<float>(count, keep_share, threads, 1e-5);
-                whiten_case<double>(count, keep_share, threads, 1e-9);
+        for (const char* isa : {"portable", "auto"}) {
+            rlhf::cpu::set_isa(isa);
+            for (int64_t count : {0, 1, 2, 7, 15, 16, 17, 4096, 4111, 300001}) {
+                if (count > 5000 && (threads == 1 || isa[0] == 'p')) continue;  // for the parallel loop, once
+                for (double keep_share : {0.0, 0.6, 1.0}) {
+                    whiten_case<float>(count, keep_share, threads, 1e-5);
+                    whiten_case<double>(count, keep_share, threads, 1e-9);
+                }
             }
         }
     }

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rlhf_kernels import native, registry
 from rlhf_kernels.gather_logprob import (
     _gather_logprob,
     _gather_logprob_backward,
@@ -10,9 +11,22 @@ from rlhf_kernels.gather_logprob import (
 )
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.logits import OUTPUTS
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.testing import assert_ok, tier1, tier2
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
+# Instruction sets that the native code of this op distinguishes
+ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512", "avx512_bf16") if isa in native.isas()]
+
+
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """Every test runs on every backend, the native one with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +61,15 @@ def test_gradcheck_every_output(name):
     assert torch.autograd.gradcheck(f, (logits,))
 
 
-def test_opcheck():
+def test_opcheck(backend):
     logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 4])
     row_temperature = torch.rand(4) + 0.5
     torch.library.opcheck(
-        _gather_logprob, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, "reference")
+        _gather_logprob, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, backend)
     )
-    torch.library.opcheck(_gather_logprob, (logits, target, None, 0.7, -100, "logprob", False, "reference"))
+    torch.library.opcheck(_gather_logprob, (logits, target, None, 0.7, -100, "logprob", False, backend))
     rows = [torch.randn(4) for _ in range(8)]
-    arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, "reference")
+    arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, backend)
     torch.library.opcheck(_gather_logprob_backward, arguments)
     torch.library.opcheck(_gather_logprob_backward_, arguments)
 
@@ -202,12 +216,13 @@ def test_nan_logits_of_a_counted_row_are_not_hidden():
     assert all(torch.isfinite(x[0]) and torch.isnan(x[1]) for x in (out.logprob, out.entropy, out.lse))
 
 
-def test_agrees_with_linear_logprob():
+def test_agrees_with_linear_logprob(backend):
     hidden, weight = torch.randn(9, 8), torch.randn(40, 8)
     target = torch.randint(0, 40, (9,))
-    linear = linear_logprob(hidden, weight, target, temperature=0.6, outputs=OUTPUTS)
+    linear = linear_logprob(hidden, weight, target, temperature=0.6, outputs=OUTPUTS, backend="reference")
     gathered = gather_logprob(hidden @ weight.T, target, temperature=0.6, outputs=OUTPUTS)
-    assert all(torch.equal(a, b) for a, b in zip(linear, gathered, strict=True))
+    same = torch.equal if backend == "reference" else lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert all(same(a, b) for a, b in zip(linear, gathered, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -225,3 +240,102 @@ def test_bad_arguments_are_named(change, error, message):
     arguments = {"logits": torch.randn(2, 4), "target": torch.tensor([0, 1])} | change
     with pytest.raises(error, match=message):
         gather_logprob(**arguments)
+
+
+def hostile_rows(v):
+    """[8, v]: ordinary, peaked (× 30), uniform, all −200, half −inf, one certain token, a rising and a falling ramp."""
+    x = torch.randn(8, v)
+    x[1] *= 30
+    x[2] = 0.5
+    x[3] = -200
+    x[4, v // 2 + 1 :] = -torch.inf
+    x[5, v // 3] = 80
+    x[6] = torch.linspace(-80, 80, v)  # the maximum rises in every tile
+    x[7] = torch.linspace(80, -80, v)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [1, 2, 17, 2048, 2049, 32001, 50264])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tier1_hostile_rows(dtype, v, temperature):
+    """Values and gradients, with NaN before, between and behind the rows; the last row is ignored and NaN itself."""
+    logits = torch.cat([hostile_rows(v), torch.full((1, v), torch.nan)]).to(dtype)
+    target = torch.tensor([0, v - 1, v // 2, v // 2, v // 4, v // 3, v - 1, 0, -100])
+    holder = torch.full((11, v + 5), torch.nan, dtype=dtype)
+    holder[1:10, 2 : 2 + v] = logits
+    guarded = holder[1:10, 2 : 2 + v].requires_grad_()
+    out = gather_logprob(guarded, target, temperature=temperature, outputs=OUTPUTS)
+    cotangent = {name: torch.rand(9) - 0.5 for name in DIFFERENTIABLE}
+
+    def loss_of(outputs):
+        return sum((cotangent[name].to(outputs[name].dtype) * outputs[name]).sum() for name in DIFFERENTIABLE)
+
+    def dense_run(wide):
+        x = torch.where((target == -100)[:, None], 0.0, logits.to(wide)).requires_grad_()
+        with registry.use_backend("reference"):
+            outputs = gather_logprob(x, target, temperature=temperature, outputs=OUTPUTS)._asdict()
+        finite = {name: torch.where(torch.isfinite(y), y, 0.0) for name, y in outputs.items()}
+        return outputs, torch.autograd.grad(loss_of(finite), x)[0]
+
+    (exact, grad64), (plain, grad32) = dense_run(torch.float64), dense_run(torch.float32)
+    for name in OUTPUTS:
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
+    finite = {name: torch.where(torch.isfinite(y), y, 0.0) for name, y in out._asdict().items()}
+    (got,) = torch.autograd.grad(loss_of(finite), guarded)
+    # bfloat16 adds its own rounding, of the size of the larger of the two
+    assert_ok(tier1(got, grad64, grad32 if dtype == torch.float32 else grad32.to(dtype)), "d_logits")
+
+
+def test_gradient_in_bfloat16_is_rounded_once():
+    logits = torch.randn(4, 3001).bfloat16().requires_grad_()
+    target = torch.tensor([0, 3000, 17, 5])
+    (got,) = torch.autograd.grad(gather_logprob(logits, target).logprob.sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    with registry.use_backend("reference"):
+        (want,) = torch.autograd.grad(gather_logprob(exact, target).logprob.sum(), exact)
+    assert_ok(tier2(got, want), "d_logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_leading_dimensions_that_do_not_collapse(dtype, inplace):
+    """TRL's logits[:, :-1]: rows are dense, but no single stride leads from row to row."""
+    base = torch.randn(3, 5, 40).to(dtype)
+    target = torch.randint(0, 40, (3, 4))
+    results = []
+    for leaf in (base[:, :-1].contiguous().requires_grad_(), base.clone().requires_grad_()):
+        whole = leaf * 1
+        logits = whole if leaf.shape[1] == 4 else whole[:, :-1]
+        out = gather_logprob(logits, target, temperature=0.8, outputs=OUTPUTS, inplace_backward=inplace)
+        (grad,) = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), leaf)
+        results.append([*(x.detach() for x in out), grad[:, :4]])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_first_arg_max_wins_and_nan_is_the_largest():
+    logits = torch.tensor([[3.0, 3.0, 1.0], [3.0, 3.0, 1.0], [1.0, torch.nan, torch.nan], [1.0, torch.nan, 5.0]])
+    logits = torch.cat([logits, torch.full((4, 2100), -5.0)], dim=1)  # ties across tiles too
+    logits = torch.cat([logits, logits[:2]])
+    logits[4:, 2090] = 9.0
+    logits[4:, 2091] = 9.0
+    out = gather_logprob(logits, torch.tensor([0, 1, 1, 2, 2090, 2091]), outputs=("is_top1",))
+    assert out.is_top1.tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_threads_do_not_change_the_bits():
+    logits, target = torch.randn(65, 9001), torch.randint(0, 9001, (65,))
+    previous = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaf = logits.clone().requires_grad_()
+            out = gather_logprob(leaf, target, outputs=OUTPUTS)
+            results.append([*(x.detach() for x in out), *torch.autograd.grad(out.entropy.sum(), leaf)])
+    finally:
+        torch.set_num_threads(previous)
+    if registry.default_backend() == "cpu":
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

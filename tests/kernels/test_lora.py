@@ -5,8 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import philox, registry, testing
+from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 
 N, K, M = 17, 12, 10
 RANKS = (2, 3, 1)
@@ -17,8 +20,19 @@ ON = torch.tensor([n in range(0, 7) or n in range(9, 13) for n in range(N)])
 SLOT_OF_ROW = [2] * 3 + [0] * 4 + [-1] * 2 + [0] * 4 + [-1] * 4
 
 
-def tensors(dtype=torch.float64, adapter_dtype=None, *, grad=True, seed=0, scale=1.0):
+@pytest.fixture(autouse=True, params=["reference", pytest.param("cpu", marks=needs_native)])
+def backend(request):
+    with registry.use_backend(request.param):
+        yield request.param
+
+
+def work_dtype():
+    return torch.float64 if registry.default_backend() == "reference" else torch.float32
+
+
+def tensors(dtype=None, adapter_dtype=None, *, grad=True, seed=0, scale=1.0):
     g = torch.Generator().manual_seed(seed)
+    dtype = dtype or work_dtype()
 
     def make(*shape, to=dtype):
         return (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(to).requires_grad_(grad)
@@ -55,11 +69,12 @@ def test_linear_equals_the_formula_and_its_gradients(drop):
     expected = F.linear(x, weight, bias) + formula_delta(x, A, B, drop)
     torch.testing.assert_close(y, expected)
     leaves = [x, weight, bias, A[0], A[2], B[0], B[2]]
-    dy = torch.randn(N, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dy = torch.randn(N, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(x.dtype)
     for got, want in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
         torch.testing.assert_close(got, want)
 
 
+@REFERENCE
 @pytest.mark.parametrize("drop", [None, dropout()], ids=["plain", "dropout"])
 def test_gradcheck(drop):
     x, weight, bias, A, B = tensors()
@@ -92,7 +107,9 @@ def test_delta_equals_linear_and_leading_dims_are_rows(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("shape", [(N,), (1, N)])
-def test_off_rows_keep_the_bits_of_the_base(dtype, autocast, shape):
+def test_off_rows_keep_the_bits_of_the_base(dtype, autocast, shape, backend):
+    if dtype == torch.float64 and backend != "reference":
+        pytest.skip("float64 is the reference's")
     x, weight, bias, A, B = tensors(dtype, torch.float32, grad=False)
     x = x.view(*shape, K)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -173,6 +190,7 @@ def matmul_shapes_of_backward(y):
     return [(left[0], right[1]) for left, right, *_ in products]
 
 
+@REFERENCE
 def test_nothing_is_computed_for_what_is_frozen():
     x, weight, bias, A, B = tensors()
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
@@ -215,10 +233,10 @@ def test_dropout_never_touches_the_base_path():
 
 def test_dropout_keeps_the_mean_and_drops_the_right_share():
     n, k, p = 4000, 8, 0.3
-    x = torch.ones(n, k, dtype=torch.float64)
-    eye = [torch.eye(k, dtype=torch.float64)]
+    x = torch.ones(n, k, dtype=work_dtype())
+    eye = [torch.eye(k, dtype=work_dtype())]
     drop = Dropout(p=(p,), seed=3, row_ids=torch.arange(n), stream=0)
-    y = torch.zeros(n, k, dtype=torch.float64)
+    y = torch.zeros(n, k, dtype=work_dtype())
     lora_delta_(y, x, eye, eye, (1.0,), Segments.single(n, 0), dropout=drop)
     assert sorted(y.unique().tolist()) == [0.0, pytest.approx(1 / (1 - p))]
     # 32,000 draws: the standard deviation of the share is 0.0026; six of them
@@ -246,9 +264,13 @@ def test_dropout_mask_does_not_depend_on_the_rest_of_the_batch():
 @pytest.mark.parametrize(
     ("base", "adapter"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float64")]
 )
-def test_mixed_dtypes(base, adapter):
+def test_mixed_dtypes(base, adapter, backend):
     base, adapter = getattr(torch, base), getattr(torch, adapter)
     x, weight, bias, A, B = tensors(base, adapter)
+    if adapter == torch.float64 and backend != "reference":
+        with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
+            lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
+        registry.set_default_backend("auto")  # which knows what to do
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
     assert y.dtype == base
     y.sum().backward()
@@ -257,8 +279,10 @@ def test_mixed_dtypes(base, adapter):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_delta_is_rounded_once(dtype):
+def test_delta_is_rounded_once(dtype, backend):
     """T2: y plus the exact delta, rounded once to y's dtype."""
+    if dtype == torch.float16 and backend != "reference":
+        pytest.skip("float16 is the reference's")
     x, weight, bias, A, B = tensors(dtype, grad=False, scale=0.5)
     y = F.linear(x, weight, bias)
     exact = y.double() + formula_delta(x.double(), [a.double() for a in A], [b.double() for b in B])
@@ -331,13 +355,13 @@ def test_backward_under_autocast_keeps_adapter_precision():
 
 def test_empty_batch():
     _, weight, bias, A, B = tensors()
-    x = torch.zeros(0, K, dtype=torch.float64)
+    x = torch.zeros(0, K, dtype=work_dtype())
     for segments in (Segments(starts=(), ends=(), slots=()), Segments.single(0, 1)):
         assert lora_linear(x, weight, bias, A, B, SCALES, segments).shape == (0, M)
         assert lora_delta_(torch.zeros(0, M), x, A, B, SCALES, segments).shape == (0, M)
 
 
-def test_opcheck():
+def test_opcheck(backend):
     ops = torch.ops.rlhf_kernels
     x, weight, bias, A, B = tensors(torch.float32)
     A, B = [A[0], A[2]], [B[0], B[2]]
@@ -345,12 +369,12 @@ def test_opcheck():
     drop = ([0.5, 0.0], 11, torch.arange(N), 4)
     plain = ([0.0, 0.0], 0, None, 0)
     for tail in (drop, plain):
-        torch.library.opcheck(ops.lora_delta.default, (x, A, B, *runs, *tail, "reference"))
-        torch.library.opcheck(ops.lora_linear.default, (x, weight, bias, A, B, *runs, *tail, "reference"))
-    torch.library.opcheck(ops.lora_linear.default, (x.view(1, N, K), weight, None, A, B, *runs, *plain, "reference"))
+        torch.library.opcheck(ops.lora_delta.default, (x, A, B, *runs, *tail, backend))
+        torch.library.opcheck(ops.lora_linear.default, (x, weight, bias, A, B, *runs, *tail, backend))
+    torch.library.opcheck(ops.lora_linear.default, (x.view(1, N, K), weight, None, A, B, *runs, *plain, backend))
     x, weight, *_ = (t.detach() for t in (x, weight, bias))
     A, B = [a.detach() for a in A], [b.detach() for b in B]
-    need = ([True, False], [True, True], "reference")
+    need = ([True, False], [True, True], backend)
     torch.library.opcheck(ops.lora_delta_backward.default, (torch.randn(11, M), x, A, B, *runs, *drop, True, *need))
     torch.library.opcheck(
         ops.lora_linear_backward.default,
@@ -358,6 +382,7 @@ def test_opcheck():
     )
 
 
+@REFERENCE
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
@@ -374,6 +399,7 @@ def test_bad_segments(runs, message):
         Segments(starts=runs[0], ends=runs[1], slots=runs[2])
 
 
+@REFERENCE
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -389,6 +415,7 @@ def test_bad_dropout(change, message):
         Dropout(**(good | change))
 
 
+@REFERENCE
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -416,6 +443,7 @@ def test_bad_input(change, error, message):
         lora_linear(**(good | change))
 
 
+@REFERENCE
 def test_bad_y():
     x, _, _, A, B = tensors()
     one = Segments.single(N, 0)

@@ -4,10 +4,24 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels import registry, testing
+from rlhf_kernels import native, registry, testing
 from rlhf_kernels.ppo_loss import explained_variance, ppo_loss, ppo_token_terms, value_loss
 
 LN = math.log
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+# Instruction sets that the native code of this op distinguishes
+ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512") if isa in native.isas()]
+
+
+@pytest.fixture(autouse=True, params=["reference", *ISAS] if ISAS else ["reference"])
+def backend(request):
+    """Every test runs on every backend, the native one with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 def tokens(n, seed=0, dtype=torch.float64):
@@ -237,7 +251,7 @@ def test_tier1(scale):
     def run(dtype):
         new, old, adv, ref = (x.float().to(dtype) for x in exact_in)
         new.requires_grad_()
-        out = ppo_loss(new, old, adv, mask, denom=700, ref_logprob=ref, kl_coef=0.1, backend="reference")
+        out = ppo_loss(new, old, adv, mask, denom=700, ref_logprob=ref, kl_coef=0.1)
         out.loss.backward()
         return torch.stack(list(out)).detach(), new.grad
 
@@ -319,25 +333,25 @@ def test_explained_variance_from_micro_batch_sums():
     assert constant.isnan()
 
 
-def test_opcheck():
+def test_opcheck(backend):
     ops = torch.ops.rlhf_kernels
     new, old, adv, ref, entropy, mask = tokens(9, dtype=torch.float32)
     denom = torch.tensor(9.0)
     new.requires_grad_()
     entropy.requires_grad_()
-    knobs = (0.2, 0.2, 3.0, "k3", 0.1, 0.1, "reference")
+    knobs = (0.2, 0.2, 3.0, "k3", 0.1, 0.1, backend)
     torch.library.opcheck(ops.ppo_loss.default, (new, old, adv, mask, denom, ref, entropy, *knobs))
     torch.library.opcheck(ops.ppo_loss.default, (new, old, adv, mask, denom, None, None, *knobs[:2], None, *knobs[3:]))
-    torch.library.opcheck(ops.value_loss.default, (new, old, adv, mask, denom, 0.2, "reference"))
-    torch.library.opcheck(ops.value_loss.default, (new, None, adv, mask, denom, None, "reference"))
+    torch.library.opcheck(ops.value_loss.default, (new, old, adv, mask, denom, 0.2, backend))
+    torch.library.opcheck(ops.value_loss.default, (new, None, adv, mask, denom, None, backend))
     coef = torch.randn(9)
     torch.library.opcheck(
-        ops.ppo_loss_backward.default, (torch.tensor(2.0), coef, mask, denom, 0.1, True, False, "reference")
+        ops.ppo_loss_backward.default, (torch.tensor(2.0), coef, mask, denom, 0.1, True, False, backend)
     )
     torch.library.opcheck(
-        ops.ppo_loss_backward.default, (torch.tensor(2.0), coef, mask, denom, 0.1, False, True, "reference")
+        ops.ppo_loss_backward.default, (torch.tensor(2.0), coef, mask, denom, 0.1, False, True, backend)
     )
-    torch.library.opcheck(ops.value_loss_backward.default, (torch.tensor(2.0), coef, "reference"))
+    torch.library.opcheck(ops.value_loss_backward.default, (torch.tensor(2.0), coef, backend))
 
 
 @pytest.mark.parametrize(
@@ -394,3 +408,183 @@ def test_bad_value_input(change, error, message):
     }
     with pytest.raises(error, match=message):
         value_loss(**(arguments | change))
+
+
+def guarded(x):
+    """x in the middle of a buffer of NaN, with every second element of it between its own."""
+    buffer = torch.full((2 * x.numel() + 64,), float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
+    view = buffer[32 : 32 + 2 * x.numel() : 2]
+    view.copy_(x)
+    return view
+
+
+def everything(case, mask, dtype, layout=lambda x: x):
+    """All statistics of both losses and all gradients, in one dict."""
+    new, old, adv, ref, entropy = (layout(x.to(dtype)) for x in case)
+    mask = layout(mask)
+    new, entropy = new.detach().requires_grad_(), entropy.detach().requires_grad_()
+    out = ppo_loss(
+        new,
+        old,
+        adv,
+        mask,
+        denom=37.0,
+        dual_clip=1.5,
+        ref_logprob=ref,
+        kl_coef=0.3,
+        entropy=entropy,
+        entropy_coef=0.2,
+    )
+    values = value_loss(new, old, ref, mask, denom=37.0, clip=0.2)
+    grads = torch.autograd.grad(out.loss, (new, entropy)) + torch.autograd.grad(values.loss, new)
+    results = {f"ppo.{k}": v.detach() for k, v in out._asdict().items()}
+    results |= {f"value.{k}": v.detach() for k, v in values._asdict().items()}
+    return results | dict(zip(("d_new", "d_entropy", "d_value"), (g.reshape(-1) for g in grads), strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 127, 1000, 1023, 1024, 1025, 4100])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_tier1_of_everything(n, scale):
+    """Ragged sizes, inputs in strided memory that NaN surround, masked places that hold NaN."""
+    *case, mask = tokens(n, seed=n, dtype=torch.float32)
+    case = [torch.where(mask, scale * x, float("nan")) for x in case]
+    got = everything(case, mask, torch.float32, guarded)
+    with registry.use_backend("reference"):
+        exact, plain = everything(case, mask, torch.float64), everything(case, mask, torch.float32)
+    for name, value in got.items():
+        testing.assert_ok(testing.tier1(value, exact[name], plain[name]), f"{name}, n={n}")
+
+
+@pytest.mark.parametrize("n", [3, 1030])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_tier1_of_bfloat16_inputs_and_any_mask(n, mask_dtype):
+    """bfloat16 inputs count as exact; results are fp32, gradients are rounded once more."""
+    *case, mask = tokens(n, seed=1, dtype=torch.bfloat16)
+    mask = (mask * 3).to(mask_dtype) if mask_dtype != torch.bool else mask
+    got = everything(case, mask, torch.bfloat16)
+    with registry.use_backend("reference"):
+        exact, plain = everything(case, mask, torch.float64), everything(case, mask, torch.float32)
+    for name, value in got.items():
+        if name.startswith("d_"):
+            assert value.dtype == torch.bfloat16
+            testing.assert_ok(testing.tier2(value, exact[name]), name)
+        else:
+            testing.assert_ok(testing.tier1(value, exact[name], plain[name]), name)
+
+
+def test_inputs_of_different_dtypes():
+    new, old, adv, ref, entropy, mask = tokens(40, dtype=torch.float32)
+    mixed = (old.half(), adv.bfloat16(), mask)
+    out = ppo_loss(new, *mixed, denom=9.0, ref_logprob=ref.double(), kl_coef=0.1, entropy=entropy.bfloat16())
+    same = (old.half().float(), adv.bfloat16().float(), mask)
+    plain = ppo_loss(new, *same, denom=9.0, ref_logprob=ref, kl_coef=0.1, entropy=entropy.bfloat16().float())
+    torch.testing.assert_close(tuple(out), tuple(plain))
+
+
+def test_extreme_values_as_in_the_reference():
+    """Overflow, underflow, infinities and live NaN end where the formulas put them."""
+    inf, nan = float("inf"), float("nan")
+    new = torch.tensor([0.0, 120.0, -120.0, 88.5, -30.0, -100.0, inf, -inf, nan, 0.0, 0.0, 1e-30, -90.0])
+    old = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, -inf, 0.0, 0.0, 0.0])
+    adv = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 1.0, 1.0, -1.0, nan, 2.0, inf])
+    for i in range(len(new)):
+        args = new[i : i + 1], old[i : i + 1], adv[i : i + 1], torch.ones(1)
+        got, *_ = (ppo_loss(*args, denom=1.0, ref_logprob=old[i : i + 1], kl_coef=0.1),)
+        with registry.use_backend("reference"):
+            expected = ppo_loss(*args, denom=1.0, ref_logprob=old[i : i + 1], kl_coef=0.1)
+        torch.testing.assert_close(tuple(got), tuple(expected), equal_nan=True, rtol=1e-6, atol=1e-37, msg=str(i))
+
+
+def test_small_kl_keeps_its_digits(backend):
+    """e^d − 1 − d near 0 is about d²/2: from e^d it would be noise; from e^d − 1 an error of an ulp of d is left."""
+    for size in (1e-6, -1e-5, 1e-4, -1e-3, 0.1, -0.3):
+        x = torch.tensor([size])
+        out = ppo_loss(x, torch.zeros(1), torch.zeros(1), torch.ones(1), denom=1.0, ref_logprob=2 * x)
+        exact = math.expm1(x.item()) - x.item()
+        expected = pytest.approx(exact, rel=1e-6, abs=0.0 if backend == "cpu" else 2e-7 * abs(size))
+        assert out.approx_kl.item() == expected
+        assert out.kl.item() == expected
+
+
+def test_threads_do_not_change_the_bits():
+    *case, mask = tokens(200_000, seed=9, dtype=torch.float32)
+    previous = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(everything(case, mask, torch.float32))
+    finally:
+        torch.set_num_threads(previous)
+    if registry.default_backend() == "reference":
+        return  # torch's own sums are not ours to promise
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+def test_eager_calls_and_the_registered_op_agree_bit_for_bit():
+    """make_fx sends a call through the op; its graph holds the op and gives the bits of the eager call."""
+    new, old, adv, ref, entropy, mask = tokens(50, dtype=torch.float32)
+
+    def both(new, entropy, value):
+        policy = ppo_loss(
+            new.view(5, 10),
+            old.view(5, 10),
+            adv.view(5, 10),
+            mask.view(5, 10),
+            denom=9.0,
+            ref_logprob=ref.view(5, 10),
+            kl_coef=0.1,
+            entropy=entropy.view(5, 10),
+            entropy_coef=0.1,
+        )
+        values = value_loss(value, old, adv, mask, denom=torch.tensor(9.0), clip=0.2)
+        return (*policy, *values, *torch.autograd.grad(policy.loss + 0.3 * values.loss, (new, entropy, value)))
+
+    leaves = [x.clone().requires_grad_() for x in (new, entropy, ref)]
+    traced = torch.fx.experimental.proxy_tensor.make_fx(both)(*leaves)
+    assert {"ppo_loss", "ppo_loss_backward", "value_loss", "value_loss_backward"} <= {
+        node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")
+    }
+    for a, b in zip(both(*leaves), traced(*leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiled_without_a_graph_break():
+    new, old, adv, ref, _, mask = tokens(50, dtype=torch.float32)
+
+    def step(new, value):
+        policy = ppo_loss(new, old, adv, mask, denom=9.0, ref_logprob=ref, kl_coef=0.1)
+        values = value_loss(value, old, adv, mask, denom=9.0, clip=0.2)
+        return policy.loss + values.loss, policy.approx_kl
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in (new, ref)]
+        out = function(*leaves)
+        results.append([*out, *torch.autograd.grad(out[0], leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_behave_as_of_any_op():
+    new, old, adv, _, entropy, mask = tokens(12, dtype=torch.float32)
+    new.requires_grad_()
+    call = {"denom": 5.0, "entropy": entropy, "entropy_coef": 0.1}
+    with torch.no_grad():
+        assert not ppo_loss(new, old, adv, mask, **call).loss.requires_grad
+    assert not ppo_loss(new.detach(), old, adv, mask, **call).loss.requires_grad
+    out = ppo_loss(new, old, adv, mask, **call)
+    (once,) = torch.autograd.grad(out.loss, new, torch.tensor(2.0), retain_graph=True)
+    (twice,) = torch.autograd.grad(2 * out.loss, new)
+    assert torch.equal(once, twice)
+    out = ppo_loss(new, old, adv, mask, **call)
+    out.loss.div_(2).backward()  # the loss may be scaled in place
+    assert torch.equal(4 * new.grad, once)
+    assert out.loss.grad_fn is not None
+    only_entropy = ppo_loss(new.detach(), old, adv, mask, **(call | {"entropy": entropy.clone().requires_grad_()}))
+    assert only_entropy.loss.requires_grad
+    shaped = new.detach().view(3, 4).t().requires_grad_()
+    constants = [x.view(3, 4).t() for x in (old, adv, mask, entropy)]
+    ppo_loss(shaped, *constants[:3], denom=5.0, entropy=constants[3], entropy_coef=0.1).loss.backward()
+    assert torch.equal(shaped.grad.t().reshape(-1), 2 * new.grad)

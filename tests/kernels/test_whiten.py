@@ -7,6 +7,7 @@ from rlhf_kernels.gae import _masked_moments, _whiten, _whiten_backward, masked_
 from rlhf_kernels.testing import assert_ok, tier2
 
 NAN = float("nan")
+ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512") if isa in native.isas()]
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
@@ -209,3 +210,46 @@ def test_named_backend_never_falls_back():
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         whiten(**{"x": torch.zeros(2, 3), "mask": torch.ones(2, 3), **change})
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shift_mean", [True, False])
+@pytest.mark.parametrize("n", [2, 3, 7, 8, 9, 15, 16, 17, 31, 4095, 4096, 4097, 8200])
+def test_ragged_sizes_on_every_instruction_set(isa, shift_mean, n):
+    """Each size ends in another part of a vector; NaN stand before, behind and between the elements."""
+    x, mask = random_case(n, seed=n)
+    mask[:2] = True
+    buffer = torch.full((2 * n + 40,), NAN)
+    buffer[20 : 20 + 2 * n : 2] = torch.where(mask, x, NAN)
+    guarded = buffer[20 : 20 + 2 * n : 2].requires_grad_()
+    exact = x.double().requires_grad_()
+    grad = random_case(n, seed=n + 1)[0].masked_fill(~mask, NAN)
+    with native.use_isa(isa):
+        y = whiten(guarded, mask, shift_mean=shift_mean, backend="cpu")
+        (d_x,) = torch.autograd.grad(y, guarded, grad)
+        moments = masked_moments(guarded, mask, backend="cpu")
+    y64 = whiten(exact, mask, shift_mean=shift_mean, backend="reference")
+    (d_x64,) = torch.autograd.grad(y64, exact, grad.double())
+    assert_ok(tier2(y, y64.detach()), "whiten")
+    assert_ok(tier2(d_x, d_x64), "gradient") if n > 3 else torch.testing.assert_close(d_x, d_x64.float())
+    kept = x.double()[mask]
+    expected = torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+    torch.testing.assert_close(moments, expected, rtol=1e-14, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eager_calls_and_the_registered_op_agree_bit_for_bit(backend):
+    x, mask = random_case(5, 9)
+    grad = random_case(5, 9, seed=1)[0]
+
+    def both(x):
+        y = whiten(x, mask, backend=backend)
+        return y, torch.autograd.grad(y, x, grad)[0]
+
+    x.requires_grad_()
+    traced = torch.fx.experimental.proxy_tensor.make_fx(both)(x)
+    names = {node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")}
+    assert {"whiten", "whiten_backward"} <= names
+    for a, b in zip(both(x), traced(x), strict=True):
+        assert torch.equal(a, b)

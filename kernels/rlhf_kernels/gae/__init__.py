@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import cuda_support, registry, triton_support
+from ..eager import eager
 from . import native, reference
 
 for _op in ("gae", "whiten"):
@@ -122,7 +123,16 @@ def whiten(
         _check_like("moments", moments, torch.Size([3]), x.device)
         moments = moments.detach().double()
     x = x.to(_accumulate_dtype(x))
-    return _whiten(x, mask != 0, moments, bool(shift_mean), float(eps), registry.resolve("whiten", backend, x))[0]
+    mask = mask if mask.dtype is torch.bool else mask != 0
+    chosen = registry.resolve("whiten", backend, x)
+    knobs = bool(shift_mean), float(eps)
+    if not eager(x, mask, moments):
+        return _whiten(x, mask, moments, *knobs, chosen)[0]
+    constant = x.detach() if x.requires_grad else x
+    y, stats = registry.implementation("whiten", chosen).whiten_forward(constant, mask, moments, *knobs)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _WhitenGradient.apply(x, (y, constant, mask, stats, knobs[0], moments is not None, chosen))
+    return y
 
 
 def _accumulate_dtype(*inputs: torch.Tensor) -> torch.dtype:
@@ -269,3 +279,21 @@ def _whiten_gradient(ctx: Any, grad: torch.Tensor, _grad_stats: torch.Tensor) ->
 
 
 _whiten.register_autograd(_whiten_gradient, setup_context=_whiten_setup)
+
+
+class _WhitenGradient(torch.autograd.Function):
+    """Gives a y that was computed eagerly its gradient to x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, state: tuple) -> torch.Tensor:
+        y, constant, mask, stats, ctx.shift_mean, ctx.constant_moments, ctx.backend = state
+        ctx.save_for_backward(constant, mask, stats)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        x, mask, stats = ctx.saved_tensors
+        arguments = (grad, x, mask, stats, ctx.shift_mean, ctx.constant_moments)
+        if eager(grad, x) and not torch.is_grad_enabled():
+            return registry.implementation("whiten", ctx.backend).whiten_backward(*arguments), None
+        return _whiten_backward(*arguments, ctx.backend), None

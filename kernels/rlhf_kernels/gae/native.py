@@ -89,19 +89,20 @@ def whiten_forward(
     x: torch.Tensor, mask: torch.Tensor, moments: torch.Tensor | None, shift_mean: bool, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, mask: one shape; moments: float64 [3] or None → y: like x, stats: float64 [3] = (n, mean, rstd)."""
+    dtype = x.dtype
     x, mask = x.contiguous(), mask.contiguous()
     moments = None if moments is None else moments.contiguous()
-    y, stats = torch.empty_like(x), x.new_empty(3, dtype=torch.float64)
-    native.function("whiten_forward", x.dtype)(
-        native.dense("x", x, x.dtype),
-        native.dense("mask", mask, torch.bool),
-        0 if moments is None else native.dense("moments", moments, torch.float64),
+    y, stats = torch.empty(x.shape, dtype=dtype), torch.empty(3, dtype=torch.float64)
+    native.function("whiten_forward", dtype)(
+        native.address("x", x, dtype),
+        native.address("mask", mask, torch.bool),
+        0 if moments is None else native.address("moments", moments, torch.float64),
         x.numel(),
         shift_mean,
         eps,
         native.threads(),
-        native.dense("y", y, x.dtype),
-        native.dense("stats", stats, torch.float64),
+        y.data_ptr(),
+        stats.data_ptr(),
     )
     return y, stats
 
@@ -115,17 +116,18 @@ def whiten_backward(
     constant_moments: bool,
 ) -> torch.Tensor:
     """grad, x, mask: one shape; stats: what the forward returned → d_x, like x."""
+    dtype = x.dtype
     grad, x, mask = grad.contiguous(), x.contiguous(), mask.contiguous()
-    d_x = torch.empty_like(x)
-    native.function("whiten_backward", x.dtype)(
-        native.dense("grad", grad, x.dtype),
-        native.dense("x", x, x.dtype),
-        native.dense("mask", mask, torch.bool),
+    d_x = torch.empty(x.shape, dtype=dtype)
+    native.function("whiten_backward", dtype)(
+        native.address("grad", grad, dtype),
+        native.address("x", x, dtype),
+        native.address("mask", mask, torch.bool),
         native.dense("stats", stats, torch.float64),
         x.numel(),
         shift_mean,
         constant_moments,
         native.threads(),
-        native.dense("d_x", d_x, x.dtype),
+        d_x.data_ptr(),
     )
     return d_x

@@ -25,7 +25,7 @@ from ..logits import (
     check_temperature,
     check_tensor,
 )
-from . import reference
+from . import native, reference
 
 __all__ = ["LogprobOutputs", "gather_logprob"]
 
@@ -33,6 +33,7 @@ registry.register("gather_logprob", "reference", reference)
 registry.register(
     "gather_logprob", "triton", registry.Lazy("rlhf_kernels.gather_logprob.triton", triton_support.unsupported)
 )
+registry.register("gather_logprob", "cpu", native)
 
 
 def gather_logprob(

@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kernels import registry, triton_support
-from rlhf_kernels.lora import reference
+from rlhf_kernels import eager, registry, triton_support
+from rlhf_kernels.lora import native, reference
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
 from rlhf_kernels.lora.segments import OFF, Dropout, Plan, Segments, make_plan
 
@@ -44,9 +44,10 @@ __all__ = ["OFF", "Dropout", "Segments", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
+registry.register("lora", "cpu", native)
 
 
-@torch.library.custom_op("rlhf_kernels::lora_delta", mutates_args=())
+@eager.custom_op("rlhf_kernels::lora_delta")
 def _delta_op(
     x: Tensor,
     A: list[Tensor],
@@ -71,7 +72,7 @@ def _(x, A, B, scales, starts, ends, *args):  # type: ignore[no-untyped-def]
     return x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=compute_dtype(x, *A, *B))
 
 
-@torch.library.custom_op("rlhf_kernels::lora_delta_backward", mutates_args=())
+@eager.custom_op("rlhf_kernels::lora_delta_backward")
 def _delta_backward_op(
     ddelta: Tensor,
     x: Tensor,
@@ -128,7 +129,7 @@ def _deal(grads: list[Tensor], *needed: list[bool]) -> list[list[Tensor | None]]
 _delta_op.register_autograd(_delta_backward, setup_context=_delta_setup)
 
 
-@torch.library.custom_op("rlhf_kernels::lora_linear", mutates_args=())
+@eager.custom_op("rlhf_kernels::lora_linear")
 def _linear_op(
     x: Tensor,
     weight: Tensor,
@@ -155,7 +156,7 @@ def _(x, weight, *args):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("rlhf_kernels::lora_linear_backward", mutates_args=())
+@eager.custom_op("rlhf_kernels::lora_linear_backward")
 def _linear_backward_op(
     dy: Tensor,
     x: Tensor,
@@ -233,7 +234,7 @@ def lora_delta_(
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
     rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), *_op_args(plan), registry.resolve("lora", backend, x))
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), *_op_args(plan), _resolve(backend, x, plan))
     at = 0
     for start, end in _merged(plan):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])
@@ -260,7 +261,7 @@ def lora_linear(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
     plan = make_plan(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
-    chosen = registry.resolve("lora", backend, x)
+    chosen = _resolve(backend, x, plan)
     if not plan.present:
         return F.linear(x, weight, bias)
     if (
@@ -273,6 +274,12 @@ def lora_linear(
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
     with no_autocast(x):
         return _linear_op(x, weight, bias, *_op_args(plan), chosen)
+
+
+def _resolve(backend: str, x: Tensor, plan: Plan) -> str:
+    """The backend for x and the adapters: float64 on either side asks for products in float64."""
+    wide = [t for t in (*plan.A, *plan.B) if t.dtype == torch.float64]
+    return registry.resolve("lora", backend, wide[0] if wide else x)
 
 
 def _op_args(plan: Plan):  # type: ignore[no-untyped-def]

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels import cuda_support, registry, triton_support
-from rlhf_kernels.ppo_loss import reference
-from rlhf_kernels.ppo_loss.checks import as_denom, check_tensors
+from rlhf_kernels.eager import eager
+from rlhf_kernels.ppo_loss import native, reference
+from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, like
 from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
 from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
 
@@ -49,6 +50,7 @@ __all__ = [
 registry.register("ppo_loss", "reference", reference)
 registry.register("ppo_loss", "cuda", registry.Lazy("rlhf_kernels.ppo_loss.cuda", cuda_support.unsupported))
 registry.register("ppo_loss", "triton", registry.Lazy("rlhf_kernels.ppo_loss.triton", triton_support.unsupported))
+registry.register("ppo_loss", "cpu", native)
 
 
 class PpoLossOutputs(NamedTuple):
@@ -158,6 +160,44 @@ def _ppo_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignore[
 _ppo_loss_op.register_autograd(_ppo_backward, setup_context=_ppo_setup)
 
 
+class _PpoGradient(torch.autograd.Function):
+    """Gives a loss that was computed eagerly its gradient to new_logprob and entropy."""
+
+    @staticmethod
+    def forward(ctx, new_logprob, entropy, state):  # type: ignore[no-untyped-def]
+        loss, dloss, mask, denom, ctx.entropy_coef, ctx.backend = state
+        ctx.save_for_backward(dloss, mask, denom if isinstance(denom, Tensor) else None)
+        ctx.denom = denom if isinstance(denom, float) else None
+        ctx.shape = new_logprob.shape
+        ctx.dtypes = (new_logprob.dtype, None if entropy is None else entropy.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
+        dloss, mask, denom = ctx.saved_tensors
+        denom = ctx.denom if denom is None else denom
+        need_new, need_entropy, _ = ctx.needs_input_grad
+        if eager(grad_loss, dloss, mask) and not torch.is_grad_enabled():
+            run = registry.implementation("ppo_loss", ctx.backend).backward
+            grad_new, grad_entropy = run(grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new, need_entropy)
+        else:
+            grad_new, grad_entropy = _ppo_loss_backward_op(
+                grad_loss,
+                flat(dloss),
+                flat(mask),
+                as_denom(denom, dloss),
+                ctx.entropy_coef,
+                need_new,
+                need_entropy,
+                ctx.backend,
+            )
+        return (
+            like(grad_new, ctx.shape, ctx.dtypes[0]) if need_new else None,
+            like(grad_entropy, ctx.shape, ctx.dtypes[1]) if need_entropy else None,
+            None,
+        )
+
+
 def ppo_loss(
     new_logprob: Tensor,
     old_logprob: Tensor,
@@ -177,40 +217,63 @@ def ppo_loss(
 ) -> PpoLossOutputs:
     """Clipped policy loss with optional KL and entropy terms; see the module docstring for the equations."""
     check_tensors(
-        {"new_logprob": new_logprob, "old_logprob": old_logprob, "advantage": advantage},
-        {"ref_logprob": ref_logprob, "entropy": entropy},
-        mask,
+        new_logprob=new_logprob,
+        old_logprob=old_logprob,
+        advantage=advantage,
+        mask=mask,
+        ref_logprob=ref_logprob,
+        entropy=entropy,
     )
-    for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not knob >= 0:
-            raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")
+    if not clip_low >= 0:
+        raise ValueError(f"clip_low: expected a number >= 0, got {clip_low!r}")
+    if not clip_high >= 0:
+        raise ValueError(f"clip_high: expected a number >= 0, got {clip_high!r}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
     if kl not in KL_ESTIMATORS:
         raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
-    for name, coef, source, tensor in (
-        ("kl_coef", kl_coef, "ref_logprob", ref_logprob),
-        ("entropy_coef", entropy_coef, "entropy", entropy),
-    ):
-        if not math.isfinite(coef):
-            raise ValueError(f"{name}: expected a finite number, got {coef!r}")
-        if coef != 0 and tensor is None:
-            raise ValueError(f"{name}: {coef!r} needs {source}, got {source}=None")
-    denominator = as_denom(denom, new_logprob)
-    loss, statistics, _ = _ppo_loss_op(
-        new_logprob.reshape(-1),
-        old_logprob.detach().reshape(-1),
-        advantage.detach().reshape(-1),
-        mask.detach().reshape(-1),
-        denominator,
-        None if ref_logprob is None else ref_logprob.detach().reshape(-1),
-        None if entropy is None else entropy.reshape(-1),
+    _check_coefficient("kl_coef", kl_coef, "ref_logprob", ref_logprob)
+    _check_coefficient("entropy_coef", entropy_coef, "entropy", entropy)
+    check_denom(denom)
+    chosen = registry.resolve("ppo_loss", backend, new_logprob)
+    knobs = (
         float(clip_low),
         float(clip_high),
         None if dual_clip is None else float(dual_clip),
         kl,
         float(kl_coef),
         float(entropy_coef),
-        registry.resolve("ppo_loss", backend, new_logprob),
     )
+    if not eager(new_logprob, old_logprob, advantage, mask, ref_logprob, entropy):
+        loss, statistics, _ = _ppo_loss_op(
+            new_logprob.reshape(-1),
+            flat(old_logprob),
+            flat(advantage),
+            flat(mask),
+            as_denom(denom, new_logprob),
+            flat_or_none(ref_logprob),
+            None if entropy is None else entropy.reshape(-1),
+            *knobs,
+            chosen,
+        )
+        return PpoLossOutputs(loss, *statistics.unbind())
+    implementation = registry.implementation("ppo_loss", chosen)
+    if getattr(implementation, "TAKES_AS_GIVEN", False):
+        denom = float(denom)
+        loss, statistics, dloss = implementation.forward(
+            new_logprob, old_logprob, advantage, mask, denom, ref_logprob, entropy, *knobs
+        )
+    else:
+        mask, denom = flat(mask), as_denom(denom, new_logprob)
+        constants = flat(old_logprob), flat(advantage), mask, denom, flat_or_none(ref_logprob), flat_or_none(entropy)
+        loss, statistics, dloss = implementation.forward(flat(new_logprob), *constants, *knobs)
+    if torch.is_grad_enabled() and (new_logprob.requires_grad or (entropy is not None and entropy.requires_grad)):
+        loss = _PpoGradient.apply(new_logprob, entropy, (loss, dloss, mask, denom, float(entropy_coef), chosen))
     return PpoLossOutputs(loss, *statistics.unbind())
+
+
+def _check_coefficient(name: str, coef: float, source: str, tensor: Tensor | None) -> None:
+    if not math.isfinite(coef):
+        raise ValueError(f"{name}: expected a finite number, got {coef!r}")
+    if coef != 0 and tensor is None:
+        raise ValueError(f"{name}: {coef!r} needs {source}, got {source}=None")

@@ -1,4 +1,4 @@
-"""Argument checks that the policy loss and the value loss share."""
+"""Argument checks and conversions that the policy loss and the value loss share."""
 
 from __future__ import annotations
 
@@ -10,30 +10,59 @@ from torch import Tensor
 from rlhf_kernels.ppo_loss.reference import accumulate_dtype
 
 
-def check_tensors(required: dict[str, Tensor], optional: dict[str, Tensor | None], mask: Tensor) -> None:
-    """All must be floating tensors with shape and device of the first; the mask may have any real dtype."""
-    first_name, first = next(iter(required.items()))
-    present = {name: x for name, x in optional.items() if x is not None}
-    for name, x in (*required.items(), *present.items(), ("mask", mask)):
+def check_tensors(**tensors: Tensor | None) -> None:
+    """All must be floating tensors with shape and device of the first; `mask` may have any real dtype.
+
+    None is accepted for `ref_logprob`, `entropy` and `old_value`.
+    """
+    first_name = next(iter(tensors))
+    shape = device = None
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
+            if x is None and name in ("ref_logprob", "entropy", "old_value"):
+                continue
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if name != "mask" and not x.is_floating_point():
+        if name == "mask":
+            if x.is_complex():
+                raise TypeError(f"mask: expected bool or 0/1 numbers, got {x.dtype}")
+        elif not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
-        if name == "mask" and x.is_complex():
-            raise TypeError(f"mask: expected bool or 0/1 numbers, got {x.dtype}")
-        if x.shape != first.shape:
-            raise ValueError(f"{name}: expected the shape of {first_name} {tuple(first.shape)}, got {tuple(x.shape)}")
-        if x.device != first.device:
-            raise ValueError(f"{name}: expected the device of {first_name} ({first.device}), got {x.device}")
+        if shape is None:
+            shape, device = x.shape, x.device
+        elif x.shape != shape:
+            raise ValueError(f"{name}: expected the shape of {first_name} {tuple(shape)}, got {tuple(x.shape)}")
+        elif x.device != device:
+            raise ValueError(f"{name}: expected the device of {first_name} ({device}), got {x.device}")
 
 
-def as_denom(denom: float | Tensor, like: Tensor) -> Tensor:
-    """denom as a 0-d tensor on `like`'s device. A tensor is not read back: that would wait for the device."""
-    dtype = accumulate_dtype(like)
+def check_denom(denom: float | Tensor) -> None:
+    """A number must be positive. A tensor must be 0-d, and is not read: that would wait for its device."""
     if isinstance(denom, Tensor):
         if denom.dim() != 0:
             raise ValueError(f"denom: expected a number or a 0-d tensor, got shape {tuple(denom.shape)}")
-        return denom.detach().to(device=like.device, dtype=dtype)
-    if not (math.isfinite(denom) and denom > 0):
+    elif not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom: expected a finite number > 0, got {denom!r}")
+
+
+def as_denom(denom: float | Tensor, like: Tensor) -> Tensor:
+    """A checked denom as a 0-d tensor on `like`'s device."""
+    dtype = accumulate_dtype(like)
+    if isinstance(denom, Tensor):
+        return denom.detach().to(device=like.device, dtype=dtype)
     return torch.full((), float(denom), dtype=dtype, device=like.device)
+
+
+def flat(x: Tensor) -> Tensor:
+    """The numbers of `x` in one dimension, without its history."""
+    return x.detach().reshape(-1)
+
+
+def flat_or_none(x: Tensor | None) -> Tensor | None:
+    """`flat` of what was given."""
+    return None if x is None else flat(x)
+
+
+def like(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A contiguous gradient in the shape and dtype of its input."""
+    grad = grad if grad.shape == shape else grad.view(shape)
+    return grad if grad.dtype is dtype else grad.to(dtype)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels import registry
-from rlhf_kernels.ppo_loss.checks import as_denom, check_tensors
+from rlhf_kernels.eager import eager
+from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, like
 from rlhf_kernels.ppo_loss.reference import accumulate_dtype
 
 
@@ -84,6 +85,26 @@ def _value_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignor
 _value_loss_op.register_autograd(_value_backward, setup_context=_value_setup)
 
 
+class _ValueGradient(torch.autograd.Function):
+    """Gives a loss that was computed eagerly its gradient to value."""
+
+    @staticmethod
+    def forward(ctx, value, state):  # type: ignore[no-untyped-def]
+        loss, dloss, ctx.backend = state
+        ctx.save_for_backward(dloss)
+        ctx.like = (value.shape, value.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
+        (dloss,) = ctx.saved_tensors
+        if eager(grad_loss, dloss) and not torch.is_grad_enabled():
+            grad = registry.implementation("ppo_loss", ctx.backend).value_backward(grad_loss, dloss)
+        else:
+            grad = _value_loss_backward_op(grad_loss, flat(dloss), ctx.backend)
+        return like(grad, *ctx.like), None
+
+
 def value_loss(
     value: Tensor,
     old_value: Tensor | None,
@@ -95,21 +116,27 @@ def value_loss(
     backend: str = "auto",
 ) -> ValueLossOutputs:
     """Half the squared value error, clipped around `old_value` if `clip` is given, and statistics."""
-    check_tensors({"value": value, "ret": ret}, {"old_value": old_value}, mask)
+    check_tensors(value=value, ret=ret, mask=mask, old_value=old_value)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: expected None or a number > 0, got {clip!r}")
     if clip is not None and old_value is None:
         raise ValueError(f"clip: {clip!r} needs old_value, got old_value=None")
-    denominator = as_denom(denom, value)
-    loss, statistics, _ = _value_loss_op(
-        value.reshape(-1),
-        None if clip is None or old_value is None else old_value.detach().reshape(-1),
-        ret.detach().reshape(-1),
-        mask.detach().reshape(-1),
-        denominator,
-        None if clip is None else float(clip),
-        registry.resolve("ppo_loss", backend, value),
-    )
+    check_denom(denom)
+    chosen = registry.resolve("ppo_loss", backend, value)
+    old_value = None if clip is None else old_value
+    clip = None if clip is None else float(clip)
+    if not eager(value, old_value, ret, mask):
+        constants = flat_or_none(old_value), flat(ret), flat(mask), as_denom(denom, value)
+        loss, statistics, _ = _value_loss_op(value.reshape(-1), *constants, clip, chosen)
+        return ValueLossOutputs(loss, *statistics.unbind())
+    implementation = registry.implementation("ppo_loss", chosen)
+    if getattr(implementation, "TAKES_AS_GIVEN", False):
+        loss, statistics, dloss = implementation.value_forward(value, old_value, ret, mask, denom, clip)
+    else:
+        constants = flat_or_none(old_value), flat(ret), flat(mask), as_denom(denom, value)
+        loss, statistics, dloss = implementation.value_forward(flat(value), *constants, clip)
+    if torch.is_grad_enabled() and value.requires_grad:
+        loss = _ValueGradient.apply(value, (loss, dloss, chosen))
     return ValueLossOutputs(loss, *statistics.unbind())
 
 

@@ -1,0 +1,64 @@
+#include "cpu/lora.h"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings/address.h"
+#include "common/check.h"
+
+namespace rlhf::bindings {
+namespace {
+
+using namespace rlhf::cpu::lora;
+
+using MatrixArguments = std::tuple<Address, int64_t, int>;  // address, row stride, 0 = float32 or 1 = bfloat16
+using SlotArguments = std::tuple<MatrixArguments, MatrixArguments, int64_t, double, double, Address, Address>;
+using RunArguments = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+using DropoutArguments = std::tuple<int64_t, Address, uint32_t>;
+
+Matrix matrix(const MatrixArguments& arguments) {
+    const auto& [address, stride, type] = arguments;
+    RLHF_CHECK(type == 0 || type == 1, "type", "0 or 1", type);
+    return {at<void>(address), stride, static_cast<Type>(type)};
+}
+
+std::vector<Slot> slots_of(const std::vector<SlotArguments>& arguments, int64_t K) {
+    std::vector<Slot> slots;
+    for (const auto& [A, B, rank, scale, p, dA, dB] : arguments) {
+        Slot slot{matrix(A), matrix(B), rank, scale, p, {}, {}};
+        slot.dA = {at<void>(dA), K, slot.A.type};
+        slot.dB = {at<void>(dB), rank, slot.B.type};
+        slots.push_back(slot);
+    }
+    return slots;
+}
+
+std::vector<Run> runs_of(const std::vector<RunArguments>& arguments) {
+    std::vector<Run> runs;
+    for (const auto& [x_row, y_row, rows, slot] : arguments) runs.push_back({x_row, y_row, rows, slot});
+    return runs;
+}
+
+Dropout dropout_of(const DropoutArguments& arguments) {
+    const auto& [seed, row_ids, stream] = arguments;
+    return {seed, at<const int64_t>(row_ids), stream};
+}
+
+}  // namespace
+
+void define_lora(pybind11::module_& m) {
+    m.def("lora_forward", [](const MatrixArguments& x, const MatrixArguments& y, bool add, int64_t K, int64_t M,
+                             const std::vector<SlotArguments>& slots, const std::vector<RunArguments>& runs,
+                             const DropoutArguments& dropout, int threads) {
+        forward(matrix(x), matrix(y), add, K, M, slots_of(slots, K), runs_of(runs), dropout_of(dropout), threads);
+    }, NoGil());
+    m.def("lora_backward", [](const MatrixArguments& dy, const MatrixArguments& x, const MatrixArguments& dx, int64_t K,
+                              int64_t M, const std::vector<SlotArguments>& slots,
+                              const std::vector<RunArguments>& runs, const DropoutArguments& dropout, int threads) {
+        backward(matrix(dy), matrix(x), matrix(dx), K, M, slots_of(slots, K), runs_of(runs), dropout_of(dropout),
+                 threads);
+    }, NoGil());
+}
+
+}  // namespace rlhf::bindings

@@ -1,0 +1,213 @@
+// One row of gather_logprob.cpp; namespace RLHF_ISA. The logits are read tile by tile, twice while a tile is in the
+// first cache: for its maximum, then for the sums, which are rescaled when the running maximum has risen.
+
+#include "cpu/gather_logprob_rows.h"
+#include "cpu/lanes.h"
+
+namespace rlhf::cpu::RLHF_ISA {
+namespace {
+
+constexpr int kTile = 2048;
+
+// How elements of type S are read and written as lanes of T.
+template <typename S>
+struct Storage {
+    using T = S;
+    RLHF_INLINE typename Lanes<T>::V load(const S* p) { return Lanes<T>::load(p); }
+    RLHF_INLINE void store(S* p, typename Lanes<T>::V x) { Lanes<T>::store(p, x); }
+};
+template <>
+struct Storage<Bfloat16> {
+    using T = float;
+    RLHF_INLINE Lanes<T>::V load(const Bfloat16* p) { return Lanes<T>::load(&p->bits); }
+    RLHF_INLINE void store(Bfloat16* p, Lanes<T>::V x) { Lanes<T>::store(&p->bits, x); }
+};
+
+template <typename T>
+constexpr T kLowest = sizeof(T) == sizeof(float) ? T(-3.402823466e+38) : T(-1.7976931348623157e+308);
+
+// Below it e^y is 0: where y stands beside e^y it may end here, so that -inf does not make NaN of the product.
+template <typename T>
+constexpr T kNoChance = T(-1000);
+
+// A vector whose first `n` lanes are those at p and whose others hold `fill`.
+template <typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE typename Lanes<T>::V load_some(const S* p, int64_t n, T fill) {
+    using L = Lanes<T>;
+    S some[L::count] = {};
+    std::memcpy(some, p, sizeof(S) * n);
+    T lanes[L::count];
+    L::store(lanes, Storage<S>::load(some));
+    for (int64_t i = n; i < L::count; ++i) lanes[i] = fill;
+    return L::load(lanes);
+}
+
+template <typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE T element(const S* p) {
+    T lanes[Lanes<T>::count];
+    Lanes<T>::store(lanes, load_some(p, 1, T(0)));
+    return lanes[0];
+}
+
+// The largest of n elements; -inf if there is none, NaN are passed over or returned.
+template <typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE T largest(const S* p, int64_t n) {
+    using L = Lanes<T>;
+    const T none = -__builtin_inf();
+    typename L::V top = L::splat(none), second = top;
+    int64_t i = 0;
+    for (; i + 2 * L::count <= n; i += 2 * L::count) {
+        top = L::at_least(Storage<S>::load(p + i), top);
+        second = L::at_least(Storage<S>::load(p + i + L::count), second);
+    }
+    for (; i < n; i += L::count) {
+        const int64_t left = n - i < L::count ? n - i : L::count;
+        top = L::at_least(load_some(p + i, left, none), top);
+    }
+    top = L::at_least(second, top);
+    T lanes[L::count], result = none;
+    L::store(lanes, top);
+    for (T lane : lanes) result = lane > result || lane != lane ? lane : result;
+    return result;
+}
+
+template <typename V>
+struct TileSums {
+    V exp = {}, weighted = {}, squares = {}, logits = {};
+};
+
+// x: logits; shift: the maximum so far; y = (x - shift) / temperature.
+template <typename T, typename V = typename Lanes<T>::V>
+RLHF_INLINE void add(V x, V shift, V inverse, int wants, TileSums<V>& sums) {
+    using L = Lanes<T>;
+    const V y = (x - shift) * inverse;
+    const V e = L::exp(y);
+    sums.exp += e;
+    if (wants & kWantEntropy) sums.weighted = L::fma(L::at_least(y, L::splat(kNoChance<T>)), e, sums.weighted);
+    if (wants & kWantSquares) sums.squares = L::fma(e, e, sums.squares);
+}
+
+// First position of a NaN, as torch.argmax has it; vocab if there is none.
+template <typename S>
+RLHF_INLINE int64_t first_nan(const S* row, int64_t vocab) {
+    for (int64_t i = 0; i < vocab; ++i) {
+        const auto x = element(row + i);
+        if (x != x) return i;
+    }
+    return vocab;
+}
+
+template <typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double temperature, int wants,
+                         RowStatistics* out) {
+    using L = Lanes<T>;
+    using V = typename L::V;
+    const V inverse = L::splat(T(1 / temperature));
+    const double infinity = __builtin_inf();
+    double top = -infinity, before_target = -infinity;
+    double total = 0, weighted = 0, squares = 0, sum = 0;
+    for (int64_t begin = 0; begin < vocab; begin += kTile) {
+        const S* tile = row + begin;
+        const int64_t n = vocab - begin < kTile ? vocab - begin : kTile;
+        if ((wants & kWantTop1) && target >= begin && target < begin + n) {
+            const double inside = largest(tile, target - begin);
+            before_target = inside > top ? inside : top;
+        }
+        const double tile_top = largest(tile, n);
+        if (tile_top > top) {
+            if (top > -infinity) {
+                const double change = (top - tile_top) / temperature, factor = __builtin_exp(change);
+                if (factor > 0) weighted = factor * (weighted + change * total);
+                else weighted = 0;
+                total *= factor;
+                squares *= factor * factor;
+            }
+            top = tile_top;
+        }
+        const V shift = L::splat(T(top > kLowest<T> ? top : kLowest<T>));  // a row of -inf has no finite maximum
+        TileSums<V> sums;
+        int64_t i = 0;
+        for (; i + L::count <= n; i += L::count) {
+            const V x = Storage<S>::load(tile + i);
+            add<T>(x, shift, inverse, wants, sums);
+            sums.logits += x;
+        }
+        if (i < n) {
+            add<T>(load_some(tile + i, n - i, T(-infinity)), shift, inverse, wants, sums);
+            sums.logits += load_some(tile + i, n - i, T(0));
+        }
+        total += lane_sum<T>(sums.exp);
+        weighted += lane_sum<T>(sums.weighted);
+        squares += lane_sum<T>(sums.squares);
+        sum += lane_sum<T>(sums.logits);
+    }
+    const double shift = top > kLowest<T> ? top : kLowest<T>;
+    const double log_total = __builtin_log(total), at_target = element(row + target);
+    out->logprob = (at_target - shift) / temperature - log_total;
+    out->lse = shift / temperature + log_total;
+    out->entropy = log_total - weighted / total;
+    out->mean_logit = sum / double(vocab) / temperature;
+    out->log_sum_sq_prob = __builtin_log(squares) - 2 * log_total;
+    out->is_top1 = at_target > before_target || target == 0 ? at_target >= top : 0;
+    if ((wants & kWantTop1) && total != total) {
+        const int64_t nan = first_nan(row, vocab);
+        if (nan < vocab) out->is_top1 = nan == target;
+    }
+}
+
+// d_row = (p (on_p - on_log_p (log p + entropy) + on_p_squared p) + everywhere + at_target [j = t]) / temperature
+template <typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes,
+                          S* d_row) {
+    using L = Lanes<T>;
+    using V = typename L::V;
+    // z = x / temperature as division rounds it, so that it meets the rounded lse: in a row of one certain token, z - lse
+    // is 0 and not the rounding of lse. The reciprocal comes in two parts for that, where multiply-add rounds once.
+    const V divisor = L::splat(T(temperature));
+    const V inverse = L::splat(T(1 / temperature));
+    const V inverse_rest = L::splat(T(1 / temperature - double(T(1 / temperature))));
+    const V lse = L::splat(T(slopes.lse)), finite = L::splat(kLowest<T>), no_chance = L::splat(kNoChance<T>);
+    const V on_p = L::splat(T(slopes.on_p / temperature)), on_log_p = L::splat(T(-slopes.on_log_p / temperature));
+    const V entropy = L::splat(T(slopes.entropy)), squares = L::splat(T(slopes.on_p_squared / temperature));
+    const V everywhere = L::splat(T(slopes.everywhere / temperature));
+    const bool has_entropy = slopes.on_log_p != 0, has_squares = slopes.on_p_squared != 0;
+    const auto gradient = [&](V x) __attribute__((always_inline)) {
+        const V held = L::at_least(x, finite);  // -inf times a rest of 0 would be NaN
+        const V z = kFused ? L::fma(held, inverse, held * inverse_rest) : held / divisor;
+        const V log_p = z - lse;
+        const V p = L::exp(log_p);
+        V factor = on_p;
+        if (has_entropy) factor = L::fma(on_log_p, L::at_least(log_p, no_chance) + entropy, factor);
+        if (has_squares) factor = L::fma(squares, p, factor);
+        return L::fma(p, factor, everywhere);
+    };
+    // The target's own, before the row may be overwritten.
+    const V there = gradient(load_some(row + target, 1, T(0))) + L::splat(T(slopes.at_target / temperature));
+    int64_t i = 0;
+    for (; i + L::count <= vocab; i += L::count) Storage<S>::store(d_row + i, gradient(Storage<S>::load(row + i)));
+    S some[L::count];
+    if (i < vocab) {
+        Storage<S>::store(some, gradient(load_some(row + i, vocab - i, T(0))));
+        std::memcpy(d_row + i, some, sizeof(S) * (vocab - i));
+    }
+    Storage<S>::store(some, there);
+    d_row[target] = some[0];
+}
+
+}  // namespace
+
+#define RLHF_DEFINE_ROWS(S)                                                                                    \
+    void row_forward(const S* row, int64_t vocab, int64_t target, double temperature, int wants,               \
+                     RowStatistics* out) {                                                                     \
+        forward(row, vocab, target, temperature, wants, out);                                                  \
+    }                                                                                                          \
+    void row_backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes, \
+                      S* d_row) {                                                                              \
+        backward(row, vocab, target, temperature, slopes, d_row);                                              \
+    }
+RLHF_DEFINE_ROWS(float)
+RLHF_DEFINE_ROWS(double)
+RLHF_DEFINE_ROWS(Bfloat16)
+#undef RLHF_DEFINE_ROWS
+
+}  // namespace rlhf::cpu::RLHF_ISA

@@ -1,0 +1,273 @@
+// Float and double under one name: a kernel written once as a template over Lanes<T> runs on vectors of the target's
+// natural width, 64 bytes with AVX-512 and 16 elsewhere. Arithmetic is that of the compiler's vector types; comparisons
+// give a Mask (a mask register with AVX-512, all bits or none per lane elsewhere) that knows &, | and select. at_least and
+// at_most keep a NaN of x; max_of_nonnegative lets NaN win, as torch.amax does, and wants no lane below 0.
+//
+// Include it only from a file that has chosen its target and defined RLHF_ISA, the namespace of that target: everything
+// here that could be emitted as a function lives in that namespace, so no two targets share a symbol. That file also
+// says RLHF_AVX512 and RLHF_AVX512_BF16, because g++ 12 does not define __AVX512F__ after `#pragma GCC target` in C++.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(RLHF_AVX512)
+#pragma GCC diagnostic push  // g++ 12 warns of its own intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#ifndef RLHF_INLINE
+#define RLHF_INLINE static inline __attribute__((always_inline))
+#endif
+
+namespace rlhf::cpu::RLHF_ISA {
+
+#if defined(RLHF_AVX512)
+constexpr int kVectorBytes = 64;
+constexpr bool kFused = true;  // fma rounds once
+#else
+constexpr int kVectorBytes = 16;
+constexpr bool kFused = false;
+#endif
+
+// e^x, e^x - 1 and e^x - 1 - x, each without the cancellation of making it from the one before.
+template <typename V>
+struct ExpParts {
+    V exp, expm1, excess;
+};
+
+template <typename T>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+    static constexpr int count = kVectorBytes / sizeof(float);
+    typedef float V __attribute__((vector_size(kVectorBytes)));
+    typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+    typedef uint8_t Bytes __attribute__((vector_size(count)));
+    typedef uint16_t Halves __attribute__((vector_size(2 * count)));
+
+#if defined(RLHF_AVX512)
+    using Mask = __mmask16;
+    RLHF_INLINE Mask lt(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+    RLHF_INLINE Mask le(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
+    RLHF_INLINE Mask eq(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
+    RLHF_INLINE Mask ne(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ); }
+    RLHF_INLINE V select(Mask m, V a, V b) { return (V)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a); }
+    RLHF_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+    RLHF_INLINE V at_least(V x, V bound) { return (V)_mm512_max_ps((__m512)bound, (__m512)x); }
+    RLHF_INLINE V at_most(V x, V bound) { return (V)_mm512_min_ps((__m512)bound, (__m512)x); }
+    RLHF_INLINE V max_of_nonnegative(V a, V b) { return (V)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+    RLHF_INLINE V scale_by_power(V x, V n) { return (V)_mm512_scalef_ps((__m512)x, (__m512)n); }
+    RLHF_INLINE Mask nonzero(const uint8_t* p) {
+        const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        return _mm_test_epi8_mask(raw, raw);
+    }
+#else
+    using Mask = Ints;
+    RLHF_INLINE Mask lt(V a, V b) { return a < b; }
+    RLHF_INLINE Mask le(V a, V b) { return a <= b; }
+    RLHF_INLINE Mask eq(V a, V b) { return a == b; }
+    RLHF_INLINE Mask ne(V a, V b) { return a != b; }
+    RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
+    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
+    RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
+    RLHF_INLINE V at_most(V x, V bound) { return select(lt(bound, x), bound, x); }
+    RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
+    // x 2^n for whole n, in two factors because one may leave the range where the product does not.
+    RLHF_INLINE V scale_by_power(V x, V n) {
+        const Ints whole = __builtin_convertvector(n, Ints);
+        const Ints half = whole >> 1;
+        return x * (V)((half + 127) << 23) * (V)((whole - half + 127) << 23);
+    }
+    RLHF_INLINE Mask nonzero(const uint8_t* p) {
+        Bytes raw;
+        std::memcpy(&raw, p, sizeof raw);
+        return __builtin_convertvector(raw, Ints) != 0;
+    }
+#endif
+
+    RLHF_INLINE V splat(float x) { return V{} + x; }
+
+    RLHF_INLINE V load(const float* p) {
+        V x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+
+    // Bits of bfloat16.
+    RLHF_INLINE V load(const uint16_t* p) {
+#if defined(RLHF_AVX512)
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+        Halves raw;
+        std::memcpy(&raw, p, sizeof raw);
+        return (V)(__builtin_convertvector(raw, Ints) << 16);
+#endif
+    }
+
+    RLHF_INLINE void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }
+
+    // Rounds to nearest even and keeps NaN.
+    RLHF_INLINE void store(uint16_t* p, V x) {
+#if defined(RLHF_AVX512_BF16)
+        const __m256bh raw = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(p, &raw, sizeof raw);
+#else
+        typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+        const Words bits = (Words)x;
+        const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const Words nan = (bits >> 16) | 0x40;
+        const V narrow = select(eq(x, x), (V)rounded, (V)nan);
+#if defined(RLHF_AVX512)
+        _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)narrow));
+#else
+        const Halves raw = __builtin_convertvector((Words)narrow, Halves);
+        std::memcpy(p, &raw, sizeof raw);
+#endif
+#endif
+    }
+
+    // x = n ln2 + r, m = e^r - 1 = r + r^2 q(r); then e^x = 2^n (1 + m) and e^x - 1 = 2^n (m + (1 - 2^-n)), in which
+    // nothing cancels: n = 0 leaves m, and |m| < |1 - 2^-n| elsewhere. Relative error of each about 1e-7.
+    RLHF_INLINE ExpParts<V> exp_parts(V x) {
+        V n;
+        const V r = reduce(x, n);
+        V q = splat(1.0f / 5040);
+        q = fma(q, r, splat(1.0f / 720));
+        q = fma(q, r, splat(1.0f / 120));
+        q = fma(q, r, splat(1.0f / 24));
+        q = fma(q, r, splat(1.0f / 6));
+        q = fma(q, r, splat(0.5f));
+        const V bend = r * r * q;
+        const V m = r + bend;
+        const V lifted = at_least(n, splat(-36.0f));  // down there e^x - 1 rounds to -1
+        const V down = scale_by_power(splat(1.0f), -at_most(lifted, splat(36.0f)));  // up there it is lost beside 1
+        ExpParts<V> out;
+        out.exp = scale_by_power(m + 1.0f, n);
+        out.expm1 = scale_by_power(m + (1.0f - down), lifted);
+        out.excess = select(eq(n, splat(0.0f)), bend, out.expm1 - x);
+        return out;
+    }
+
+    // Relative error about 1e-7; underflows gradually, -inf gives 0, NaN stays.
+    RLHF_INLINE V exp(V x) {
+        V n;
+        const V r = reduce(x, n);
+        V p = splat(1.0f / 720);
+        p = fma(p, r, splat(1.0f / 120));
+        p = fma(p, r, splat(1.0f / 24));
+        p = fma(p, r, splat(1.0f / 6));
+        p = fma(p, r, splat(0.5f));
+        p = fma(p, r, splat(1.0f));
+        p = fma(p, r, splat(1.0f));
+        return scale_by_power(p, n);
+    }
+
+    // r in [-ln2 / 2, ln2 / 2] and whole n with x = n ln2 + r, for x cut to where e^x is neither 0 nor infinite; NaN
+    // stays in r.
+    RLHF_INLINE V reduce(V x, V& n) {
+        const V y = at_most(at_least(x, splat(-104.0f)), splat(89.0f));
+        const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+        n = fma(y, splat(1.44269504088896341f), splat(magic)) - magic;
+        return fma(n, splat(-1.42860682030941723e-6f), fma(n, splat(-0.693145751953125f), y));
+    }
+};
+
+template <>
+struct Lanes<double> {
+    static constexpr int count = kVectorBytes / sizeof(double);
+    typedef double V __attribute__((vector_size(kVectorBytes)));
+    typedef int64_t Ints __attribute__((vector_size(kVectorBytes)));
+    typedef float Floats __attribute__((vector_size(kVectorBytes / 2)));
+    typedef uint8_t Bytes __attribute__((vector_size(count)));
+
+#if defined(RLHF_AVX512)
+    using Mask = __mmask8;
+    RLHF_INLINE Mask lt(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LT_OQ); }
+    RLHF_INLINE Mask le(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LE_OQ); }
+    RLHF_INLINE Mask eq(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_EQ_OQ); }
+    RLHF_INLINE Mask ne(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_NEQ_UQ); }
+    RLHF_INLINE V select(Mask m, V a, V b) { return (V)_mm512_mask_blend_pd(m, (__m512d)b, (__m512d)a); }
+    RLHF_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
+    RLHF_INLINE V at_least(V x, V bound) { return (V)_mm512_max_pd((__m512d)bound, (__m512d)x); }
+    RLHF_INLINE V max_of_nonnegative(V a, V b) { return (V)_mm512_max_epu64((__m512i)a, (__m512i)b); }
+    RLHF_INLINE Mask nonzero(const uint8_t* p) {
+        const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+        return __mmask8(_mm_test_epi8_mask(raw, raw));
+    }
+#else
+    using Mask = Ints;
+    RLHF_INLINE Mask lt(V a, V b) { return a < b; }
+    RLHF_INLINE Mask le(V a, V b) { return a <= b; }
+    RLHF_INLINE Mask eq(V a, V b) { return a == b; }
+    RLHF_INLINE Mask ne(V a, V b) { return a != b; }
+    RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
+    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
+    RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
+    RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
+    RLHF_INLINE Mask nonzero(const uint8_t* p) { return Mask{-int64_t(p[0] != 0), -int64_t(p[1] != 0)}; }
+#endif
+
+    RLHF_INLINE V splat(double x) { return V{} + x; }
+
+    RLHF_INLINE V load(const double* p) {
+        V x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+
+    RLHF_INLINE V load(const float* p) {
+        Floats x;
+        std::memcpy(&x, p, sizeof x);
+        return __builtin_convertvector(x, V);
+    }
+
+    RLHF_INLINE void store(double* p, V x) { std::memcpy(p, &x, sizeof x); }
+
+    RLHF_INLINE void store(float* p, V x) {
+        const Floats rounded = __builtin_convertvector(x, Floats);
+        std::memcpy(p, &rounded, sizeof rounded);
+    }
+
+    // Double serves derivative checks and other proofs, where the library's accuracy counts and its speed does not.
+    RLHF_INLINE ExpParts<V> exp_parts(V x) {
+        ExpParts<V> out;
+        for (int i = 0; i < count; ++i) {
+            out.exp[i] = __builtin_exp(x[i]);
+            out.expm1[i] = __builtin_expm1(x[i]);
+        }
+        out.excess = out.expm1 - x;
+        return out;
+    }
+
+    RLHF_INLINE V exp(V x) {
+        for (int i = 0; i < count; ++i) x[i] = __builtin_exp(x[i]);
+        return x;
+    }
+};
+
+// Sum of the lanes, in a fixed order.
+template <typename T>
+RLHF_INLINE T lane_sum(typename Lanes<T>::V x) {
+    T lanes[Lanes<T>::count], total = 0;
+    Lanes<T>::store(lanes, x);
+    for (T lane : lanes) total += lane;
+    return total;
+}
+
+// The largest lane; NaN if there is one.
+template <typename T>
+RLHF_INLINE T lane_max(typename Lanes<T>::V x) {
+    T lanes[Lanes<T>::count];
+    Lanes<T>::store(lanes, x);
+    T largest = lanes[0];
+    for (T lane : lanes) {
+        if (!(lane <= largest) && largest == largest) largest = lane;
+    }
+    return largest;
+}
+
+}  // namespace rlhf::cpu::RLHF_ISA

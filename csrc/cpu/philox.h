@@ -1,0 +1,47 @@
+// Philox4x32-10, sixteen counters at once: the words of kernels/rlhf_kernels/philox.py. Include it after simd.h, inside a
+// file that has chosen its target.
+#pragma once
+
+#include "cpu/simd.h"
+
+struct PhiloxWords {
+    u32x16 word[4];
+};
+
+RLHF_INLINE void philox_multiply(uint32_t m, u32x16 b, u32x16& high, u32x16& low) {
+#if defined(RLHF_AVX512)
+    const __m512i factor = _mm512_set1_epi32(int32_t(m));
+    const __m512i even = _mm512_mul_epu32((__m512i)b, factor);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)b, 32), factor);
+    low = (u32x16)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    high = (u32x16)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#else
+    for (int i = 0; i < 16; ++i) {
+        const uint64_t product = uint64_t(m) * b[i];
+        high[i] = uint32_t(product >> 32);
+        low[i] = uint32_t(product);
+    }
+#endif
+}
+
+// Draws of columns 4 group .. 4 group + 3 for sixteen groups from `first_group` on: word[w][i] is the draw of column
+// 4 (first_group + i) + w.
+RLHF_INLINE PhiloxWords philox16(int64_t seed, int64_t row_id, uint32_t stream, uint32_t first_group) {
+    u32x16 c0 = u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_group;
+    u32x16 c1 = u32x16{} + stream;
+    u32x16 c2 = u32x16{} + uint32_t(row_id);
+    u32x16 c3 = u32x16{} + uint32_t(uint64_t(row_id) >> 32);
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(uint64_t(seed) >> 32);
+    for (int round = 0; round < 10; ++round) {
+        u32x16 high0, low0, high1, low1;
+        philox_multiply(0xD2511F53u, c0, high0, low0);
+        philox_multiply(0xCD9E8D57u, c2, high1, low1);
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
+}

@@ -1,0 +1,33 @@
+// What ppo_loss.cpp calls once per block of at most kTokenBlock elements; compiled per instruction set from
+// ppo_loss_kernel.inc.h. Sums are fp32 (fp64 for double) within a block.
+#pragma once
+
+#include "cpu/ppo_loss.h"
+
+namespace rlhf::cpu {
+
+constexpr int kTokenBlock = 1024;
+
+enum PpoSum : int { kPolicy, kKl, kEntropy, kLow, kHigh, kApproxKl, kRatio, kRatioMax, kPpoSums };
+enum ValueSum : int { kSquare, kClipped, kCount, kError, kErrorSq, kRet, kRetSq, kValueSums };
+
+#define RLHF_DECLARE_BLOCKS(T)                                                                                    \
+    void ppo_block(const PpoInputs& inputs, const PpoKnobs& knobs, T inverse_denom, int64_t begin, int n,         \
+                   T* dloss, T* sums);                                                                            \
+    void value_block(const ValueInputs& inputs, double clip, T inverse_denom, int64_t begin, int n, T* dloss,     \
+                     T* sums);                                                                                    \
+    void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out);
+
+namespace portable {
+RLHF_DECLARE_BLOCKS(float)
+RLHF_DECLARE_BLOCKS(double)
+}  // namespace portable
+#if defined(__x86_64__)
+namespace avx512 {
+RLHF_DECLARE_BLOCKS(float)
+RLHF_DECLARE_BLOCKS(double)
+}  // namespace avx512
+#endif
+#undef RLHF_DECLARE_BLOCKS
+
+}  // namespace rlhf::cpu

@@ -1,0 +1,246 @@
+"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's. Equations: see the package docstring.
+
+Same functions and arguments as `reference`. x, y and their gradients are fp32 or bf16, adapters too (fp16 ones
+enter as fp32, exactly). Everything accumulates in fp32; on tile registers (AMX) an fp32 operand enters as a sum
+of bf16 parts that keeps 16 or 24 of its bits, see csrc/cpu/lora_tiles.inc.h.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import native
+from .reference import no_autocast
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_Matrix = tuple[int, int, int]  # address, row stride, type
+_ABSENT: _Matrix = (0, 0, 0)
+
+
+def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the native code cannot serve such tensors, or None. For dtype comes the widest of x and the adapters."""
+    reason = native.unsupported(device_type, torch.float32)
+    if reason is None and dtype not in _TYPES:
+        return f"it computes in {' or '.join(map(str, _TYPES))}, not in {dtype}"
+    return reason
+
+
+def forward(
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
+    delta = x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=torch.float32)
+    _forward(x, delta, False, A, B, scales, _compact(starts, ends, slots), p, seed, row_ids, stream)
+    return delta
+
+
+def backward(
+    ddelta: Tensor,
+    x: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
+    dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
+    runs = _compact(starts, ends, slots)
+    grads = _backward(ddelta, x, dx, A, B, scales, runs, p, seed, row_ids, stream, need_A, need_B)
+    return grads if dx is None else [dx, *grads]
+
+
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
+    with no_autocast(x):
+        y = F.linear(x, weight, bias).contiguous()
+        x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        _forward(x_rows, y_rows, True, A, B, scales, _in_place(starts, ends, slots), p, seed, row_ids, stream)
+    return y
+
+
+def linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    starts: list[int],
+    ends: list[int],
+    slots: list[int],
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """What is needed of dx (x's shape), dW, db, then dA, then dB."""
+    dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    grads: list[Tensor] = []
+    dx_rows = None
+    with no_autocast(x):
+        if need_x:
+            dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
+            grads.append(dx_rows.view(x.shape))
+        if need_weight:
+            grads.append(dy_rows.T @ x_rows)
+        if need_bias:
+            grads.append(dy_rows.sum(0))
+        runs = _in_place(starts, ends, slots)
+        grads += _backward(dy_rows, x_rows, dx_rows, A, B, scales, runs, p, seed, row_ids, stream, need_A, need_B)
+    return grads
+
+
+_Runs = list[tuple[int, int, int, int]]  # first row of x, first row of y, rows, slot
+
+
+def _in_place(starts: list[int], ends: list[int], slots: list[int]) -> _Runs:
+    return [(start, start, end - start, i) for start, end, i in zip(starts, ends, slots, strict=True)]
+
+
+def _compact(starts: list[int], ends: list[int], slots: list[int]) -> _Runs:
+    runs, at = [], 0
+    for start, end, i in zip(starts, ends, slots, strict=True):
+        runs.append((start, at, end - start, i))
+        at += end - start
+    return runs
+
+
+def _unit_inner_stride(x: Tensor) -> Tensor:
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _matrix(x: Tensor) -> _Matrix:
+    return x.data_ptr(), x.stride(0), _TYPES[x.dtype]  # the op has checked device and shape, C++ refuses a null pointer
+
+
+def _adapters(tensors: list[Tensor]) -> list[Tensor]:
+    return [_unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
+
+
+def _row_ids(row_ids: Tensor | None) -> tuple[Tensor | None, int]:
+    """The ids, kept alive by the caller, and their address."""
+    if row_ids is None:
+        return None, 0
+    row_ids = row_ids.contiguous()
+    return row_ids, row_ids.data_ptr()
+
+
+def _forward(
+    x: Tensor,
+    y: Tensor,
+    add: bool,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    runs: _Runs,
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+) -> None:
+    """y [.., M] (+)= delta on the runs' rows."""
+    x, A, B = _unit_inner_stride(x), _adapters(A), _adapters(B)
+    row_ids, ids = _row_ids(row_ids)
+    native.extension().lora_forward(
+        _matrix(x),
+        _matrix(y),
+        add,
+        x.shape[1],
+        y.shape[1],
+        [
+            (_matrix(a), _matrix(b), a.shape[0], scale, p_i if ids else 0.0, 0, 0)
+            for a, b, scale, p_i in zip(A, B, scales, p, strict=True)
+        ],
+        runs,
+        (seed, ids, stream),
+        native.threads(),
+    )
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor | None,
+    A: list[Tensor],
+    B: list[Tensor],
+    scales: list[float],
+    runs: _Runs,
+    p: list[float],
+    seed: int,
+    row_ids: Tensor | None,
+    stream: int,
+    need_A: list[bool],
+    need_B: list[bool],
+) -> list[Tensor]:
+    """Adds to dx [N,K] in place; returns the needed dA, then dB."""
+    if dx is None and not any(need_A) and not any(need_B):
+        return []
+    dtypes = [t.dtype for t in (*A, *B)]
+    dy, x, A, B = _unit_inner_stride(dy), _unit_inner_stride(x), _adapters(A), _adapters(B)
+    row_ids, ids = _row_ids(row_ids)
+    dA = [a.new_empty(a.shape) if need else None for a, need in zip(A, need_A, strict=True)]
+    dB = [b.new_empty(b.shape) if need else None for b, need in zip(B, need_B, strict=True)]
+    native.extension().lora_backward(
+        _matrix(dy),
+        _matrix(x),
+        _ABSENT if dx is None else _matrix(dx),
+        x.shape[1],
+        dy.shape[1],
+        [
+            (
+                _matrix(a),
+                _matrix(b),
+                a.shape[0],
+                scale,
+                p_i if ids else 0.0,
+                0 if da is None else da.data_ptr(),
+                0 if db is None else db.data_ptr(),
+            )
+            for a, b, scale, p_i, da, db in zip(A, B, scales, p, dA, dB, strict=True)
+        ],
+        runs,
+        (seed, ids, stream),
+        native.threads(),
+    )
+    found = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
+    return [grad if grad.dtype == dtype else grad.to(dtype) for grad, dtype in found]

@@ -1,0 +1,317 @@
+"""LoRA's C++ on every instruction set: numeric tiers, ragged and hostile inputs, dropout's words, fixed sums."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import native, philox, registry, testing
+from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear, reference
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+if native.missing() is None:
+    from rlhf_kernels.lora import native as cpu
+
+ISAS = native.isas() if native.missing() is None else []
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NEEDS_ALL = (True, False, False, [True, True], [True, True])
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    with native.use_isa(request.param):
+        yield request.param
+
+
+def case(n, k, m, ranks, dtype=BF16, adapter=BF16, *, scale=1.0, p=0.0, seed=0):
+    """x, weight, dy, A, B and the options; slot 0 in two runs, slot 1 between them, off rows before the last run."""
+    g = torch.Generator().manual_seed(seed)
+    make = lambda *shape: scale * torch.randn(*shape, generator=g)  # noqa: E731
+    x, weight, dy = make(n, k).to(dtype), (make(m, k) / k**0.5).to(dtype), make(n, m).to(dtype)
+    A = [(make(r, k) / k**0.5).to(adapter) for r in ranks]
+    B = [(make(m, r) / r**0.5).to(adapter) for r in ranks]
+    cuts = [n // 5, n // 2, n * 4 // 5]
+    row_ids = torch.arange(n) * 7 + 2**33 if p else None
+    runs = [0, cuts[0], cuts[2]], [cuts[0], cuts[1], n], [0, 1, 0]
+    return x, weight, dy, A, B, ([0.5, 1.5], *runs, [p, p / 2], 99, row_ids, 3)
+
+
+def results(backend, x, weight, dy, A, B, options):
+    y = backend.linear_forward(x, weight, None, A, B, *options)
+    return [y, *backend.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)]
+
+
+def exactly(x, weight, dy, A, B, options):
+    wide = [t.double() for t in A], [t.double() for t in B]
+    return results(reference, x.double(), weight.double(), dy.double(), *wide, options)
+
+
+SHAPES = [  # rows, K, M, ranks
+    (77, 53, 131, (16, 3)),
+    (300, 256, 96, (40, 7)),
+    (5, 1, 1, (1, 1)),
+    (33, 333, 65, (8, 100)),
+    (129, 17, 1000, (1, 256)),
+    (1200, 64, 33, (17, 32)),  # several groups of rows
+]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "adapter"), itertools.product([FP32, BF16], repeat=2), ids=str)
+def test_tiers(isa, dtype, adapter, shape, p):
+    """The yardstick is the reference in the same dtypes, whose products are fp32 throughout."""
+    inputs = case(*shape, dtype, adapter, p=p)
+    names = ("y", "dx", "dA0", "dA1", "dB0", "dB1")
+    for name, got, exact, eager in zip(
+        names, results(cpu, *inputs), exactly(*inputs), results(reference, *inputs), strict=True
+    ):
+        assert got.dtype == eager.dtype
+        assert got.shape == eager.shape
+        testing.assert_ok((testing.tier1 if got.dtype == FP32 else testing.tier3)(got, exact, eager), name)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_small_inputs_keep_tier1(isa, scale):
+    inputs = case(150, 200, 120, (16, 5), FP32, FP32, scale=scale, p=0.3)
+    for got, exact, eager in zip(results(cpu, *inputs), exactly(*inputs), results(reference, *inputs), strict=True):
+        testing.assert_ok(testing.tier1(got, exact, eager))
+
+
+@pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (BF16, FP16)], ids=str)
+def test_delta_and_its_gradients(isa, dtype, adapter):
+    """The primitive's delta and ddelta are fp32 whatever x is."""
+    x, _, _, A, B, options = case(90, 70, 45, (16, 3), dtype, adapter, p=0.3)
+    wide = x.double(), [a.double() for a in A], [b.double() for b in B]
+    testing.assert_ok(
+        testing.tier1(
+            cpu.forward(x, A, B, *options), reference.forward(*wide, *options), reference.forward(x, A, B, *options)
+        )
+    )
+    ddelta = torch.randn(63, 45, generator=torch.Generator().manual_seed(1))
+    needed = (True, [True, True], [True, True])
+    got = cpu.backward(ddelta, x, A, B, *options, *needed)
+    exact = reference.backward(ddelta.double(), *wide, *options, *needed)
+    eager = reference.backward(ddelta, x, A, B, *options, *needed)
+    for one, want, plain in zip(got, exact, eager, strict=True):
+        assert one.dtype == plain.dtype
+        testing.assert_ok((testing.tier1 if one.dtype == FP32 else testing.tier3)(one, want, plain))
+
+
+def inside_nan(t, right=7):
+    """The same values as a view into a larger buffer of NaN: rows above, below and to the right."""
+    buffer = torch.full((t.shape[0] + 4, t.shape[1] + right), float("nan"), dtype=t.dtype)
+    view = buffer[2:-2, 3 : 3 + t.shape[1]]
+    view.copy_(t)
+    return buffer, view
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
+    x, weight, dy, A, B, options = case(*shape, dtype, BF16, p=p)
+    scales, starts, ends, slots, *drop = options
+    base, dbase = F.linear(x, weight), dy @ weight
+    runs = cpu._in_place(starts, ends, slots)
+    want = [base.clone(), dbase.clone()]
+    cpu._forward(x, want[0], True, A, B, scales, runs, *drop)
+    want += cpu._backward(dy, x, want[1], A, B, scales, runs, *drop, [True] * 2, [True] * 2)
+    (_, x_in), (_, dy_in), (y_around, y), (dx_around, dx) = map(inside_nan, (x, dy, base, dbase))
+    A_in, B_in = [inside_nan(a)[1] for a in A], [inside_nan(b)[1] for b in B]
+    before = y_around.clone(), dx_around.clone()
+    cpu._forward(x_in, y, True, A_in, B_in, scales, runs, *drop)
+    got = [y, dx, *cpu._backward(dy_in, x_in, dx, A_in, B_in, scales, runs, *drop, [True] * 2, [True] * 2)]
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)  # and so without NaN
+    for t, n in ((y, before[0]), (dx, before[1])):
+        n[2:-2, 3 : 3 + t.shape[1]] = t
+    bits = torch.int16 if dtype == BF16 else torch.int32
+    assert torch.equal(y_around.view(bits), before[0].view(bits))
+    assert torch.equal(dx_around.view(bits), before[1].view(bits))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_off_rows_are_not_read(isa, dtype):
+    """Off rows hold NaN, between runs that end in the middle of every tile."""
+    n, k, m = 100, 64, 96  # oneDNN's bf16 product reads on into the next row unless they are multiples of 32
+    x, weight, dy, A, B, _ = case(n, k, m, (16, 3), dtype, dtype)
+    segments = Segments(starts=(1, 20, 50), ends=(14, 47, 99), slots=(0, 1, 0))
+    on = torch.zeros(n, dtype=torch.bool)
+    for start, end in zip(segments.starts, segments.ends, strict=True):
+        on[start:end] = True
+    grads = []
+    for fill in (0.0, float("nan")):
+        leaves = [t.clone().requires_grad_() for t in (torch.where(on[:, None], x, fill), *A, *B)]
+        y = lora_linear(leaves[0], weight, None, leaves[1:3], leaves[3:], (1.0, 2.0), segments, backend="cpu")
+        gradient = torch.where(on[:, None], dy, fill)
+        grads.append([y[on], *(g[on] if g.shape == x.shape else g for g in torch.autograd.grad(y, leaves, gradient))])
+    for clean, dirty in zip(*grads, strict=True):
+        assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_dropout_draws_the_words_of_philox(isa, dtype, k):
+    n, p = 40, 0.37
+    row_ids = torch.tensor([0, -1, 2**40 + 3, -(2**62), 5] * 8) + torch.arange(n) * 2**31
+    eye = [torch.eye(k, dtype=dtype)]
+    for seed, stream in ((0, 0), (-5, 2**32 - 1), (2**62 + 1, 7)):
+        drop = Dropout(p=(p,), seed=seed, row_ids=row_ids, stream=stream)
+        keep = philox.keep_mask(p, torch.tensor(seed), row_ids, stream, k)
+        x = torch.where(keep, 1.0, float("inf")).to(dtype)  # what is dropped may be anything
+        out = lora_delta_(torch.zeros(n, k), x, eye, eye, (1.0,), Segments.single(n, 0), dropout=drop, backend="cpu")
+        torch.testing.assert_close(out, torch.where(keep, 1 / (1 - p), 0.0))
+
+
+def test_gradient_through_dropout_stops_at_dropped_places(isa):
+    n, k, p = 30, 100, 0.5
+    x, weight, dy, A, B, _ = case(n, k, 50, (16, 3))
+    drop = Dropout(p=(p, p), seed=1, row_ids=torch.arange(n), stream=0)
+    keep = philox.keep_mask(p, torch.tensor(1), drop.row_ids, 0, k)
+    x.requires_grad_()
+    y = lora_linear(x, weight, None, A, B, (1.0, 1.0), Segments.single(n, 0), dropout=drop, backend="cpu")
+    (dx,) = torch.autograd.grad(y, x, dy)
+    base = dy @ weight
+    assert torch.equal(dx[~keep], base[~keep])
+    assert (dx[keep] != base[keep]).double().mean() > 0.9
+
+
+@pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+def test_threads_change_no_bit(isa, dtype, adapter):
+    inputs = case(2000, 200, 150, (16, 24), dtype, adapter, p=0.1)  # enough work for the parallel loops
+    x, _, dy, A, B, options = inputs
+    scales, starts, ends, slots, *drop = options
+    runs, found = cpu._in_place(starts, ends, slots), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y, dx = torch.zeros(2000, 150, dtype=dtype), torch.zeros(2000, 200, dtype=dtype)
+            cpu._forward(x, y, True, A, B, scales, runs, *drop)
+            grads = cpu._backward(dy, x, dx, A, B, scales, runs, *drop, [True] * 2, [True] * 2)
+            found.append([y, dx, *grads])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_other_slots_change_no_bit(isa):
+    x, weight, dy, A, B, options = case(600, 64, 48, (16, 40))
+    scales, starts, ends, _, *drop = options
+    together = cpu.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)
+    alone = (scales[:1], [starts[0], starts[2]], [ends[0], ends[2]], [0, 0], drop[0][:1], *drop[1:])
+    dx, dA, dB = cpu.linear_backward(dy, x, weight, A[:1], B[:1], *alone, True, False, False, [True], [True])
+    assert torch.equal(dA, together[1])
+    assert torch.equal(dB, together[3])
+    for start, end in zip(*alone[1:3], strict=True):
+        assert torch.equal(dx[start:end], together[0][start:end])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_infinities_and_nan_stay_where_they_are(isa, dtype):
+    x, weight, dy, A, B, options = case(60, 64, 96, (16, 3), dtype, dtype)
+    x[3, 5], x[20, 0], dy[50, 7] = float("inf"), float("nan"), float("-inf")
+    got, exact = results(cpu, x, weight, dy, A, B, options), exactly(x, weight, dy, A, B, options)
+    for name, one, want in zip(("y", "dx"), got, exact, strict=False):
+        assert torch.equal(one.isnan(), want.isnan()), name
+        assert torch.equal(one.isinf(), want.isinf()), name
+    for one, want in zip(
+        got[2:], exact[2:], strict=True
+    ):  # two bf16 parts of opposite sign make a NaN of an infinite x
+        assert torch.equal(one.isfinite(), want.isfinite())
+
+
+def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
+    x, weight, dy, A, B, options = case(40, 30, 20, (4, 3))
+    seen = []
+
+    class Spy:
+        @staticmethod
+        def lora_backward(dy, x, dx, K, M, slots, *rest):
+            seen.append((dx[0], [(slot[5], slot[6]) for slot in slots]))
+
+    monkeypatch.setattr(native, "_extension", Spy)
+    for needed in itertools.product([False, True], repeat=5):
+        need_x, need_A, need_B = needed[0], list(needed[1:3]), list(needed[3:])
+        seen.clear()
+        found = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, need_A, need_B)
+        assert len(found) == sum(needed)
+        if not any(needed):
+            assert not seen  # no call at all
+            continue
+        ((dx, gradients),) = seen
+        assert (dx != 0) == need_x
+        assert [(a != 0, b != 0) for a, b in gradients] == list(zip(need_A, need_B, strict=True))
+
+
+@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_gradients_do_not_depend_on_what_else_is_needed(isa, needed):
+    x, weight, dy, A, B, options = case(80, 70, 45, (16, 3), p=0.2)
+    full = cpu.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)
+    need_x, need_A, need_B = needed
+    part = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, [need_A] * 2, [need_B] * 2)
+    want = full[: int(need_x)] + full[1 : 1 + 2 * need_A] + full[3 : 3 + 2 * need_B]
+    assert len(part) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(part, want, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("function", ["linear", "delta"])
+def test_eager_and_compiled_calls_have_the_same_bits(function, p):
+    x, weight, dy, A, B, options = case(30, 20, 12, (4, 3), p=p)
+    segments = Segments(starts=tuple(options[1]), ends=tuple(options[2]), slots=tuple(options[3]))
+    drop = Dropout(p=(p, p), seed=3, row_ids=torch.arange(30), stream=1) if p else None
+
+    def call(x, *adapters):
+        if function == "linear":
+            return lora_linear(x, weight, None, adapters[:2], adapters[2:], (1.0, 2.0), segments, dropout=drop)
+        y = F.linear(x, weight)
+        return lora_delta_(y, x, adapters[:2], adapters[2:], (1.0, 2.0), segments, dropout=drop)
+
+    found = []
+    with registry.use_backend("cpu"):
+        for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            leaves = [t.clone().requires_grad_() for t in (x, *A, *B)]
+            y = run(*leaves)
+            found.append([y, *torch.autograd.grad(y, leaves, dy)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_cpp_refuses_what_makes_no_sense():
+    x, y, adapter = torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(3, 3)
+    good = {
+        "x": (x.data_ptr(), 3, 0),
+        "y": (y.data_ptr(), 2, 0),
+        "add": True,
+        "K": 3,
+        "M": 2,
+        "slots": [((adapter.data_ptr(), 3, 0), (adapter.data_ptr(), 1, 0), 1, 1.0, 0.0, 0, 0)],
+        "runs": [(0, 0, 4, 0)],
+        "dropout": (0, 0, 0),
+        "threads": 1,
+    }
+    slot = good["slots"][0]
+    native.extension().lora_forward(*good.values())
+    for change, message in (
+        ({"x": (0, 3, 0)}, "x.data: expected an address, got a null pointer"),
+        ({"y": (0, 2, 0)}, "y.data: expected an address"),
+        ({"x": (x.data_ptr(), 3, 2)}, "type: expected 0 or 1, got 2"),
+        ({"K": -1}, "K: expected a size of at least 0, got -1"),
+        ({"threads": 0}, "threads: expected at least 1, got 0"),
+        ({"runs": [(0, 0, 4, 1)]}, "runs: expected a slot that exists, got 1"),
+        ({"runs": [(-1, 0, 4, 0)]}, "runs: expected rows of at least 0"),
+        ({"slots": [((0, 3, 0), *slot[1:])]}, "slot.A.data: expected an address"),
+        ({"slots": [(*slot[:2], -1, *slot[3:])]}, "rank: expected at least 0, got -1"),
+        ({"slots": [(*slot[:4], 0.5, 0, 0)]}, "row_ids: expected an address"),
+        ({"slots": [(*slot[:4], 1.0, 0, 0)]}, "p: expected 0 <= p < 1, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.extension().lora_forward(*(good | change).values())
+
+
+def test_auto_takes_it():
+    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=BF16)) == "cpu"
+    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=torch.float64)) == "reference"
+    assert "not in torch.float16" in registry.unsupported("lora", "cpu", "cpu", FP16)
