@@ -160,11 +160,15 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def passing(tree):
-    """Names of all selected tests that pass on the untouched copy; none may fail."""
+def passing(tree, request):
+    """Names of the tests of this run's bugs that pass on the untouched copy; none may fail."""
     names = set()
+    asked = [item for item in request.session.items if item.function is test_the_suite_catches]
     for interpreted in (False, True):
-        tests = {test for m in MUTATIONS for test in m.tests if test.startswith("triton/") == interpreted}
+        tests = {test for item in asked for test in item.callspec.params["mutation"].tests}
+        tests = {test for test in tests if test.startswith("triton/") == interpreted}
+        if not tests:
+            continue
         status, reports, output = tree.run(sorted(tests), tree.folder / f"control_{interpreted}.jsonl")
         assert status == 0, output[-6000:]
         names |= {name for name, phase, outcome, _ in reports if (phase, outcome) == ("call", "passed")}
