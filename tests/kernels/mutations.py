@@ -485,7 +485,7 @@ PAIR = [
         _HEAD,
         "if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);",
         "",
-        ("test_head_native.py::test_pair_gradient_ahead_and_recomputed_are_tier3",),
+        ("test_head_native.py::test_rising_logits_rescale_every_sum",),
         _PORTABLE,
     ),
     Mutation(
@@ -596,14 +596,14 @@ LINEAR_PPO_LOSS = [
         f"{_PYTHON}/linear_ppo_loss/triton.py",
         "slot = position - 1 + torch.arange(0, chunks.numel(), tile_rows, device=live.device)[:, None]",
         "slot = position - 1",
-        ("triton/test_linear_ppo_loss.py::test_ragged_sizes",),
+        ("triton/test_linear_ppo_loss.py::test_packing_is_per_chunk",),
     ),
     Mutation(
-        "number of live rows of the first chunk",
+        "last live row of a chunk left out",
         TRITON,
         _TRITON_SWEEP,
         "live.counts[i]",
-        "live.counts[0]",
+        "live.counts[i] - 1",
         (
             "triton/test_linear_ppo_loss.py::test_tier1",
             "triton/test_linear_ppo_loss.py::test_ragged_sizes",
@@ -1311,7 +1311,7 @@ PPO_LOSS = [
         "csrc/cpu/ppo_loss_kernel.inc.h",
         "L::max_of_nonnegative(ratio_max, L::select(live, r.exp, zero))",
         "L::max_of_nonnegative(ratio_max, r.exp)",
-        ("test_ppo_loss.py::test_tier1_of_everything",),
+        ("test_ppo_loss.py::test_largest_ratio_is_that_of_a_live_token",),
         ("cpu/ppo_loss_portable.cpp",),
     ),
     Mutation(

@@ -172,6 +172,16 @@ def test_masked_garbage_is_never_seen(garbage, mask_dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("n", [1, 21, 5000])
+def test_largest_ratio_is_that_of_a_live_token(n):
+    """All below 1, which is the ratio of whatever pads a vector."""
+    old = torch.linspace(-1, 0, n)
+    new = old - 1 - torch.linspace(0, 1, n)
+    mask = torch.arange(n) % 3 == 0
+    out = ppo_loss(new, old, torch.ones(n), mask, denom=n)
+    assert out.ratio_max.item() == pytest.approx(math.exp(-1), rel=1e-6)
+
+
 def test_live_nan_is_not_hidden():
     new, old, adv, *_ = tokens(4)
     new[2] = float("nan")
@@ -276,7 +286,7 @@ def test_tier1(scale):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_value_loss_by_hand(sign):
-    """v, old, R with clip 0.5: inside, outside and worse, outside but better than its clipped self; and their mirror."""
+    """v, old, R with clip 0.5: inside, outside and worse, outside but better than its clipped self; mirrored."""
     value = sign * torch.tensor([1.2, 2.0, 3.0], dtype=torch.float64)
     value.requires_grad_()
     old = sign * torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
