@@ -190,9 +190,14 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
-        "gae": {"cpu", "cuda"},
-        "whiten": {"cpu", "cuda"},
-        "ppo_loss": {"cuda"},
+        "gae": {"cpu", "cuda", "triton"},
+        "gather_logprob": {"cpu", "triton"},
+        "linear_logprob": {"cpu", "triton"},
+        "linear_logprob_pair": {"cpu", "triton"},
+        "linear_ppo_loss": {"cpu", "triton"},
+        "lora": {"cpu", "triton"},
+        "ppo_loss": {"cpu", "cuda", "triton"},
+        "whiten": {"cpu", "cuda", "triton"},
     }
 
 

@@ -3,13 +3,14 @@
 // Contract. For a row n under a slot with A [r, K], B [M, r], scale s and dropout factors m_n (0 or 1 / (1 - p)):
 //     h_n = s A (m_n x_n)      y_n (+)= B h_n
 //     g_n = s B' dy_n          dx_n += m_n (A' g_n)     dA = sum g_n (m_n x_n)'     dB = sum dy_n h_n'
-// x, y, dy and dx are fp32 or bf16, rows of any stride; so are A and B. Everything accumulates in fp32 and is rounded once
-// where it is stored; how h and g enter their second product, see lora_tiles.inc.h. A dropped x may hold anything. dA and
-// dB are written, not added to. Rows outside the runs are neither read nor written. h is computed again in backward.
+// x, y, dy and dx are fp32 or bf16, rows of any stride; so are A and B. Everything accumulates in fp32 and is rounded
+// once where it is stored; how h and g enter their second product, see lora_tiles.inc.h. A dropped x may hold anything.
+// dA and dB are written, not added to. Rows outside the runs are neither read nor written. h is computed again in
+// backward.
 //
-// Determinism. A gradient of an adapter is the sum over fixed groups of rows, in order: blocks whose size depends on K and
-// M alone are added up within a group of kGroupRows rows of one run, groups are added up in the order of the runs. So
-// neither the number of threads nor what other slots do changes a bit.
+// Determinism. A gradient of an adapter is the sum over fixed groups of rows, in order: blocks whose size depends on K
+// and M alone are added up within a group of kGroupRows rows of one run, groups are added up in the order of the runs.
+// So neither the number of threads nor what other slots do changes a bit.
 //
 // Memory. Each block's rows of x, dy and dx are read from main memory once and stay in the second-level cache for the
 // products that follow.
@@ -115,8 +116,12 @@ void pack_all(const Kernels& k, const std::vector<PackJob>& jobs, const Arena& a
 class Packer {
   public:
     Packer(const Kernels& k, Arena& arena) : k_(k), arena_(arena) {}
-    int64_t shrink(const Factor& factor, Type other) { return add(true, factor, other, k_.shrink_bytes(factor, other)); }
-    int64_t expand(const Factor& factor, Type other) { return add(false, factor, other, k_.expand_bytes(factor, other)); }
+    int64_t shrink(const Factor& factor, Type other) {
+        return add(true, factor, other, k_.shrink_bytes(factor, other));
+    }
+    int64_t expand(const Factor& factor, Type other) {
+        return add(false, factor, other, k_.expand_bytes(factor, other));
+    }
     const std::vector<PackJob>& jobs() const { return jobs_; }
 
   private:
@@ -293,7 +298,7 @@ void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::v
             if (slot.p > 0) {
                 keep = arena.at<uint64_t>(mine.keep);
                 x_rows = dropped(k, x_rows, x_row, rows, K, slot.p, dropout, keep, arena.at<void>(mine.kept));
-                scale = float(slot.scale / (1 - slot.p));  // of both: g meets the x and the dx that 1 / (1 - p) belongs to
+                scale = float(slot.scale / (1 - slot.p));  // of g, too: it meets the x and the dx with this factor
             }
             if (plan.need_B) k.shrink(x_rows, rows, plan.A, arena.at<void>(plan.shrink_A), scale, h);
             if (plan.need_g) k.shrink(dy_rows, rows, plan.B, arena.at<void>(plan.shrink_B), scale, g);
@@ -305,7 +310,8 @@ void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::v
             }
         }
     };
-    // As many groups at a time as there are threads, then their sums in order; a slot's first group is its total so far.
+    // As many groups at a time as there are threads, then their sums in order; a slot's first group is its total so
+    // far.
     const std::vector<Part> groups = split(runs, kGroupRows, slots.size());
     const int64_t count = groups.size();
     std::vector<bool> has_rows(slots.size());

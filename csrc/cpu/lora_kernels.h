@@ -40,7 +40,8 @@ struct Kernels {
     // keep [rows, columns / 64 rounded up], or null.
     void (*expand)(const float* h, int64_t rows, const Factor& factor, const void* packed, Matrix y, bool add,
                    const uint64_t* keep, void* scratch);
-    // sums has R round_up(columns, kColumnTile) elements, in an order that `unpack` knows. scratch: scratch_bytes of memory that nobody else uses meanwhile.
+    // sums has R round_up(columns, kColumnTile) elements, in an order that `unpack` knows. scratch: scratch_bytes of
+    // memory that nobody else uses meanwhile.
     void (*outer)(const float* h, Matrix x, int64_t rows, const Factor& factor, bool add, float* sums, void* scratch);
     int64_t (*scratch_bytes)(int64_t rank);
 

@@ -2,7 +2,7 @@
 // namespace of its own, after cpu/simd.h and cpu/philox.h. Multiply-add kernels serve fp32 everywhere and bf16 where
 // there are no tiles; lora_tiles.inc.h has the others.
 
-// ---- sixteen elements of either type ---------------------------------------------------------------------------------
+// ---- sixteen elements of either type --------------------------------------------------------------------------------
 
 RLHF_INLINE f32x16 load(const float* p) { return load16(p); }
 RLHF_INLINE f32x16 load(const uint16_t* p) { return load16_bf16(p); }
@@ -47,7 +47,7 @@ RLHF_INLINE T* row(const Matrix& matrix, int64_t n) {
     return static_cast<T*>(matrix.data) + n * matrix.stride;
 }
 
-// ---- packing to fp32 -------------------------------------------------------------------------------------------------
+// ---- packing to fp32 ------------------------------------------------------------------------------------------------
 
 static int64_t padded_rank(const Factor& factor) { return round_up(factor.rank, kRankTile); }
 static int64_t padded_columns(const Factor& factor) { return round_up(factor.columns, kColumnTile); }
@@ -110,7 +110,7 @@ static void pack_expand_fp32(const Factor& factor, float* packed) {
     }
 }
 
-// ---- products by multiply-add ----------------------------------------------------------------------------------------
+// ---- products by multiply-add ---------------------------------------------------------------------------------------
 
 constexpr int64_t kShrinkRows = 8;
 constexpr int64_t kShrinkColumns = 256;  // summed on their own first, which keeps rounding errors small
@@ -226,7 +226,7 @@ static void outer_muladd(const float* h, const Matrix& x, int64_t rows, const Fa
     }
 }
 
-// ---- dropout ---------------------------------------------------------------------------------------------------------
+// ---- dropout --------------------------------------------------------------------------------------------------------
 
 static void keep_mask(int64_t seed, const int64_t* row_ids, uint32_t stream, uint32_t threshold, int64_t rows,
                       int64_t columns, uint64_t* keep) {
@@ -304,7 +304,7 @@ static void scale_rows(float scale, int64_t count, float* h) {
     for (int64_t i = 0; i < count; i += 16) store16(h + i, load16(h + i) * scale);
 }
 
-// ---- the table -------------------------------------------------------------------------------------------------------
+// ---- the table ------------------------------------------------------------------------------------------------------
 
 #if defined(RLHF_AMX)
 #include "cpu/lora_tiles.inc.h"

@@ -1,14 +1,14 @@
-// bf16 products of lora_kernels.h on tile registers (16 rows of 64 bytes; tdpbf16ps adds a product of depth 32 to sixteen
-// by sixteen fp32 sums). Included by lora_kernels.inc.h.
+// bf16 products of lora_kernels.h on tile registers (16 rows of 64 bytes; tdpbf16ps adds a product of depth 32 to
+// sixteen by sixteen fp32 sums). Included by lora_kernels.inc.h.
 //
 // The rows of x and y are operands as they lie in memory. Adapters are packed once per call. What is fp32 (h, fp32
-// adapters) enters as a sum of bf16 parts, each the rounding of what the ones before leave over: one part keeps 8 bits, two
-// 16, three all 24. A bf16 adapter is one part, an fp32 one three. h enters `expand` as two parts, since the sum is rounded to
-// bf16 afterwards, and `outer` as two (three where the gradient is fp32).
-// The depth of 32 is used up by parts: with rank 16 the two parts of h fill it.
+// adapters) enters as a sum of bf16 parts, each the rounding of what the ones before leave over: one part keeps 8 bits,
+// two 16, three all 24. A bf16 adapter is one part, an fp32 one three. h enters `expand` as two parts, since the sum is
+// rounded to bf16 afterwards, and `outer` as two (three where the gradient is fp32). The depth of 32 is used up by
+// parts: with rank 16 the two parts of h fill it.
 //
-// Where columns are lanes, `expand` and `outer` take each 32 of them as 16 even and 16 odd ones: these are the low and the high
-// halves of 16 words in memory, so a shift and a mask take them apart.
+// Where columns are lanes, `expand` and `outer` take each 32 of them as 16 even and 16 odd ones: these are the low and
+// the high halves of 16 words in memory, so a shift and a mask take them apart.
 
 constexpr int64_t kTile = 512;  // elements of a tile
 
@@ -40,7 +40,7 @@ RLHF_INLINE u16x16 rounded_part(f32x16& x) {
 
 static int64_t adapter_parts(const Factor& factor) { return factor.matrix.type == Type::bfloat16 ? 1 : 3; }
 
-// ---- packing ---------------------------------------------------------------------------------------------------------
+// ---- packing --------------------------------------------------------------------------------------------------------
 
 // Part `part` of 16 by 16 elements of the matrix from (row0, column0) on, zeros where it has none.
 static void load_patch(const Matrix& m, int64_t row0, int64_t rows, int64_t column0, int64_t columns, int64_t part,
@@ -99,7 +99,8 @@ static void pack_shrink_tiles(const Factor& factor, uint16_t* packed) {
     }
 }
 
-// What `expand` multiplies, in terms: h's parts 0 and 1 with the adapter's part 0, h's part 0 with the adapter's part 1.
+// What `expand` multiplies, in terms: h's parts 0 and 1 with the adapter's part 0, h's part 0 with the adapter's part
+// 1.
 constexpr int64_t kExpandLeft[3] = {0, 1, 0}, kExpandRight[3] = {0, 0, 1};
 static int64_t expand_terms(const Factor& factor) { return factor.matrix.type == Type::bfloat16 ? 2 : 3; }
 static int64_t expand_depth(const Factor& factor) { return round_up(expand_terms(factor) * padded_rank(factor), 32); }
@@ -154,7 +155,7 @@ static void pack_expand_tiles(const Factor& factor, uint16_t* packed) {
 // Three parts or terms of as many rows as a block has.
 static int64_t scratch_bytes_tiles(int64_t rank) { return round_up(3 * round_up(rank, kRankTile), 32) * kMaxRows * 2; }
 
-// ---- products --------------------------------------------------------------------------------------------------------
+// ---- products -------------------------------------------------------------------------------------------------------
 
 // 16 by 32 elements of x from (n, c) on, zeros where x has none.
 static const uint16_t* edge_tile(const Matrix& x, int64_t n, int64_t rows, int64_t c, int64_t columns, uint16_t* edge) {
@@ -260,8 +261,8 @@ static void place_parts(const float* h, int64_t rows, int64_t R, int64_t terms, 
 
 constexpr int64_t kPanel = 128;  // columns whose share of the adapter stays in the first-level cache for all rows
 
-// Tiles `even` and `odd` = left [16, depth] times a tile column of even and one of odd columns. Their numbers have to be
-// literals.
+// Tiles `even` and `odd` = left [16, depth] times a tile column of even and one of odd columns. Their numbers have to
+// be literals.
 #define RLHF_EXPAND(even, odd, left, right)                    \
     _tile_zero(even);                                          \
     _tile_zero(odd);                                           \
@@ -304,9 +305,6 @@ static void expand_tiles(const float* h, int64_t rows, const Factor& factor, con
             }
             for (int64_t n = 0; n < smaller(16, rows - n0); ++n) {
                 uint16_t* out = row<uint16_t>(y, n0 + n) + c0;
-                if (c0 + 2 * kPanel <= columns) {
-                    for (int64_t j = 0; j < kPanel; j += 32) _mm_prefetch(out + kPanel + j, _MM_HINT_T0);
-                }
                 if (c0 + kPanel <= columns && !keep) {
                     for (int64_t j = 0; j < kPanel; j += 32) add_to_row(out + j, sums[n] + j, add);
                     continue;
@@ -377,7 +375,7 @@ static void outer_tiles(const float* h, const Matrix& x, int64_t rows, const Fac
                         uint16_t* left) {
     const int64_t R = padded_rank(factor), steps = round_up(rows, 32) / 32;
     const int64_t parts = factor.matrix.type == Type::bfloat16 ? 2 : 3, part_size = R / 16 * steps * kTile;
-    alignas(64) uint16_t buffer[2][kMaxRows / 32 * 2 * kTile];  // in turn: 32 columns are multiplied, the next 32 prepared
+    alignas(64) uint16_t buffer[2][kMaxRows / 32 * 2 * kTile];  // 32 columns are multiplied, the next 32 prepared
     transpose_parts(h, rows, R, parts, left);
     TileScope tiles;
     for (int64_t step = 0; step < steps && factor.columns > 0; ++step) {

@@ -1,5 +1,5 @@
-// Philox4x32-10, sixteen counters at once: the words of kernels/rlhf_kernels/philox.py. Include it after simd.h, inside a
-// file that has chosen its target.
+// Philox4x32-10, sixteen counters at once: the words of kernels/rlhf_kernels/philox.py. Include it after simd.h, inside
+// a file that has chosen its target.
 #pragma once
 
 #include "cpu/simd.h"

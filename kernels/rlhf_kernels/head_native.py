@@ -147,7 +147,7 @@ class HeadCall:
         wide = {
             name: torch.empty(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want
         }
-        native.function("head_forward")(
+        native.extension().head_forward(
             self.head_args,
             self.batch_args,
             statistics,
@@ -169,7 +169,7 @@ class HeadCall:
         weight = empty(n_vocab, width) if "weight" in needs or need_lora_B else None
         bias = empty(n_vocab) if "bias" in needs else None
         other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
-        native.function("head_backward")(
+        native.extension().head_backward(
             self.head_args,
             self.batch_args,
             (*(_optional(name, rows.get(name)) for name in ROW_GRADIENTS), *_matrix("hidden_r", other)[:2]),

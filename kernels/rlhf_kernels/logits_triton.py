@@ -7,8 +7,7 @@ into a state, relative to its running maximum m (from −inf) so that rows of an
 For a pair there are also m_r, s_r, at_target_r of the reference's row and x = Σ e^(z−m) (z − z_r).
 Two states are joined by moving both to the larger maximum (`moved`) and adding; that is exact but for rounding, and
 the order of tiles is fixed, so results are bitwise deterministic. Transform and derivatives: `rlhf_kernels.logits`
-and `linear_logprob.reference`, whose names these functions follow. tanh is written with exp: the interpreter has no
-libdevice.
+and `linear_logprob.reference`, whose names these functions follow.
 """
 
 from __future__ import annotations
@@ -16,18 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_math import tanh
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that 0 · LOWEST is 0 and not NaN
-
-
-@triton.jit
-def tanh(x):
-    """Accurate relative to x: a series below 0.25, where 1 − e^(−2x) would cancel."""
-    a = tl.abs(x)
-    e = tl.exp(-2.0 * a)
-    y = x * x
-    series = x * (1.0 + y * (-0.3333333333 + y * (0.1333333333 + y * (-0.0539682540 + y * 0.0218694885))))
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(a < 0.25, series, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -50,9 +50,9 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
-    """The extension's function `name`, for `dtype` where there is one per dtype (`unsupported` has let it through)."""
-    return getattr(_extension, name if dtype is None else f"{name}_{_DTYPE_NAMES[dtype]}")
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The extension's function `name` for `dtype`, which `unsupported` has let through."""
+    return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
 
 
 def extension() -> Any:

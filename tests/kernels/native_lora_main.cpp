@@ -1,6 +1,6 @@
-// csrc/cpu/lora*.cpp under ASan and UBSan: test_native.py builds and runs this. Every array is a heap block of exactly its
-// size, so one element too far ends the process (tile loads excepted, which the sanitizers do not see; the NaN around
-// the inputs in test_lora_native.py is for them). Results are compared with the definition, in double.
+// csrc/cpu/lora*.cpp under ASan and UBSan: test_native.py builds and runs this. Every array is a heap block of exactly
+// its size, so one element too far ends the process (tile loads excepted, which the sanitizers do not see; the NaN
+// around the inputs in test_lora_native.py is for them). Results are compared with the definition, in double.
 
 #include <cmath>
 #include <cstdio>
@@ -57,10 +57,11 @@ void require(double got, double want, double tolerance, const char* what, const 
     std::exit(1);
 }
 
-void run_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_t r, Type type, Type adapter, int threads) {
+void run_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_t r, Type type, Type adapter,
+              int threads) {
     rlhf::cpu::set_isa(isa);
-    const std::string where = isa + " " + std::to_string(N) + "x" + std::to_string(K) + "->" + std::to_string(M) + " r " +
-                              std::to_string(r) + (type == Type::bfloat16 ? " bf16" : " fp32");
+    const std::string where = isa + " " + std::to_string(N) + "x" + std::to_string(K) + "->" + std::to_string(M) +
+                              " r " + std::to_string(r) + (type == Type::bfloat16 ? " bf16" : " fp32");
     const double scale = 0.5, tolerance = type == Type::bfloat16 || adapter == Type::bfloat16 ? 1e-2 : 1e-4;
     Array x(N, K, 3, type), y(N, M, 1, type, false), dy(N, M, 5, type), dx(N, K, 0, type, false);
     Array A(r, K, 2, adapter), B(M, r, 1, adapter), dA(r, K, 0, adapter, false), dB(M, r, 0, adapter, false);
@@ -125,7 +126,7 @@ int main() {
                 run_case(isa, 41, 64, 32, 33, type, adapter, 1);
                 run_case(isa, 5, 30, 17, 100, type, adapter, 1);
             }
-            run_case(isa, 640, 150, 31, 48, type, Type::float32, 3);  // several groups, enough work for the parallel loops
+            run_case(isa, 640, 300, 31, 48, type, Type::float32, 3);  // several groups, work enough for threads
         }
     }
     std::puts("native code is clean");

@@ -98,9 +98,9 @@ def test_delta_and_its_gradients(isa, dtype, adapter):
         testing.assert_ok((testing.tier1 if one.dtype == FP32 else testing.tier3)(one, want, plain))
 
 
-def inside_nan(t, right=7):
-    """The same values as a view into a larger buffer of NaN: rows above, below and to the right."""
-    buffer = torch.full((t.shape[0] + 4, t.shape[1] + right), float("nan"), dtype=t.dtype)
+def inside(t, fill=float("nan")):
+    """The same values as a view into a larger buffer: rows above and below, columns left and right."""
+    buffer = torch.full((t.shape[0] + 4, t.shape[1] + 7), fill, dtype=t.dtype)
     view = buffer[2:-2, 3 : 3 + t.shape[1]]
     view.copy_(t)
     return buffer, view
@@ -117,8 +117,8 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     want = [base.clone(), dbase.clone()]
     cpu._forward(x, want[0], True, A, B, scales, runs, *drop)
     want += cpu._backward(dy, x, want[1], A, B, scales, runs, *drop, [True] * 2, [True] * 2)
-    (_, x_in), (_, dy_in), (y_around, y), (dx_around, dx) = map(inside_nan, (x, dy, base, dbase))
-    A_in, B_in = [inside_nan(a)[1] for a in A], [inside_nan(b)[1] for b in B]
+    x_in, dy_in, A_in, B_in = inside(x)[1], inside(dy)[1], [inside(a)[1] for a in A], [inside(b)[1] for b in B]
+    (y_around, y), (dx_around, dx) = inside(base, -0.0), inside(dbase, -0.0)  # adding a zero to -0.0 changes its bits
     before = y_around.clone(), dx_around.clone()
     cpu._forward(x_in, y, True, A_in, B_in, scales, runs, *drop)
     got = [y, dx, *cpu._backward(dy_in, x_in, dx, A_in, B_in, scales, runs, *drop, [True] * 2, [True] * 2)]
@@ -134,7 +134,7 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_off_rows_are_not_read(isa, dtype):
     """Off rows hold NaN, between runs that end in the middle of every tile."""
-    n, k, m = 100, 64, 96  # oneDNN's bf16 product reads on into the next row unless they are multiples of 32
+    n, k, m = 100, 64, 96  # for 70, say, oneDNN's bf16 product reads on into the next row
     x, weight, dy, A, B, _ = case(n, k, m, (16, 3), dtype, dtype)
     segments = Segments(starts=(1, 20, 50), ends=(14, 47, 99), slots=(0, 1, 0))
     on = torch.zeros(n, dtype=torch.bool)

@@ -81,6 +81,15 @@ _FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR":
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
 _NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
 _GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
+_ONLY_LOGPROB = (
+    "expected_kl_ptr",
+    "temperature_ptr",
+    "logprob_r_ptr",
+    "kl_ptr",
+    "d_lse_ptr",
+    "d_kl_ptr",
+    "on_target_ptr",
+)
 
 
 def linear_logprob_cases() -> list[AotCase]:
@@ -132,7 +141,7 @@ def linear_logprob_cases() -> list[AotCase]:
         _case(
             "bf16",
             kernels.from_expected_kernel,
-            absent=("expected_kl_ptr", "slot_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr"),
+            absent=("slot_ptr", *_ONLY_LOGPROB),
             types={"out_ptr": "*bf16"},
             SOFTCAP=False,
             **_ROW,
@@ -170,6 +179,14 @@ def pair_cases() -> list[AotCase]:
         _case("E and D ahead", fold, absent=("slot_ptr", *_PLAIN), **_flags("ENTROPY"), **_FOLD),
         _case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
         _case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
+        _case(
+            "E and D, bf16",
+            kernels.from_expected_kernel,
+            absent=("slot_ptr", "temperature_ptr", "d_lse_ptr", "on_target_ptr"),
+            types={"out_ptr": "*bf16"},
+            SOFTCAP=False,
+            **_ROW,
+        ),
         _case("logprob and kl", kernels.grad_tile_kernel, absent=(*grads, *_PLAIN), SOFTCAP=False, **_GRAD),
     ]
 
@@ -178,10 +195,9 @@ def ppo_cases() -> list[AotCase]:
     """bf16 with rows packed."""
     alone = ("z_r_ptr", "q_ptr", "sum_q_ptr")
     count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
-    absent = ("expected_kl_ptr", "temperature_ptr", "d_lse_ptr", "d_kl_ptr", "on_target_ptr")
     return [
         _case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
         _case("bf16", kernels.accumulate_kernel, **count),
         _case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
-        _case("rows packed", kernels.from_expected_kernel, absent=absent, SOFTCAP=False, **_ROW),
+        _case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),
     ]

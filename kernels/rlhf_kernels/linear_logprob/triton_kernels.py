@@ -20,9 +20,19 @@ from ..logits_triton import (
     tile_state,
     transformed,
 )
+from ..triton_math import expm1
 
 FIELDS = 12
 SCALE_BLOCK = tl.constexpr(1024)
+
+
+@triton.jit
+def load_row(ptr, rows, live):
+    """A row statistic or its gradient, 0 where there is none."""
+    value = tl.zeros(rows.shape, tl.float32)
+    if ptr is not None:
+        value = tl.load(ptr + rows, mask=live, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -121,8 +131,8 @@ def load_logits(
 def fold_tile_kernel(
     z_ptr,  # [n, width] products of this tile
     z_r_ptr,  # the same of the reference's rows, or None
-    p_ptr,  # out [n, width]: e^(z−m) u, or None
-    q_ptr,  # out [n, width]: e^(z−m) u (z − z_r − centre), or None
+    p_ptr,  # out [n, width]: e^(z−m) u, 0 at the target, or None
+    q_ptr,  # out [n, width]: p (z − z_r − centre), or None
     index_ptr,
     slot_ptr,  # [N] row of p, q and of the sums that a row of the batch uses, −1: none; or None: its own
     bias_ptr,
@@ -191,7 +201,8 @@ def fold_tile_kernel(
             scale_rows(sum_p_ptr, sum_width, place, a, used, R, SCALE_BLOCK)
         u = slope(z, divisor, logit_scale, softcap, SOFTCAP)
         p = tl.where(live[:, None], e * a2[:, None] * u, 0.0)
-        p = tl.where(e == 0.0, 0.0, p)  # at −inf the slope need not be finite
+        # At −inf the slope need not be finite. The target's column would be rounded here only to cancel later
+        p = tl.where((e == 0.0) | (column[None, :] == index[:, None]), 0.0, p)
         to_store = used[:, None] & in_range[None, :]
         target = (place - row0).to(tl.int64)[:, None] * p_stride + offset[None, :]
         tl.store(p_ptr + target, p.to(p_ptr.dtype.element_ty), mask=to_store)
@@ -478,7 +489,9 @@ def from_expected_kernel(
     temperature_ptr,
     logprob_ptr,
     lse_ptr,
-    d_logprob_ptr,  # [N] or None, as the next two
+    logprob_r_ptr,  # [N] or None, as the next four
+    kl_ptr,
+    d_logprob_ptr,
     d_lse_ptr,
     d_kl_ptr,
     on_target_ptr,  # out [N]: the factor of W_t, or None
@@ -493,23 +506,31 @@ def from_expected_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d_hidden = g u_t W_t + (g′ − g) E + g″ D; a coefficient of 0 gives 0 whatever it meets."""
+    """d_hidden = (g (1 − p_t) + g′ p_t + g″ p_t (d_t − kl)) u_t W_t + (g′ − g) E + g″ D, d_t = logprob − logprob_r.
+
+    g, g′, g″ are the gradients of logprob, lse and kl; E and D are without the target. A coefficient of 0 gives 0
+    whatever it meets.
+    """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n_rows
     index = tl.load(index_ptr + rows, mask=inside, other=-1)
     live = inside & (index >= 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_range = (column < hidden_size)[None, :]
-    g = tl.zeros((R,), tl.float32)
-    if d_logprob_ptr is not None:
-        g = tl.load(d_logprob_ptr + rows, mask=live, other=0.0)
-    on_expected = -g
-    if d_lse_ptr is not None:
-        on_expected += tl.load(d_lse_ptr + rows, mask=live, other=0.0)
+    g = load_row(d_logprob_ptr, rows, live)
+    g_lse = load_row(d_lse_ptr, rows, live)
+    g_kl = load_row(d_kl_ptr, rows, live)
+    on_expected = g_lse - g
+    logprob = tl.load(logprob_ptr + rows, mask=live, other=0.0)
+    p = tl.exp(logprob)
+    on_target = g_lse * p - g * expm1(logprob)  # 1 − p_t without cancellation
+    if d_kl_ptr is not None:
+        gap = logprob - tl.load(logprob_r_ptr + rows, mask=live, other=0.0) - load_row(kl_ptr, rows, live)
+        on_target += tl.where(p == 0.0, 0.0, g_kl * p * gap)
     divisor = load_divisor(temperature_ptr, temperature, rows, live)
-    z = tl.load(logprob_ptr + rows, mask=live, other=0.0) + tl.load(lse_ptr + rows, mask=live, other=0.0)
+    z = logprob + tl.load(lse_ptr + rows, mask=live, other=0.0)
     u = slope(z[:, None], divisor, logit_scale, softcap, SOFTCAP)
-    on_target = tl.where(g == 0.0, 0.0, g * tl.sum(u, 1))
+    on_target = tl.where(on_target == 0.0, 0.0, on_target * tl.sum(u, 1))
     if on_target_ptr is not None:
         tl.store(on_target_ptr + rows, on_target, mask=inside)
     place = rows
@@ -522,20 +543,10 @@ def from_expected_kernel(
     target = tl.load(w_ptr + index[:, None] * w_stride + column[None, :], mask=mask, other=0.0)
     d += target.to(tl.float32) * on_target[:, None]
     if expected_kl_ptr is not None:
-        on_kl = tl.load(d_kl_ptr + rows, mask=live, other=0.0)
-        mask = (live & (on_kl != 0.0))[:, None] & in_range
-        d += tl.load(expected_kl_ptr + offset, mask=mask, other=0.0) * on_kl[:, None]
+        mask = (live & (g_kl != 0.0))[:, None] & in_range
+        d += tl.load(expected_kl_ptr + offset, mask=mask, other=0.0) * g_kl[:, None]
     out = out_ptr + rows.to(tl.int64)[:, None] * hidden_size + column[None, :]
     tl.store(out, d.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_range)
-
-
-@triton.jit
-def load_row(ptr, rows, live):
-    """A row statistic or its gradient, 0 where there is none."""
-    value = tl.zeros(rows.shape, tl.float32)
-    if ptr is not None:
-        value = tl.load(ptr + rows, mask=live, other=0.0).to(tl.float32)
-    return value
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Large N: a tile [rows, columns] of products by cuBLAS with fp32 results (bf16 and fp16 operands are never rounded
 again), then one kernel that reads it once: it turns products into logits, folds them into each row's running state
-and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ p u W. When a row's
+and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ_{v≠t} p u W. When a row's
 maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once.
 Small N (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per
 program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
@@ -112,8 +112,8 @@ class Stats:
 
     lse: Tensor
     values: dict[str, Tensor] = field(default_factory=dict)  # by output name; a pair adds logprob_r, lse_r, kl
-    expected: Tensor | None = None  # E [N, H]
-    expected_kl: Tensor | None = None  # D [N, H]
+    expected: Tensor | None = None  # E [N, H], without the target's column
+    expected_kl: Tensor | None = None  # D [N, H], likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +384,8 @@ class Sweep:
             self.temperature,
             stats.values["logprob"],
             stats.lse,
+            None if grads.kl is None else stats.values["logprob_r"],
+            None if grads.kl is None else stats.values["kl"],
             grads.logprob,
             grads.lse,
             grads.kl,

@@ -5,8 +5,8 @@ Many rows: two cuBLAS products per tile, with the shapes that `linear_logprob` u
 entropy are its very bits (one product of both sets stacked might run another cuBLAS kernel), and one kernel that folds
 both tiles.
 KL = Σ p (z_a − z_r) − (lse_a − lse_r), the first sum folded with the policy's running maximum; equal rows without lora
-give exactly 0. Ahead, D is Σ p (z_a − z_r − centre) u W − (lse_a − lse_r + kl − centre) E, the centre being each row's
-mean difference in the first tile, so that little cancels.
+give exactly 0. Ahead, D is Σ_{v≠t} p (z_a − z_r − centre) u W − (lse_a − lse_r + kl − centre) E, the centre being each
+row's mean difference in the first tile, so that little cancels.
 GEMMs of N·H·V: forward 2; ahead 3 or 4 in all; otherwise 4 with only logprob_a or entropy to be differentiated, 5 with
 kl. Deterministic and capturable like `linear_logprob`.
 """
@@ -61,7 +61,13 @@ def backward(
         return hidden_a.new_zeros(hidden_a.shape)
     d_logprob, d_kl, d_entropy = grads
     row_grads = RowGrads.of(logprob=d_logprob, kl=d_kl, entropy=d_entropy)
-    values = {"logprob": saved.logprob_a, "entropy": saved.entropy, "lse_r": saved.lse_r, "kl": saved.kl}
+    values = {
+        "logprob": saved.logprob_a,
+        "logprob_r": saved.logprob_r,
+        "entropy": saved.entropy,
+        "lse_r": saved.lse_r,
+        "kl": saved.kl,
+    }
     stats = Stats(lse=saved.lse_a, values=values)
     if saved.expected.dim() == 2 and d_entropy is None and (d_kl is None or saved.expected_kl.dim() == 2):
         stats.expected, stats.expected_kl = saved.expected, saved.expected_kl

@@ -5,7 +5,12 @@ Forward   logprob, entropy from z = head(hidden) as in `linear_logprob`; then, a
 Backward  with c_n = ∂loss/∂logprob_n and e_n = ∂loss/∂entropy_n, both known once row n's lse is:
           G_nv = c_n (1[v = t] − p_nv) − e_n p_nv (log p_nv + entropy_n), pulled back through the transform;
           d_hidden = G W, dW = Gᵀ hidden, … . Computed in the forward, scaled by the incoming gradient in the
-          backward. Rows with c = e = 0 (masked, ignored, clipped, zero advantage) never enter these products.
+          backward. Rows with c = e = 0 (masked, ignored, clipped, zero advantage) have no gradient. The reference
+          leaves all of them out of these products. With only hidden to be differentiated and no entropy bonus the
+          native and Triton backends need one sweep: it leaves out masked and ignored rows (Triton also rows of
+          zero advantage without a KL term), but whether a row is clipped is known only when it is over.
+          Otherwise they sweep twice: the native backend's second sweep leaves out every row with c = e = 0, that
+          of Triton none, their part being 0 there.
 
 Legend    hidden [N, H], weight W [V, H], target [N] int64, old_logprob, advantage, mask, ref_logprob [N],
           denom [].
@@ -33,7 +38,7 @@ from ..logits import (
     widest,
 )
 from ..ppo_loss import KL_ESTIMATORS
-from ..ppo_loss.checks import as_denom
+from ..ppo_loss.checks import as_denom, check_denom
 from . import native, reference
 
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
@@ -101,6 +106,7 @@ def linear_ppo_loss(
         check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
     elif kl_coef != 0:
         raise ValueError(f"kl_coef: {kl_coef!r} needs ref_logprob, got ref_logprob=None")
+    check_denom(denom)
     for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not knob >= 0:
             raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")

@@ -2,12 +2,12 @@
 
 Logprob and entropy come from the same products, tiles and kernels as those of `linear_logprob`, so a log-prob made
 there at the same weights gives a ratio of exactly 1.
-Gradient, only hidden needed and no entropy term: the sweep itself makes E = Σ p u W, whose factor, the coefficient
-c = ∂loss/∂logprob, is known after it; d_hidden = c (u_t W_t − E). Rows that can have no gradient (masked, ignored,
-zero advantage without a KL term) are left out of that product: their tile rows are packed away by a prefix sum and a
-Triton product stops at the count, which stays on the device, so the whole op is capturable. A clipped row is known too
-late for that: its coefficient 0 then drops its E; to skip it would take a second product to make its logits again,
-which pays only where most rows are clipped. GEMMs of N·H·V: 1, plus the share of rows packed.
+Gradient, only hidden needed and no entropy term: the sweep itself makes E = Σ_{v≠t} p u W, whose factor, the
+coefficient c = ∂loss/∂logprob, is known after it; d_hidden = c ((1 − p_t) u_t W_t − E). Rows that can have no gradient
+(masked, ignored, zero advantage without a KL term) are left out of that product: their tile rows are packed away by a
+prefix sum and a Triton product stops at the count, which stays on the device, so the whole op is capturable. A clipped
+row is known too late for that: its coefficient 0 then drops its E; to skip it would take a second product to make its
+logits again, which pays only where most rows are clipped. GEMMs of N·H·V: 1, plus the share of rows packed.
 So few rows that the fused kernel makes their statistics take one more, as in `linear_logprob`.
 Otherwise (a trained head, bias or LoRA, or an entropy term): a second sweep makes the logits again and all gradients
 from them, 1 GEMM plus one per trained factor; dead rows are zero there.

@@ -17,31 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.triton_math import expm1, expm1_minus
 from rlhf_kernels.triton_support import AotCase
 
 ONE_PROGRAM = 2048
 BLOCK = 1024
 FOLD = 512  # partial columns that the folding program adds at a time
 _KL = {"k1": 1, "k2": 2, "k3": 3}
-
-
-@triton.jit
-def _expm1_minus(d):
-    """exp(d) − 1 − d; below ½ by its series, where the difference would cancel (libdevice's expm1 is not portable)."""
-    series = 1.0 / 362880
-    series = series * d + 1.0 / 40320
-    series = series * d + 1.0 / 5040
-    series = series * d + 1.0 / 720
-    series = series * d + 1.0 / 120
-    series = series * d + 1.0 / 24
-    series = series * d + 1.0 / 6
-    series = series * d + 0.5
-    return tl.where(tl.abs(d) < 0.5, series * d * d, tl.exp(d) - 1.0 - d)
-
-
-@triton.jit
-def _expm1(d):
-    return tl.where(tl.abs(d) < 0.5, _expm1_minus(d) + d, tl.exp(d) - 1.0)
 
 
 @triton.jit
@@ -104,7 +86,7 @@ def _ppo_kernel(new_logprob, old_logprob, advantage, mask, denom, ref_logprob, e
         elif KL == 2:
             kl, dkl = 0.5 * d * d, -d
         else:
-            kl, dkl = _expm1_minus(d), -_expm1(d)
+            kl, dkl = expm1_minus(d), -expm1(d)
         if USE_KL:
             slope += kl_coef * dkl
     bonus = tl.zeros([BLOCK], tl.float32)
@@ -118,7 +100,7 @@ def _ppo_kernel(new_logprob, old_logprob, advantage, mask, denom, ref_logprob, e
     sums = tl.where(index == 2, tl.sum(tl.where(live, weight * bonus, 0.0), 0), sums)
     sums = tl.where(index == 3, tl.sum(tl.where(low & live, weight, 0.0), 0), sums)
     sums = tl.where(index == 4, tl.sum(tl.where(high & live, weight, 0.0), 0), sums)
-    sums = tl.where(index == 5, tl.sum(tl.where(live, weight * _expm1_minus(log_ratio), 0.0), 0), sums)
+    sums = tl.where(index == 5, tl.sum(tl.where(live, weight * expm1_minus(log_ratio), 0.0), 0), sums)
     sums = tl.where(index == 6, tl.sum(tl.where(live, weight * ratio, 0.0), 0), sums)
     ratio_max = tl.max(tl.where(live, ratio, 0.0), 0)
     if ONE:

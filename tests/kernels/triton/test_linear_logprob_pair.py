@@ -7,7 +7,7 @@ from rlhf_kernels.linear_logprob_pair import PairOutputs, _linear_logprob_pair, 
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 from tests.kernels.test_linear_logprob_pair import dense
-from tests.kernels.triton.test_linear_logprob import force, red_zone
+from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
 
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
@@ -107,6 +107,25 @@ def test_tier3_half_precision(device, path, dtype):
         judge((*got[:4], plain[4]), exact, plain)
         assert got[4].dtype == dtype
         assert_ok(tier3(got[4], exact[4], run(dense, cotangent, *inputs)[4]), f"d_hidden, {detach} detached")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tier3_where_the_target_is_nearly_certain(device, path, dtype):
+    n, temperature = 65, 0.7
+    hidden_a, weight, target = nearly_certain(n, 48, 600, device, dtype, temperature)
+    hidden_r = (0.7 * hidden_a.detach() + 0.03 * torch.randn(n, 48, device=device)).to(dtype)
+    on_logprob, on_kl = torch.randn(2, n, 1, device=device)
+    inputs = (hidden_a, hidden_r, weight, target)
+
+    for on in ((on_logprob,), (0 * on_logprob, on_kl), (on_logprob, on_kl)):
+        options = {"temperature": temperature, "detach": ("kl", "entropy")[len(on) - 1 :], "backend": "triton"}
+        got = run(linear_logprob_pair, [c[:, 0] for c in on], *inputs, **options)[4]
+        scales = {"on_logprob": on[0], "on_kl": on_kl if len(on) == 2 else 0 * on_kl}
+        wide = {name: x.double() for name, x in scales.items()}
+        a64, r64, w64, _ = double(*inputs)
+        exact = eager_gradient(a64, w64, target, temperature, hidden_r=r64, **wide)
+        eager = eager_gradient(hidden_a, weight, target, temperature, hidden_r=hidden_r, **scales)
+        assert_ok(tier3(got, exact, eager), f"d_hidden, {options['detach']} detached")
 
 
 @pytest.mark.parametrize("rows", ["peaked", "uniform", "all_minus_200", "rising", "shifted"])

@@ -12,7 +12,7 @@ from rlhf_kernels.testing import assert_ok, tier1, tier3
 from tests.kernels.test_linear_logprob import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense
 from tests.kernels.test_linear_ppo_loss import make as make_batch
-from tests.kernels.triton.test_linear_logprob import force, red_zone
+from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
 
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
@@ -114,6 +114,23 @@ def test_tier3_half_precision(device, path, dtype):
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact, name).item())), name
     assert got.dtype == dtype
     assert_ok(tier3(got, *exact_and_eager(batch, ref, **options)), "d_hidden")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tier3_where_the_target_is_nearly_certain(device, path, dtype):
+    n = 65
+    hidden, weight, target = nearly_certain(n, 48, 300, device, dtype, 0.7)
+    h64, w64 = hidden.detach().double(), weight.double()
+    logprob = dense_logprob(h64, w64, target, temperature=0.7)["logprob"].requires_grad_()
+    old, ref = (logprob.detach() + 0.1 * torch.randn(n, device=device) for _ in range(2))
+    advantage, mask = torch.randn(n, device=device), (torch.rand(n, device=device) < 0.8).float()
+    options = {"denom": 4.0, "ref_logprob": ref, **NO_ENTROPY}
+    out = ours(hidden, weight, target, old, advantage, mask, temperature=0.7, **options)
+    got = torch.autograd.grad(out.loss, hidden)[0]
+    loss = ppo_loss(logprob, old, advantage, mask, entropy=logprob.detach(), **options).loss
+    coefficient = torch.autograd.grad(loss, logprob)[0][:, None]
+    exact = eager_gradient(h64, w64, target, 0.7, coefficient)
+    assert_ok(tier3(got, exact, eager_gradient(hidden, weight, target, 0.7, coefficient)), "d_hidden")
 
 
 def test_every_input_and_option(device, path):
