@@ -183,6 +183,15 @@ def test_tier1_sizes_and_scales(n, scale):
         assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_logits_are_upcast_before_the_temperature(dtype):
+    logits, target = (5 * torch.randn(15, 130)).to(dtype), torch.randint(0, 130, (15,))
+    out = gather_logprob(logits, target, temperature=0.7, outputs=OUTPUTS)
+    exact, plain = dense(logits.double(), target, 0.7), dense(logits.float(), target, 0.7)
+    for name in OUTPUTS:
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
+
+
 def test_hostile_values():
     logits = torch.stack([torch.full((17,), -200.0), torch.full((17,), -1e4), torch.randn(17), torch.randn(17)])
     logits[2, 3:] = -torch.inf  # all but three tokens are forbidden

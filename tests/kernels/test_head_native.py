@@ -8,7 +8,7 @@ import pytest
 import torch
 from rlhf_kernels import native
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
+from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.logits import OUTPUTS
 from rlhf_kernels.testing import assert_ok, tier1, tier3
@@ -150,8 +150,9 @@ def test_large_ragged_vocabulary(isa, vocab):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
-    hidden, weight, target = make(70, 48, 1500, dtype=dtype)
-    gradient = torch.randn(70)
+    n = 140  # five panels: one thread takes two of them at a time, two threads one each
+    hidden, weight, target = make(n, 48, 1500, dtype=dtype)
+    gradient = torch.randn(n)
 
     def run(rows):
         h = hidden[rows].clone().requires_grad_()
@@ -160,7 +161,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
         return [*(x.detach() for x in out), h.grad]
 
     whole = run(slice(None))
-    order = torch.randperm(70)[:37]
+    order = torch.randperm(n)[:37]
     for a, b in zip(run(order), whole, strict=True):
         assert torch.equal(a, b[order])
     before = torch.get_num_threads()
@@ -262,6 +263,28 @@ def test_pair_gradient_ahead_and_recomputed_are_tier3(isa):
     exact, plain = run((), "reference", torch.float64), rounded()
     for detach in (("entropy",), ()):
         assert_ok(tier3(run(detach, "cpu", torch.bfloat16), exact, plain), str(detach))
+
+
+def test_rising_logits_rescale_every_sum(isa):
+    """Every block of the vocabulary has a higher maximum than the one before."""
+    n, h, v = 40, 16, 2000
+    hidden, weight, target = make(n, h, v)
+    hidden[:, 0], weight[:, 0] = 1.0, torch.linspace(-40, 40, v)
+    other = hidden + 0.3 * torch.randn(n, h)
+    on_logprob, on_kl = torch.randn(2, n)
+
+    def run(backend, dtype, detach):
+        x = hidden.to(dtype).requires_grad_()
+        out = linear_logprob_pair(x, other.to(dtype), weight.to(dtype), target, detach=detach, backend=backend)
+        loss = (out.logprob_a * on_logprob.to(dtype)).sum() + (out.kl * on_kl.to(dtype)).sum()
+        return *(y.detach().double() for y in out), torch.autograd.grad(loss, x)[0].double()
+
+    exact = run("reference", torch.float64, ())
+    for detach in (("entropy",), ()):  # the gradient ahead, and the one by recomputing
+        for name, got, want in zip(
+            (*PairOutputs._fields, "d_hidden"), run("cpu", torch.float32, detach), exact, strict=True
+        ):
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max(), (name, detach)
 
 
 def test_ppo_loss_ratio_is_one_and_gradients_agree(isa):

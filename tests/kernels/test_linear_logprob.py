@@ -97,14 +97,19 @@ def test_gradcheck_with_the_gradient_ahead():
     assert torch.autograd.gradcheck(f, (hidden,))
 
 
-def test_the_gradient_ahead_is_that_of_the_backward():
+@pytest.mark.parametrize("with_options", [False, True])
+def test_the_gradient_ahead_is_that_of_the_backward(with_options):
     hidden, weight, target = make(40, 16, 300)
     target[3] = -100
     gradient = torch.randn(40)
+    options = {}
+    if with_options:
+        lora = HeadLora(torch.randn(2, 16), torch.randn(300, 2), 0.7)
+        options = ALL_OPTIONS | {"temperature": torch.rand(40) + 0.5, "bias": torch.randn(300), "lora": lora}
     made = []
     for outputs, detach in ((("logprob", "entropy"), ("entropy",)), (("logprob", "entropy"), ())):
         h = hidden.clone().requires_grad_()
-        linear_logprob(h, weight, target, outputs=outputs, detach=detach).logprob.backward(gradient)
+        linear_logprob(h, weight, target, outputs=outputs, detach=detach, **options).logprob.backward(gradient)
         made.append(h.grad)
     torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
     assert (made[0][3] == 0).all()
@@ -198,11 +203,14 @@ def test_several_row_chunks_with_gradients():
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("rows", ["peaked", "uniform", "all_minus_200", "all_equal_plus"])
+@pytest.mark.parametrize("rows", ["peaked", "uniform", "all_minus_200", "all_below_zero", "all_equal_plus"])
 def test_hostile_rows(rows):
     hidden, weight, target = make(15, 8, 257)
     if rows == "peaked":
         hidden = 30 * hidden
+    elif rows == "all_below_zero":
+        hidden, weight = hidden.abs(), -weight.abs()
+        target[::2] = (hidden @ weight.T).argmax(-1)[::2]
     else:
         hidden = torch.zeros_like(hidden)
         hidden[:, 0] = {"uniform": 0.0, "all_minus_200": -200.0, "all_equal_plus": 500.0}[rows]
@@ -317,7 +325,13 @@ def test_frozen_weight_has_no_dw_and_logits_never_exist():
     size = weight.numel() * 4
     trained = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert trained >= size
-    assert _largest_allocation(lambda: linear_logprob(hidden, frozen, target).logprob.sum().backward()) < size
+    for outputs in (("logprob",), ("logprob", "entropy")):  # the gradient ahead, and the one by recomputing
+
+        def train(outputs=outputs):
+            out = linear_logprob(hidden, frozen, target, outputs=outputs)
+            sum(getattr(out, name).sum() for name in outputs).backward()
+
+        assert _largest_allocation(train) < size, outputs
     # [N, V] would be 64 MiB; a tile is 16 MiB
     hidden, weight, target = make(4096, 2, 4096, requires_grad=True)
     largest = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())

@@ -86,6 +86,20 @@ def test_gradcheck_with_the_gradient_ahead(detach):
     assert torch.autograd.gradcheck(f, (hidden_a.detach().requires_grad_(),))
 
 
+def test_the_gradient_ahead_is_that_of_the_backward():
+    hidden_a, hidden_r, weight, target = make(40, 16, 300, scale=0.3)
+    target[3] = -100
+    lora = HeadLora(torch.randn(2, 16), 0.1 * torch.randn(300, 2), 0.7)
+    options = {"temperature": torch.rand(40) + 0.5, "softcap": 3.0, "logit_scale": 1.3, "lora": lora}
+    on_logprob, on_kl = torch.randn(2, 40)
+    made = []
+    for detach in (("entropy",), ()):
+        out = linear_logprob_pair(hidden_a, hidden_r, weight, target, detach=detach, **options)
+        loss = (on_logprob * out.logprob_a).sum() + (on_kl * out.kl).sum()
+        made.append(torch.autograd.grad(loss, hidden_a)[0])
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
+
+
 def test_opcheck():
     hidden_a, hidden_r, weight, target = make(4, 3, 5)
     tensors = (torch.randn(5), torch.randn(2, 3), torch.randn(5, 2), torch.rand(4) + 0.5)
@@ -139,6 +153,15 @@ def test_equal_rows_have_zero_kl_and_no_gradient():
     out = linear_logprob_pair(hidden_a, hidden_a.detach(), weight, target)
     assert (out.kl == 0).all()
     assert (torch.autograd.grad(out.kl.sum(), hidden_a)[0] == 0).all()
+
+
+def test_all_logits_far_below_zero():
+    hidden_a, hidden_r, weight, target = make(15, 8, 257)
+    low = torch.full((257,), -200.0)
+    ours = linear_logprob_pair(hidden_a, hidden_r, weight, target, bias=low)
+    wide = (x.detach().double() for x in (hidden_a, hidden_r, weight))
+    for x, y in zip(ours, dense(*wide, target, bias=low.double()), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
 def test_temperature_acts_on_both_sides():

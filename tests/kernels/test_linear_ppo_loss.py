@@ -108,6 +108,23 @@ def test_tier1_against_dense_logits(n, vocab, scale):
         assert_ok(tier1(g, g64, g32), name)
 
 
+def test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient():
+    (hidden, weight, target, old, advantage, mask), _ = make(40, 20, 517)
+    advantage[::3] = 0.0
+    options = {"denom": 7.0, **LOSS, "kl_coef": 0.0}
+
+    def gradients(function, dtype):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        tokens = (x.to(dtype) for x in (old, advantage, mask))
+        return torch.autograd.grad(function(h, w, target, *tokens, **options).loss, (h, w))
+
+    exact, plain = gradients(dense, torch.float64), gradients(dense, torch.float32)
+    for name, g, g64, g32 in zip(
+        ("hidden", "weight"), gradients(linear_ppo_loss, torch.float32), exact, plain, strict=True
+    ):
+        assert_ok(tier1(g, g64, g32), name)
+
+
 def test_logprob_is_that_of_linear_logprob_and_ratio_is_exactly_one():
     batch, _ = make(129, 8, 32001)
     hidden, weight, target, _, advantage, mask = batch

@@ -236,7 +236,10 @@ def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
     for needed in itertools.product([False, True], repeat=5):
         need_x, need_A, need_B = needed[0], list(needed[1:3]), list(needed[3:])
         seen.clear()
-        found = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, need_A, need_B)
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            found = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, need_A, need_B)
+        products = [event.input_shapes[:2] for event in profile.function_events if event.name == "aten::mm"]
+        assert products == [[[40, 20], [20, 30]]] * need_x  # dy W, and no dW
         assert len(found) == sum(needed)
         if not any(needed):
             assert not seen  # no call at all

@@ -172,6 +172,16 @@ def test_masked_garbage_is_never_seen(garbage, mask_dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("n", [1, 21, 5000])
+def test_largest_ratio_is_that_of_a_live_token(n):
+    """All below 1, which is the ratio of whatever pads a vector."""
+    old = torch.linspace(-1, 0, n)
+    new = old - 1 - torch.linspace(0, 1, n)
+    mask = torch.arange(n) % 3 == 0
+    out = ppo_loss(new, old, torch.ones(n), mask, denom=n)
+    assert out.ratio_max.item() == pytest.approx(math.exp(-1), rel=1e-6)
+
+
 def test_live_nan_is_not_hidden():
     new, old, adv, *_ = tokens(4)
     new[2] = float("nan")
@@ -274,19 +284,21 @@ def test_tier1(scale):
     testing.assert_ok(testing.tier1(grad32, grad64, grad_eager), "gradient")
 
 
-def test_value_loss_by_hand():
-    """v, old, R with clip 0.5: inside, outside and worse, outside but better than its clipped self."""
-    value = torch.tensor([1.2, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
-    ret = torch.tensor([2.0, 0.0, 3.5], dtype=torch.float64)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_value_loss_by_hand(sign):
+    """v, old, R with clip 0.5: inside, outside and worse, outside but better than its clipped self; mirrored."""
+    value = sign * torch.tensor([1.2, 2.0, 3.0], dtype=torch.float64)
+    value.requires_grad_()
+    old = sign * torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
+    ret = sign * torch.tensor([2.0, 0.0, 3.5], dtype=torch.float64)
     out = value_loss(value, old, ret, torch.ones(3, dtype=torch.bool), denom=3, clip=0.5)
     out.loss.backward()
     # squared errors: 0.8²;  max(2², 1.5²) = 4;  max(0.5², (1.5 − 3.5)²) = 4, clipped, so without a gradient
     assert out.loss.item() == pytest.approx((0.64 + 4 + 4) / 6)
-    torch.testing.assert_close(value.grad, torch.tensor([-0.8, 2.0, 0.0], dtype=torch.float64) / 3)
+    torch.testing.assert_close(value.grad, sign * torch.tensor([-0.8, 2.0, 0.0], dtype=torch.float64) / 3)
     assert out.clip_fraction.item() == pytest.approx(1 / 3)
-    assert (out.count.item(), out.sum_ret.item()) == (3, pytest.approx(5.5))
-    assert out.sum_error.item() == pytest.approx(0.8 - 2 + 0.5)
+    assert (out.count.item(), out.sum_ret.item()) == (3, pytest.approx(sign * 5.5))
+    assert out.sum_error.item() == pytest.approx(sign * (0.8 - 2 + 0.5))
     assert out.sum_error_sq.item() == pytest.approx(0.64 + 4 + 0.25)
     assert out.sum_ret_sq.item() == pytest.approx(4 + 0 + 12.25)
 

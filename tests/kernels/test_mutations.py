@@ -1,0 +1,204 @@
+"""Seeded bugs: each of `mutations.MUTATIONS` goes into a copy of the sources, where its tests then have to fail.
+
+A surviving bug means that the tests have a hole. The copy has the kernels, csrc and tests/kernels; its extension is
+compiled once, and for a bug in C++ only the units that it touches are compiled again. A control run of every selection
+on the untouched copy must pass, so that a failure is the bug's. `pytest -s` prints which test caught what.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from .mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
+FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
+WITH_COMPILER = shutil.which("g++") is not None
+# The copy has no tests/conftest.py, which imports transformers: a process starts in a third of the time.
+CONFTEST = """
+import json, os, pathlib
+import rlhf_kernels
+
+def pytest_sessionstart():
+    assert pathlib.Path(rlhf_kernels.__file__).is_relative_to(pathlib.Path(__file__).parent.parent)
+
+def pytest_runtest_logreport(report):
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = "" if report.passed else crash.message if crash else str(report.longrepr)
+    with open(os.environ["MUTATION_REPORT"], "a") as file:
+        print(json.dumps([report.nodeid, report.when, report.outcome, message]), file=file)
+"""
+
+
+class Tree:
+    """A copy of what the kernels' tests need, and the commands that compile its extension."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.objects = folder, folder / "build"
+        self.package = folder / "kernels" / "rlhf_kernels"
+        self.objects.mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__", "_native*")
+        for name in ("kernels/rlhf_kernels", "csrc", "tests/kernels"):
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        (folder / "tests" / "__init__.py").touch()
+        (folder / "tests" / "conftest.py").write_text(CONFTEST)
+        self.extension = self.package / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if WITH_COMPILER:
+            units = [path for pattern in ("*.cpp", "bindings/*.cpp", "cpu/*.cpp") for path in self.csrc.glob(pattern)]
+            self.all_objects = [self.compile(unit, self.objects) for unit in sorted(units)]
+            self.link(self.all_objects, self.extension)
+
+    @property
+    def csrc(self) -> Path:
+        return self.folder / "csrc"
+
+    def compile(self, unit: Path, into: Path) -> Path:
+        """As setup.py does, but with less optimisation: compiling is most of the work here."""
+        import pybind11
+
+        built = into / f"{unit.parent.name}_{unit.stem}.o"
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"]
+        include = [f"-I{path}" for path in (self.csrc, pybind11.get_include(), sysconfig.get_path("include"))]
+        command(["g++", *flags, *include, "-c", str(unit), "-o", str(built)])
+        return built
+
+    def link(self, objects: list[Path], extension: Path) -> None:
+        command(["g++", "-shared", "-fopenmp", *map(str, objects), "-o", str(extension)])
+
+    def apply(self, mutation: Mutation) -> "Applied":
+        return Applied(self, mutation)
+
+    def run(self, tests: list[str], report: Path, *options: str) -> tuple[int, list[list[str]], str]:
+        """Exit status, reports (test, phase, outcome, message) and output of pytest on these tests of the copy."""
+        interpret = {test.startswith("triton/") for test in tests}
+        assert len(interpret) == 1, f"a process interprets Triton kernels or does not: {tests}"
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": f"{self.folder / 'kernels'}:{self.folder}", "MUTATION_REPORT": str(report)}
+        # Sources of one size that change within a second look the same to a .pyc
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        if interpret.pop():
+            environment["TRITON_INTERPRET"] = "1"
+        selected = [f"tests/kernels/{test}" for test in tests]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *options, *selected],
+            cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+        )  # fmt: skip
+        lines = report.read_text().splitlines() if report.exists() else []
+        return run.returncode, [json.loads(line) for line in lines], run.stdout
+
+
+class Applied:
+    """A mutated tree inside `with`, the untouched one after it."""
+
+    def __init__(self, tree: Tree, mutation: Mutation) -> None:
+        self.tree, self.mutation = tree, mutation
+        self.path = tree.folder / mutation.file
+        self.saved = tree.folder / "saved.so"
+
+    def __enter__(self) -> None:
+        self.before = self.path.read_text()
+        self.path.write_text(mutated(self.before, self.mutation))
+        units = [self.tree.csrc / unit for unit in self.mutation.units]
+        if units:
+            new = self.tree.folder / "mutated"
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            names = {built.name: built for built in (self.tree.compile(unit, new) for unit in units)}
+            self.tree.extension.replace(self.saved)
+            self.tree.link([names.get(built.name, built) for built in self.tree.all_objects], self.tree.extension)
+
+    def __exit__(self, *exception: object) -> None:
+        self.path.write_text(self.before)
+        if self.saved.exists():
+            self.saved.replace(self.tree.extension)
+
+
+def command(arguments: list[str]) -> None:
+    run = subprocess.run(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+    found = source.count(mutation.old)
+    assert found == 1, (
+        f"the seeded bug {mutation} no longer fits {mutation.file}: its text was found {found} times, not once; "
+        f"rewrite it in tests/kernels/mutations.py for the code as it is now:\n{mutation.old}"
+    )
+    return source.replace(mutation.old, mutation.new)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_every_bug_still_fits_the_sources(mutation):
+    source = (ROOT / mutation.file).read_text()
+    assert mutated(source, mutation) != source
+    for unit in mutation.units:
+        assert (ROOT / "csrc" / unit).is_file()
+    for test in mutation.tests:
+        name = test.partition("::")[2].partition("[")[0]
+        assert f"def {name}(" in (ROOT / "tests/kernels" / test.partition("::")[0]).read_text(), test
+
+
+def test_names_are_unique():
+    assert len({str(mutation) for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    if WITH_COMPILER:
+        pytest.importorskip("pybind11", reason="compiling the extension needs pybind11")
+    return Tree(tmp_path_factory.mktemp("mutations") / "tree")
+
+
+@pytest.fixture(scope="module")
+def passing(tree, request):
+    """Names of the tests of this run's bugs that pass on the untouched copy; none may fail."""
+    names = set()
+    asked = [item for item in request.session.items if item.function is test_the_suite_catches]
+    for interpreted in (False, True):
+        tests = {test for item in asked for test in item.callspec.params["mutation"].tests}
+        tests = {test for test in tests if test.startswith("triton/") == interpreted}
+        if not tests:
+            continue
+        status, reports, output = tree.run(sorted(tests), tree.folder / f"control_{interpreted}.jsonl")
+        assert status == 0, output[-6000:]
+        names |= {name for name, phase, outcome, _ in reports if (phase, outcome) == ("call", "passed")}
+    return names
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Rows of the printed table."""
+    rows: list[tuple[str, str, str]] = []
+    yield rows
+    widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else []
+    print("\n" + "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c}" for a, b, c in rows))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the copy's tests run on the CPU, in the interpreter and on fibers"
+)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_the_suite_catches(mutation, tree, passing, table, tmp_path):
+    if mutation.backend in ("cpu", "cuda") and not WITH_COMPILER:
+        pytest.skip("needs g++")
+    with tree.apply(mutation):
+        status, reports, output = tree.run(list(mutation.tests), tmp_path / "report.jsonl", "-x")
+    caught = [(name, phase, message) for name, phase, outcome, message in reports if outcome == "failed"]
+    assert status in (0, 1), f"pytest ended with {status}:\n{output[-4000:]}"
+    assert caught, f"{mutation} survives: {', '.join(mutation.tests)} pass with it"
+    for name, phase, message in caught:
+        assert phase == "call", f"{name} did not get to its assertions: {message}\n{output[-4000:]}"
+        assert FAILED_NUMERICALLY.match(message), f"{name} failed for another reason: {message}\n{output[-4000:]}"
+        assert name in passing, f"{name} does not pass without the bug either"
+    table.append((f"{mutation.op}: {mutation.name}", mutation.backend, caught[0][0].removeprefix("tests/kernels/")))
