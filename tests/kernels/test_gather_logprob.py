@@ -183,9 +183,8 @@ def test_tier1_sizes_and_scales(n, scale):
         assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_logits_are_upcast_before_the_temperature(dtype):
-    logits, target = (5 * torch.randn(15, 130)).to(dtype), torch.randint(0, 130, (15,))
+def test_half_logits_are_upcast_before_the_temperature():
+    logits, target = (5 * torch.randn(15, 130)).bfloat16(), torch.randint(0, 130, (15,))
     out = gather_logprob(logits, target, temperature=0.7, outputs=OUTPUTS)
     exact, plain = dense(logits.double(), target, 0.7), dense(logits.float(), target, 0.7)
     for name in OUTPUTS:
