@@ -600,3 +600,27 @@ def test_gradients_behave_as_of_any_op():
     constants = [x.view(3, 4).t() for x in (old, adv, mask, entropy)]
     ppo_loss(shaped, *constants[:3], denom=5.0, entropy=constants[3], entropy_coef=0.1).loss.backward()
     assert torch.equal(shaped.grad.t().reshape(-1), 2 * new.grad)
+
+
+def test_a_gradient_that_was_written_to_is_not_handed_out_again():
+    """With a gradient of 1, backward returns what it saved; a second backward must notice a change of that."""
+    new, old, adv, ref, entropy, mask = tokens(12, dtype=torch.float32)
+    new.requires_grad_()
+    entropy.requires_grad_()
+    losses = (
+        ppo_loss(new, old, adv, mask, denom=5.0, entropy=entropy, entropy_coef=0.1).loss,
+        value_loss(new, old, ref, mask, denom=5.0, clip=0.2).loss,
+    )
+    for loss in losses:
+        scaled = torch.autograd.grad(3 * loss, new, retain_graph=True)[0]
+        loss.backward(retain_graph=True)  # new.grad is a tensor of its own
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(new.grad * 1.5, scaled)
+        new.grad = None
+        (grad,) = torch.autograd.grad(loss, new, retain_graph=True)
+        torch.testing.assert_close(3 * grad, scaled)
+        grad.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        new.grad = None
+    assert (entropy.grad != 0).any()

@@ -123,7 +123,8 @@ def whiten(
         _check_floating("moments", moments)
         _check_like("moments", moments, torch.Size([3]), x.device)
         moments = moments.detach().double()
-    x = x.to(_accumulate_dtype(x))
+    if x.dtype is not torch.float32:
+        x = x.to(_accumulate_dtype(x))
     mask = mask if mask.dtype is torch.bool else mask != 0
     chosen = registry.resolve("whiten", backend, x)
     knobs = bool(shift_mean), float(eps)

@@ -32,7 +32,7 @@ from torch import Tensor
 from rlhf_kernels import cuda_support, registry, triton_support
 from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss import native, reference
-from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, like
+from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
 from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
 from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
 
@@ -178,8 +178,12 @@ class _PpoGradient(torch.autograd.Function):
         denom = ctx.denom if denom is None else denom
         need_new, need_entropy, _ = ctx.needs_input_grad
         if eager(grad_loss, dloss, mask) and not torch.is_grad_enabled():
-            run = registry.implementation("ppo_loss", ctx.backend).backward
-            grad_new, grad_entropy = run(grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new, need_entropy)
+            as_it_is = need_new and is_one(grad_loss)
+            grad_new = grad_entropy = dloss
+            if need_entropy or not as_it_is:
+                run = registry.implementation("ppo_loss", ctx.backend).backward
+                made = run(grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new and not as_it_is, need_entropy)
+                grad_new, grad_entropy = dloss if as_it_is else made[0], made[1]
         else:
             grad_new, grad_entropy = _ppo_loss_backward_op(
                 grad_loss,

@@ -62,6 +62,14 @@ def flat_or_none(x: Tensor | None) -> Tensor | None:
     return None if x is None else flat(x)
 
 
+def is_one(grad_loss: Tensor) -> bool:
+    """Whether a gradient is 1, where reading it costs nothing: then dloss is the result and needs no pass of its own.
+
+    dloss may be handed out because it was saved: if somebody writes to it, a second backward raises.
+    """
+    return grad_loss.is_cpu and grad_loss.item() == 1.0
+
+
 def like(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A contiguous gradient in the shape and dtype of its input."""
     grad = grad if grad.shape == shape else grad.view(shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_kernels import registry
 from rlhf_kernels.eager import eager
-from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, like
+from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
 from rlhf_kernels.ppo_loss.reference import accumulate_dtype
 
 
@@ -99,7 +99,8 @@ class _ValueGradient(torch.autograd.Function):
     def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
         (dloss,) = ctx.saved_tensors
         if eager(grad_loss, dloss) and not torch.is_grad_enabled():
-            grad = registry.implementation("ppo_loss", ctx.backend).value_backward(grad_loss, dloss)
+            run = registry.implementation("ppo_loss", ctx.backend).value_backward
+            grad = dloss if is_one(grad_loss) else run(grad_loss, dloss)
         else:
             grad = _value_loss_backward_op(grad_loss, flat(dloss), ctx.backend)
         return like(grad, *ctx.like), None
