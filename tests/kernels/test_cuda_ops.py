@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf_kernels import cuda_native, cuda_support, registry
-from rlhf_kernels.gae import _gae, _gae_backward, gae, masked_moments, whiten
+from rlhf_kernels.gae import _gae_backward, gae, masked_moments, whiten
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.testing import assert_ok, tier1, tier2
 
@@ -148,9 +148,9 @@ def test_gae_and_whiten_opcheck_and_gradcheck(device):
     reward, value, mask, last = (x.to(device) for x in trajectories(3, 6))
     leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
     ops = torch.ops.rlhf_kernels
-    torch.library.opcheck(_gae, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
-    torch.library.opcheck(_gae, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
-    torch.library.opcheck(_gae_backward, (reward, value, mask, 0.9, 0.8, "cuda"))
+    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
+    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
+    torch.library.opcheck(ops.gae_backward.default, (reward, value, mask, 0.9, 0.8, "cuda"))
     torch.library.opcheck(ops.masked_moments.default, (reward, mask, "cuda"))
     moments = masked_moments(reward, mask, backend="cuda")
     for given in (None, moments):
