@@ -7,7 +7,9 @@
 namespace rlhf::cpu::RLHF_ISA {
 namespace {
 
-constexpr int kTile = 2048;
+// Elements of a tile: 128 per lane, 8 KiB of fp32 with AVX-512.
+template <typename T>
+constexpr int kTile = 128 * Lanes<T>::count;
 
 // How elements of type S are read and written as lanes of T.
 template <typename S>
@@ -106,9 +108,9 @@ RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double tem
     const double infinity = __builtin_inf();
     double top = -infinity, before_target = -infinity;
     double total = 0, weighted = 0, squares = 0, sum = 0;
-    for (int64_t begin = 0; begin < vocab; begin += kTile) {
+    for (int64_t begin = 0; begin < vocab; begin += kTile<T>) {
         const S* tile = row + begin;
-        const int64_t n = vocab - begin < kTile ? vocab - begin : kTile;
+        const int64_t n = vocab - begin < kTile<T> ? vocab - begin : kTile<T>;
         if ((wants & kWantTop1) && target >= begin && target < begin + n) {
             const double inside = largest(tile, target - begin);
             before_target = inside > top ? inside : top;

@@ -250,8 +250,9 @@ struct Lanes<double> {
 
 // Sum of the lanes, in a fixed order.
 template <typename T>
-RLHF_INLINE T lane_sum(typename Lanes<T>::V x) {
-    T lanes[Lanes<T>::count], total = 0;
+RLHF_INLINE double lane_sum(typename Lanes<T>::V x) {
+    T lanes[Lanes<T>::count];
+    double total = 0;
     Lanes<T>::store(lanes, x);
     for (T lane : lanes) total += lane;
     return total;

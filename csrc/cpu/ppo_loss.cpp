@@ -6,7 +6,7 @@
 //     ppo statistics [9]: policy loss, kl, entropy, clip fraction, its low and high part, approximate kl, mean ratio (all
 //     divided by denom), largest ratio (0 if nothing lives)
 //     value statistics [6]: clip fraction (divided by denom), sum m, sum m (R - v), its square, sum m R, its square
-// Sums are T within blocks of a fixed size and double across blocks, in order: the bits depend on the instruction set,
+// Each lane sums in T within a block of fixed size, lanes and blocks are added in double, in order: the bits depend on the instruction set,
 // not on the number of threads.
 
 #include "cpu/ppo_loss.h"
@@ -39,9 +39,9 @@ void for_blocks(int64_t count, int threads, Body body) {
 }
 
 // The S sums that body leaves per block, added in order; the one at `largest` is a maximum, and NaN if one is.
-template <typename T, int S, typename Body>
+template <int S, typename Body>
 std::array<double, S> ordered_sums(int64_t count, int threads, int largest, Body body) {
-    std::vector<std::array<T, S>> partial((count + kTokenBlock - 1) / kTokenBlock);
+    std::vector<std::array<double, S>> partial((count + kTokenBlock - 1) / kTokenBlock);
     for_blocks(count, threads, [&](int64_t begin, int n, int64_t block) { body(begin, n, partial[block].data()); });
     std::array<double, S> total{};
     for (const auto& sums : partial) {
@@ -73,10 +73,10 @@ void ppo_loss_forward(const PpoInputs& inputs, const PpoKnobs& knobs, double den
     RLHF_CHECK_POINTER(loss, 1);
     RLHF_CHECK_POINTER(statistics, kPpoStatistics);
     RLHF_CHECK_POINTER(dloss, count);
-    void (*block)(const PpoInputs&, const PpoKnobs&, T, int64_t, int, T*, T*);
+    void (*block)(const PpoInputs&, const PpoKnobs&, T, int64_t, int, T*, double*);
     RLHF_PICK(block, ppo_block);
     const T inverse_denom = T(1 / denom);
-    const auto sums = ordered_sums<T, kPpoSums>(count, threads, kRatioMax, [&](int64_t begin, int n, T* out) {
+    const auto sums = ordered_sums<kPpoSums>(count, threads, kRatioMax, [&](int64_t begin, int n, double* out) {
         block(inputs, knobs, inverse_denom, begin, n, dloss, out);
     });
     double total = sums[kPolicy] / denom;
@@ -117,10 +117,10 @@ void value_loss_forward(const ValueInputs& inputs, double clip, double denom, in
     RLHF_CHECK_POINTER(loss, 1);
     RLHF_CHECK_POINTER(statistics, kValueStatistics);
     RLHF_CHECK_POINTER(dloss, count);
-    void (*block)(const ValueInputs&, double, T, int64_t, int, T*, T*);
+    void (*block)(const ValueInputs&, double, T, int64_t, int, T*, double*);
     RLHF_PICK(block, value_block);
     const T inverse_denom = T(1 / denom);
-    const auto sums = ordered_sums<T, kValueSums>(count, threads, -1, [&](int64_t begin, int n, T* out) {
+    const auto sums = ordered_sums<kValueSums>(count, threads, -1, [&](int64_t begin, int n, double* out) {
         block(inputs, clip, inverse_denom, begin, n, dloss, out);
     });
     *loss = T(0.5 * sums[kSquare] / denom);

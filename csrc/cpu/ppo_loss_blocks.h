@@ -1,5 +1,5 @@
 // What ppo_loss.cpp calls once per block of at most kTokenBlock elements; compiled per instruction set from
-// ppo_loss_kernel.inc.h. Sums are fp32 (fp64 for double) within a block.
+// ppo_loss_kernel.inc.h. Within a block each lane sums in T, across lanes sums are double.
 #pragma once
 
 #include "cpu/ppo_loss.h"
@@ -13,9 +13,9 @@ enum ValueSum : int { kSquare, kClipped, kCount, kError, kErrorSq, kRet, kRetSq,
 
 #define RLHF_DECLARE_BLOCKS(T)                                                                                    \
     void ppo_block(const PpoInputs& inputs, const PpoKnobs& knobs, T inverse_denom, int64_t begin, int n,         \
-                   T* dloss, T* sums);                                                                            \
+                   T* dloss, double* sums);                                                                            \
     void value_block(const ValueInputs& inputs, double clip, T inverse_denom, int64_t begin, int n, T* dloss,     \
-                     T* sums);                                                                                    \
+                     double* sums);                                                                                    \
     void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out);
 
 namespace portable {

@@ -8,6 +8,11 @@
 namespace rlhf::cpu::RLHF_ISA {
 namespace {
 
+// Elements whose terms are added up before they join the block's sums: eight vectors. With 16 lanes that makes eight sums
+// of eight terms of a block, which rounds less than one sum of 64.
+template <typename T>
+constexpr int kChunk = 8 * Lanes<T>::count;
+
 template <typename T>
 RLHF_INLINE int whole_vectors(int n) {
     constexpr int lanes = Lanes<T>::count;
@@ -79,7 +84,7 @@ RLHF_INLINE typename Lanes<T>::Mask live_lanes(const StagedMask<T>& staged, int 
 
 template <typename T>
 RLHF_INLINE void ppo(const PpoInputs& in, const PpoKnobs& knobs, T inverse_denom, int64_t begin, int n, T* dloss,
-                     T* sums) {
+                     double* sums) {
     using L = Lanes<T>;
     using V = typename L::V;
     using Mask = typename L::Mask;
@@ -99,66 +104,73 @@ RLHF_INLINE void ppo(const PpoInputs& in, const PpoKnobs& knobs, T inverse_denom
     const V low_bound = L::splat(T(knobs.ratio_low)), high_bound = L::splat(T(knobs.ratio_high));
     const V dual_bound = L::splat(T(knobs.dual_clip)), kl_coef = L::splat(T(knobs.kl_coef));
     const V scale = L::splat(inverse_denom);
-    V policy_sum = zero, kl_sum = zero, entropy_sum = zero, low_sum = zero, high_sum = zero, approx_sum = zero;
-    V ratio_sum = zero, ratio_max = zero;
-    for (int i = 0; i < padded; i += L::count) {
-        V weight;
-        const Mask live = live_lanes(mask, i, weight);
-        // Dead lanes compute on zeros: what they held is dropped here, before any arithmetic.
-        const V now = L::select(live, L::load(new_logprob + i), zero);
-        const V log_ratio = now - L::select(live, L::load(old_logprob + i), zero);
-        const V gain = L::select(live, L::load(advantage + i), zero);
-        const ExpParts<V> r = L::exp_parts(log_ratio);
-        const V unclipped = -gain * r.exp;
-        const Mask under = L::lt(r.exp, low_bound), over = L::lt(high_bound, r.exp);
-        const V bounded = L::select(under, low_bound, L::select(over, high_bound, r.exp));
-        const V clipped = -gain * bounded;
-        V loss = L::select(L::le(unclipped, clipped), clipped, unclipped);  // NaN stays
-        const Mask bad = L::lt(gain, zero);
-        const Mask beyond = bad & L::lt(dual_bound, r.exp);
-        const Mask low = bad & under;
-        const Mask high = (L::lt(zero, gain) & over) | beyond;
-        loss = L::select(beyond, -gain * dual_bound, loss);
-        V slope = L::select(low | high, zero, unclipped);
-        policy_sum = L::fma(weight, loss, policy_sum);
-        low_sum += L::select(low, weight, zero);
-        high_sum += L::select(high, weight, zero);
-        approx_sum = L::fma(weight, r.excess, approx_sum);
-        ratio_sum = L::fma(weight, r.exp, ratio_sum);
-        ratio_max = L::max_of_nonnegative(ratio_max, L::select(live, r.exp, zero));
-        if (ref_logprob) {
-            const V d = L::select(live, L::load(ref_logprob + i), zero) - now;
-            V kl, dkl;
-            if (knobs.kl == kK1) {
-                kl = -d;
-                dkl = one;
-            } else if (knobs.kl == kK2) {
-                kl = T(0.5) * d * d;
-                dkl = -d;
-            } else {
-                const ExpParts<V> e = L::exp_parts(d);
-                kl = e.excess;
-                dkl = -e.expm1;
+    V totals[kPpoSums] = {};
+    V ratio_max = zero;
+    for (int begin_chunk = 0; begin_chunk < padded; begin_chunk += kChunk<T>) {
+        const int end_chunk = begin_chunk + kChunk<T> < padded ? begin_chunk + kChunk<T> : padded;
+        V policy_sum = zero, kl_sum = zero, entropy_sum = zero, low_sum = zero, high_sum = zero, approx_sum = zero;
+        V ratio_sum = zero;
+        for (int i = begin_chunk; i < end_chunk; i += L::count) {
+            V weight;
+            const Mask live = live_lanes(mask, i, weight);
+            // Dead lanes compute on zeros: what they held is dropped here, before any arithmetic.
+            const V now = L::select(live, L::load(new_logprob + i), zero);
+            const V log_ratio = now - L::select(live, L::load(old_logprob + i), zero);
+            const V gain = L::select(live, L::load(advantage + i), zero);
+            const ExpParts<V> r = L::exp_parts(log_ratio);
+            const V unclipped = -gain * r.exp;
+            const Mask under = L::lt(r.exp, low_bound), over = L::lt(high_bound, r.exp);
+            const V bounded = L::select(under, low_bound, L::select(over, high_bound, r.exp));
+            const V clipped = -gain * bounded;
+            V loss = L::select(L::le(unclipped, clipped), clipped, unclipped);  // NaN stays
+            const Mask bad = L::lt(gain, zero);
+            const Mask beyond = bad & L::lt(dual_bound, r.exp);
+            const Mask low = bad & under;
+            const Mask high = (L::lt(zero, gain) & over) | beyond;
+            loss = L::select(beyond, -gain * dual_bound, loss);
+            V slope = L::select(low | high, zero, unclipped);
+            policy_sum = L::fma(weight, loss, policy_sum);
+            low_sum += L::select(low, weight, zero);
+            high_sum += L::select(high, weight, zero);
+            approx_sum = L::fma(weight, r.excess, approx_sum);
+            ratio_sum = L::fma(weight, r.exp, ratio_sum);
+            ratio_max = L::max_of_nonnegative(ratio_max, L::select(live, r.exp, zero));
+            if (ref_logprob) {
+                const V d = L::select(live, L::load(ref_logprob + i), zero) - now;
+                V kl, dkl;
+                if (knobs.kl == kK1) {
+                    kl = -d;
+                    dkl = one;
+                } else if (knobs.kl == kK2) {
+                    kl = T(0.5) * d * d;
+                    dkl = -d;
+                } else {
+                    const ExpParts<V> e = L::exp_parts(d);
+                    kl = e.excess;
+                    dkl = -e.expm1;
+                }
+                kl_sum = L::fma(weight, kl, kl_sum);
+                if (knobs.kl_coef != 0) slope = L::fma(kl_coef, dkl, slope);  // 0 * inf would poison it
             }
-            kl_sum = L::fma(weight, kl, kl_sum);
-            if (knobs.kl_coef != 0) slope = L::fma(kl_coef, dkl, slope);  // 0 * inf would poison it
+            if (entropy) entropy_sum = L::fma(weight, L::select(live, L::load(entropy + i), zero), entropy_sum);
+            L::store(out + i, weight * slope * scale);
         }
-        if (entropy) entropy_sum = L::fma(weight, L::select(live, L::load(entropy + i), zero), entropy_sum);
-        L::store(out + i, weight * slope * scale);
+        totals[kPolicy] += policy_sum;
+        totals[kKl] += kl_sum;
+        totals[kEntropy] += entropy_sum;
+        totals[kLow] += low_sum;
+        totals[kHigh] += high_sum;
+        totals[kApproxKl] += approx_sum;
+        totals[kRatio] += ratio_sum;
     }
     if (out == dloss_buffer) std::memcpy(dloss + begin, dloss_buffer, sizeof(T) * n);
-    sums[kPolicy] = lane_sum<T>(policy_sum);
-    sums[kKl] = lane_sum<T>(kl_sum);
-    sums[kEntropy] = lane_sum<T>(entropy_sum);
-    sums[kLow] = lane_sum<T>(low_sum);
-    sums[kHigh] = lane_sum<T>(high_sum);
-    sums[kApproxKl] = lane_sum<T>(approx_sum);
-    sums[kRatio] = lane_sum<T>(ratio_sum);
+    for (int s = 0; s < kPpoSums; ++s) sums[s] = lane_sum<T>(totals[s]);
     sums[kRatioMax] = lane_max<T>(ratio_max);
 }
 
 template <typename T>
-RLHF_INLINE void value(const ValueInputs& in, double clip, T inverse_denom, int64_t begin, int n, T* dloss, T* sums) {
+RLHF_INLINE void value(const ValueInputs& in, double clip, T inverse_denom, int64_t begin, int n, T* dloss,
+                       double* sums) {
     using L = Lanes<T>;
     using V = typename L::V;
     using Mask = typename L::Mask;
@@ -173,45 +185,50 @@ RLHF_INLINE void value(const ValueInputs& in, double clip, T inverse_denom, int6
     T* out = padded == n ? dloss + begin : dloss_buffer;
 
     const V zero = L::splat(0), bound = L::splat(T(clip)), scale = L::splat(inverse_denom);
-    V square_sum = zero, clipped_sum = zero, count_sum = zero, error_sum = zero, error_sq_sum = zero, ret_sum = zero;
-    V ret_sq_sum = zero;
-    for (int i = 0; i < padded; i += L::count) {
-        V weight;
-        const Mask live = live_lanes(mask, i, weight);
-        const V v = L::select(live, L::load(values + i), zero);
-        const V target = L::select(live, L::load(ret + i), zero);
-        const V error = v - target;
-        const V square = error * error;
-        V worst = square, slope = error;
-        if (old_value) {
-            const V old = L::select(live, L::load(old_value + i), zero);
-            const V moved = v - old;
-            const Mask under = L::lt(moved, -bound), over = L::lt(bound, moved);
-            const V held = L::select(under, -bound, L::select(over, bound, moved));
-            const V clipped_error = (old + held) - target;
-            const V clipped_square = clipped_error * clipped_error;
-            // Inside the range old + (v - old) may round away from v; only a real clip may cut a gradient.
-            const Mask clipped = (under | over) & L::lt(square, clipped_square);
-            worst = L::select(clipped, clipped_square, square);
-            slope = L::select(clipped, zero, error);
-            clipped_sum += L::select(clipped, weight, zero);
+    V totals[kValueSums] = {};
+    for (int begin_chunk = 0; begin_chunk < padded; begin_chunk += kChunk<T>) {
+        const int end_chunk = begin_chunk + kChunk<T> < padded ? begin_chunk + kChunk<T> : padded;
+        V square_sum = zero, clipped_sum = zero, count_sum = zero, error_sum = zero, error_sq_sum = zero, ret_sum = zero;
+        V ret_sq_sum = zero;
+        for (int i = begin_chunk; i < end_chunk; i += L::count) {
+            V weight;
+            const Mask live = live_lanes(mask, i, weight);
+            const V v = L::select(live, L::load(values + i), zero);
+            const V target = L::select(live, L::load(ret + i), zero);
+            const V error = v - target;
+            const V square = error * error;
+            V worst = square, slope = error;
+            if (old_value) {
+                const V old = L::select(live, L::load(old_value + i), zero);
+                const V moved = v - old;
+                const Mask under = L::lt(moved, -bound), over = L::lt(bound, moved);
+                const V held = L::select(under, -bound, L::select(over, bound, moved));
+                const V clipped_error = (old + held) - target;
+                const V clipped_square = clipped_error * clipped_error;
+                // Inside the range old + (v - old) may round away from v; only a real clip may cut a gradient.
+                const Mask clipped = (under | over) & L::lt(square, clipped_square);
+                worst = L::select(clipped, clipped_square, square);
+                slope = L::select(clipped, zero, error);
+                clipped_sum += L::select(clipped, weight, zero);
+            }
+            square_sum = L::fma(weight, worst, square_sum);
+            count_sum += weight;
+            error_sum = L::fma(weight, -error, error_sum);
+            error_sq_sum = L::fma(weight, square, error_sq_sum);
+            ret_sum = L::fma(weight, target, ret_sum);
+            ret_sq_sum = L::fma(weight, target * target, ret_sq_sum);
+            L::store(out + i, weight * slope * scale);
         }
-        square_sum = L::fma(weight, worst, square_sum);
-        count_sum += weight;
-        error_sum = L::fma(weight, -error, error_sum);
-        error_sq_sum = L::fma(weight, square, error_sq_sum);
-        ret_sum = L::fma(weight, target, ret_sum);
-        ret_sq_sum = L::fma(weight, target * target, ret_sq_sum);
-        L::store(out + i, weight * slope * scale);
+        totals[kSquare] += square_sum;
+        totals[kClipped] += clipped_sum;
+        totals[kCount] += count_sum;
+        totals[kError] += error_sum;
+        totals[kErrorSq] += error_sq_sum;
+        totals[kRet] += ret_sum;
+        totals[kRetSq] += ret_sq_sum;
     }
     if (out == dloss_buffer) std::memcpy(dloss + begin, dloss_buffer, sizeof(T) * n);
-    sums[kSquare] = lane_sum<T>(square_sum);
-    sums[kClipped] = lane_sum<T>(clipped_sum);
-    sums[kCount] = lane_sum<T>(count_sum);
-    sums[kError] = lane_sum<T>(error_sum);
-    sums[kErrorSq] = lane_sum<T>(error_sq_sum);
-    sums[kRet] = lane_sum<T>(ret_sum);
-    sums[kRetSq] = lane_sum<T>(ret_sq_sum);
+    for (int s = 0; s < kValueSums; ++s) sums[s] = lane_sum<T>(totals[s]);
 }
 
 template <typename T>
@@ -233,11 +250,11 @@ RLHF_INLINE void weight(TokenMask mask, T factor, int64_t begin, int n, T* out) 
 
 #define RLHF_DEFINE_BLOCKS(T)                                                                                  \
     void ppo_block(const PpoInputs& in, const PpoKnobs& knobs, T inverse_denom, int64_t begin, int n,          \
-                   T* dloss, T* sums) {                                                                        \
+                   T* dloss, double* sums) {                                                                        \
         ppo<T>(in, knobs, inverse_denom, begin, n, dloss, sums);                                               \
     }                                                                                                          \
     void value_block(const ValueInputs& in, double clip, T inverse_denom, int64_t begin, int n, T* dloss,      \
-                     T* sums) {                                                                                \
+                     double* sums) {                                                                                \
         value<T>(in, clip, inverse_denom, begin, n, dloss, sums);                                              \
     }                                                                                                          \
     void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out) { weight<T>(mask, factor, begin, n, out); }

@@ -45,7 +45,8 @@ def check_denom(denom: float | Tensor) -> None:
 
 
 def as_denom(denom: float | Tensor, like: Tensor) -> Tensor:
-    """A checked denom as a 0-d tensor on `like`'s device."""
+    """denom, once checked, as a 0-d tensor on `like`'s device."""
+    check_denom(denom)
     dtype = accumulate_dtype(like)
     if isinstance(denom, Tensor):
         return denom.detach().to(device=like.device, dtype=dtype)
