@@ -382,3 +382,14 @@ def test_bad_arguments_are_named(change, error, message):
     } | change
     with pytest.raises(error, match=message):
         linear_logprob(**arguments)
+
+
+def test_entropy_gradient_at_minus_infinity_is_zero():
+    hidden, weight, target = make(3, 4, 6, requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0, -torch.inf])
+    target = torch.tensor([0, 1, 3])
+    out = linear_logprob(hidden, weight, target, bias=bias, outputs=("logprob", "entropy"))
+    d_hidden, d_weight = torch.autograd.grad((out.entropy * 1.5e6).sum(), (hidden, weight))
+    assert d_hidden.isfinite().all()
+    assert (d_weight[[2, 5]] == 0).all()
+    assert (d_weight[0] != 0).any()

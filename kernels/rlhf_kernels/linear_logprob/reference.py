@@ -32,6 +32,8 @@ from ..logits import (
     without_autocast,
 )
 
+_LOG_ZERO = -1e30  # stands in for log 0 where p = 0 multiplies it; a gradient times it stays finite
+
 
 def tile_stats(z: Tensor, index: Tensor, wanted: str) -> dict[str, Tensor]:
     """Statistics of a tile z [n, V] (overwritten) at targets `index` [n]: logprob, lse and those wanted.
@@ -87,7 +89,7 @@ def tile_grad(
     factor = on_p[:, None]  # [n, 1], becomes [n, V] when a term needs it
     if entropy is not None:
         grad, value = entropy
-        factor = factor - grad[:, None] * log_p.clamp_min_(torch.finfo(z.dtype).min).add_(value[:, None])
+        factor = factor - grad[:, None] * log_p.clamp_min_(_LOG_ZERO).add_(value[:, None])
     if log_sum_sq_prob is not None:
         grad, value = log_sum_sq_prob
         factor = factor + p * (2 * grad * torch.exp(-value))[:, None]
