@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .logits import HeadGrads, HeadOptions, LogprobSaved
+from .logits import HeadGrads, HeadOptions
 
 STATISTICS = ("logprob", "lse", "entropy", "is_top1", "mean_logit", "log_sum_sq_prob")
 ROW_GRADIENTS = (
@@ -73,12 +73,10 @@ class Gradients(NamedTuple):
 class HeadCall:
     """One batch of active rows under one head; keeps alive what the native code reads."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, keep: Tensor, options: HeadOptions, rows: Tensor
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, rows: Tensor) -> None:
         """rows: int64 [n], the active rows, ascending; target: index of every row, in range where active."""
         n, o = rows.shape[0], options
-        self.rows, self.options, self.source = rows, options, hidden
+        self.rows, self.options = rows, options
         self.hidden, self.weight = _rows_of(hidden), _rows_of(weight)
         self.bf16 = self.hidden.dtype == self.weight.dtype == torch.bfloat16
         self.target = target[rows]
@@ -116,9 +114,8 @@ class HeadCall:
         down = (self.hidden[self.rows].float() @ A.float().T).mul_(scale)
         self.rank = A.shape[0]
         if not self.bf16:
-            self.extra_hidden, self.extra_weight = down, B.to(self.weight.dtype).contiguous()
-            if B.dtype != self.weight.dtype:
-                self.extra_weight = B.float().contiguous()
+            self.extra_hidden = down
+            self.extra_weight = (B if B.dtype == self.weight.dtype else B.float()).contiguous()
             return
         high = down.bfloat16()
         low = (down - high).bfloat16()
@@ -240,4 +237,4 @@ def results(gradients: Gradients, rows: Tensor, inputs: tuple[Tensor | None, ...
     return tuple(made)
 
 
-__all__ = ["STATISTICS", "HeadCall", "LogprobSaved", "active_rows", "results", "scatter", "unsupported"]
+__all__ = ["STATISTICS", "HeadCall", "active_rows", "results", "scatter", "unsupported"]

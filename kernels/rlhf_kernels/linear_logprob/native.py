@@ -36,7 +36,7 @@ def forward(
     keep, index = split_target(target, weight.shape[0], ignore_index)
     temperature_column(options.row_temperature, keep, torch.float32)  # for its check of the values
     rows = active_rows(keep)
-    call = HeadCall(hidden, weight, index, keep, options, rows)
+    call = HeadCall(hidden, weight, index, options, rows)
     made = call.forward({"logprob", "lse", *outputs.split(",")}, expected=ahead)
     return tuple(
         scatter(rows, made[name], hidden.shape[0]) if name in made else torch.empty(0)
@@ -64,7 +64,7 @@ def backward(
         d_hidden = logprob_hidden_grad(weight, index, keep, options, saved, d_logprob, d_lse)
         return (d_hidden.to(hidden.dtype), *[torch.empty(0) for _ in HeadGrads.names[1:]])
     rows = active_rows(keep)
-    call = HeadCall(hidden, weight, index, keep, options, rows)
+    call = HeadCall(hidden, weight, index, options, rows)
     given = {"lse": saved.lse, "logprob": d_logprob, "on_lse": d_lse, "mean_logit": d_mean_logit}
     if d_entropy is not None:
         given |= {"entropy": d_entropy, "entropy_value": saved.entropy}

@@ -33,7 +33,7 @@ def forward(
     keep, index = split_target(target, weight.shape[0], ignore_index)
     temperature_column(options.row_temperature, keep, torch.float32)  # for its check of the values
     rows = active_rows(keep)
-    call = HeadCall(hidden_a, weight, index, keep, options, rows)
+    call = HeadCall(hidden_a, weight, index, options, rows)
     wanted = {"logprob", "lse", "entropy"}
     names = ahead.split(",")
     made = call.forward(wanted, pair_hidden=hidden_r, expected="logprob" in names, expected_kl="kl" in names)
@@ -58,7 +58,7 @@ def backward(
         d_hidden = pair_hidden_grad(weight, index, keep, options, saved, d_logprob, d_kl)
         return d_hidden.to(hidden_a.dtype)
     rows = active_rows(keep)
-    call = HeadCall(hidden_a, weight, index, keep, options, rows)
+    call = HeadCall(hidden_a, weight, index, options, rows)
     given = {"lse": saved.lse_a, "logprob": d_logprob}
     if d_entropy is not None:
         given |= {"entropy": d_entropy, "entropy_value": saved.entropy}

@@ -38,7 +38,7 @@ from ..logits import (
     widest,
 )
 from ..ppo_loss import KL_ESTIMATORS
-from ..ppo_loss.checks import as_denom, check_denom
+from ..ppo_loss.checks import as_denom
 from . import native, reference
 
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
@@ -106,7 +106,6 @@ def linear_ppo_loss(
         check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
     elif kl_coef != 0:
         raise ValueError(f"kl_coef: {kl_coef!r} needs ref_logprob, got ref_logprob=None")
-    check_denom(denom)
     for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not knob >= 0:
             raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")

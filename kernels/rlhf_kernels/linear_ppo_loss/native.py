@@ -49,7 +49,7 @@ def forward(
     factor = torch.where(keep, mask.float(), 0.0)
     ahead = needs == "hidden" and entropy_coef == 0
     rows = active_rows(keep)
-    call = HeadCall(hidden, weight, index, keep, options, rows)
+    call = HeadCall(hidden, weight, index, options, rows)
     compact = call.forward({"logprob", "lse", "entropy"}, expected=ahead)
     made = {name: scatter(rows, x, n_rows) for name, x in compact.items()}
     ppo_loss = registry.implementation("ppo_loss", registry.resolve("ppo_loss", "auto", factor))
@@ -80,7 +80,7 @@ def forward(
         if entropy_coef != 0:
             given |= {"entropy": on_entropy, "entropy_value": made["entropy"]}
         named = {name: x[rows].contiguous() for name, x in given.items()}
-        second = HeadCall(hidden, weight, index, keep, options, rows)
+        second = HeadCall(hidden, weight, index, options, rows)
         sums = second.backward(named, set(needs.split(",")))
         gradients = {name: x for name, x in zip(HeadGrads.names, sums, strict=True) if x is not None}
         if "hidden" in gradients:
