@@ -359,3 +359,11 @@ def test_fp64_is_served_by_the_reference():
     hidden, weight, target = make(4, 8, 20)
     for h, w in ((hidden.double(), weight), (hidden, weight.double())):
         assert linear_logprob(h, w, target).logprob.dtype == torch.float64
+
+
+def test_pair_does_not_round_the_wider_side(isa):
+    hidden, weight, target = make(20, 24, 300, dtype=torch.bfloat16)
+    other = hidden.float() + 0.01 * torch.randn(20, 24)  # what bf16 would lose
+    pair = linear_logprob_pair(hidden, other, weight, target, backend="cpu")
+    exact = eager(other.double(), weight.double(), target)["logprob"]
+    torch.testing.assert_close(pair.logprob_r.double(), exact, rtol=1e-5, atol=1e-5)

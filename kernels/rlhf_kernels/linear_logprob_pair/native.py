@@ -17,6 +17,11 @@ __all__ = ["backward", "forward", "unsupported"]
 _ROWS = ("logprob", "pair_logprob", "kl", "entropy", "lse", "pair_lse")
 
 
+def _as_wide_as(hidden_a: Tensor, hidden_r: Tensor) -> Tensor:
+    """hidden_a in fp32 where hidden_r is: one dtype serves both, and neither may be rounded to it."""
+    return hidden_a if hidden_a.dtype == hidden_r.dtype else hidden_a.float()
+
+
 def forward(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -33,7 +38,7 @@ def forward(
     keep, index = split_target(target, weight.shape[0], ignore_index)
     temperature_column(options.row_temperature, keep, torch.float32)  # for its check of the values
     rows = active_rows(keep)
-    call = HeadCall(hidden_a, weight, index, options, rows)
+    call = HeadCall(_as_wide_as(hidden_a, hidden_r), weight, index, options, rows)
     wanted = {"logprob", "lse", "entropy"}
     names = ahead.split(",")
     made = call.forward(wanted, pair_hidden=hidden_r, expected="logprob" in names, expected_kl="kl" in names)
@@ -58,7 +63,7 @@ def backward(
         d_hidden = pair_hidden_grad(weight, index, keep, options, saved, d_logprob, d_kl)
         return d_hidden.to(hidden_a.dtype)
     rows = active_rows(keep)
-    call = HeadCall(hidden_a, weight, index, options, rows)
+    call = HeadCall(_as_wide_as(hidden_a, hidden_r), weight, index, options, rows)
     given = {"lse": saved.lse_a, "logprob": d_logprob}
     if d_entropy is not None:
         given |= {"entropy": d_entropy, "entropy_value": saved.entropy}
