@@ -23,8 +23,8 @@
 namespace rlhf::cpu {
 namespace {
 
-// Below this many elements the work takes about a tenth of a millisecond: too little to wait for a second core.
-constexpr int64_t kSerialElements = 1 << 17;
+// Fewer elements take some ten microseconds: too little to wake a second core. It is torch's own grain size.
+constexpr int64_t kSerialElements = 1 << 15;
 
 // body(begin, n, index) for every block of the range.
 template <typename Body>

@@ -25,8 +25,8 @@ namespace rlhf::cpu {
 namespace {
 
 constexpr int64_t kBlock = 4096;
-// Below this many elements the work takes less than half a millisecond: too little to wait for a second core.
-constexpr int64_t kSerialElements = 1 << 18;
+// Fewer elements take some ten microseconds: too little to wake a second core. It is torch's own grain size.
+constexpr int64_t kSerialElements = 1 << 15;
 
 template <typename Body>
 void for_blocks(int64_t count, int threads, Body body) {

@@ -100,7 +100,7 @@ def test_tier1_against_dense_logits(n, vocab, scale):
 
     (ours, grads), (exact, grads64) = run(linear_ppo_loss, torch.float32), run(dense, torch.float64)
     plain, grads32 = run(dense, torch.float32)
-    for name in PpoLossOutputs._fields:
+    for name in ("loss", *PpoLossOutputs.NAMES):
         # Sums over rows in another order: judged on the scale of their terms, hence the absolute slack
         error, other = (abs(getattr(x, name).item() - getattr(exact, name).item()) for x in (ours, plain))
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact, name).item())), name
@@ -227,7 +227,7 @@ def test_gradient_scales_and_can_run_twice():
     out = linear_ppo_loss(*batch, denom=5.0)
     once = torch.autograd.grad(out.loss, batch[0], retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(4.0 * out.loss, batch[0])[0], 4.0 * once)
-    assert not any(x.requires_grad for x in out[1:])
+    assert not any(x.requires_grad for x in (out.statistics, out.logprob))
 
 
 def test_bf16_and_empty_batches():

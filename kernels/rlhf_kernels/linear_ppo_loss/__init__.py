@@ -37,7 +37,7 @@ from ..logits import (
     grads_needed,
     widest,
 )
-from ..ppo_loss import KL_ESTIMATORS
+from ..ppo_loss import KL_ESTIMATORS, PolicyStatistics
 from ..ppo_loss.checks import as_denom
 from . import native, reference
 
@@ -50,20 +50,14 @@ registry.register(
 )
 
 
-class LinearPpoLossOutputs(NamedTuple):
-    """`PpoLossOutputs` (0-d, only `loss` carries a gradient) plus the log-prob of every row, detached."""
-
+class _LossStatisticsLogprob(NamedTuple):
     loss: Tensor
-    policy_loss: Tensor
-    kl: Tensor  # 0 without ref_logprob
-    entropy: Tensor
-    clip_fraction: Tensor
-    clip_fraction_low: Tensor
-    clip_fraction_high: Tensor
-    approx_kl: Tensor
-    ratio_mean: Tensor
-    ratio_max: Tensor
-    logprob: Tensor  # [N], 0 in masked and ignored rows
+    statistics: Tensor
+    logprob: Tensor
+
+
+class LinearPpoLossOutputs(PolicyStatistics, _LossStatisticsLogprob):
+    """As `PpoLossOutputs`, and the log-prob [N] of every row, detached: 0 in masked and ignored rows."""
 
 
 def linear_ppo_loss(
@@ -136,7 +130,7 @@ def linear_ppo_loss(
         grads_needed(hidden, weight, bias, options.lora_A, options.lora_B),
         registry.resolve("linear_ppo_loss", backend, widest(hidden, weight)),
     )
-    return LinearPpoLossOutputs(*(loss, *statistics.unbind(), logprob))
+    return LinearPpoLossOutputs(loss, statistics, logprob)
 
 
 @torch.library.custom_op("rlhf_kernels::linear_ppo_loss", mutates_args=())

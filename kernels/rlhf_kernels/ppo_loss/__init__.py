@@ -24,7 +24,6 @@ Source: Schulman et al. 2017 (clip); Ye et al. 2020 (dual clip); J. Schulman, "A
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +33,12 @@ from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss import native, reference
 from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
 from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
+from rlhf_kernels.ppo_loss.statistics import LossAndStatistics, PolicyStatistics
 from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
 
 __all__ = [
     "KL_ESTIMATORS",
+    "PolicyStatistics",
     "PpoLossOutputs",
     "PpoTokenTerms",
     "ValueLossOutputs",
@@ -53,19 +54,8 @@ registry.register("ppo_loss", "triton", registry.Lazy("rlhf_kernels.ppo_loss.tri
 registry.register("ppo_loss", "cpu", native)
 
 
-class PpoLossOutputs(NamedTuple):
-    """0-d tensors. Only `loss` carries a gradient; all but `ratio_max` are Σ m · (…) / denom."""
-
-    loss: Tensor
-    policy_loss: Tensor
-    kl: Tensor  # 0 without ref_logprob
-    entropy: Tensor  # 0 without entropy
-    clip_fraction: Tensor  # tokens whose policy gradient a bound cut: low + high
-    clip_fraction_low: Tensor
-    clip_fraction_high: Tensor  # dual clip included
-    approx_kl: Tensor  # r − 1 − log r
-    ratio_mean: Tensor
-    ratio_max: Tensor  # largest ratio of an unmasked token; 0 if there is none
+class PpoLossOutputs(PolicyStatistics, LossAndStatistics):
+    """(loss [], which alone carries a gradient; statistics [9]), and each statistic by name."""
 
 
 @torch.library.custom_op("rlhf_kernels::ppo_loss", mutates_args=())
@@ -177,7 +167,7 @@ class _PpoGradient(torch.autograd.Function):
         dloss, mask, denom = ctx.saved_tensors
         denom = ctx.denom if denom is None else denom
         need_new, need_entropy, _ = ctx.needs_input_grad
-        if eager(grad_loss, dloss, mask) and not torch.is_grad_enabled():
+        if eager(grad_loss) and not torch.is_grad_enabled():
             as_it_is = need_new and is_one(grad_loss)
             grad_new = grad_entropy = dloss
             if need_entropy or not as_it_is:
@@ -260,7 +250,7 @@ def ppo_loss(
             *knobs,
             chosen,
         )
-        return PpoLossOutputs(loss, *statistics.unbind())
+        return PpoLossOutputs(loss, statistics)
     implementation = registry.implementation("ppo_loss", chosen)
     if getattr(implementation, "TAKES_AS_GIVEN", False):
         denom = float(denom)
@@ -273,7 +263,7 @@ def ppo_loss(
         loss, statistics, dloss = implementation.forward(flat(new_logprob), *constants, *knobs)
     if torch.is_grad_enabled() and (new_logprob.requires_grad or (entropy is not None and entropy.requires_grad)):
         loss = _PpoGradient.apply(new_logprob, entropy, (loss, dloss, mask, denom, float(entropy_coef), chosen))
-    return PpoLossOutputs(loss, *statistics.unbind())
+    return PpoLossOutputs(loss, statistics)
 
 
 def _check_coefficient(name: str, coef: float, source: str, tensor: Tensor | None) -> None:

@@ -14,7 +14,6 @@ Source: Schulman et al. 2017; the clipped form is that of the OpenAI baselines.
 
 from __future__ import annotations
 
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +22,11 @@ from rlhf_kernels import registry
 from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
 from rlhf_kernels.ppo_loss.reference import accumulate_dtype
+from rlhf_kernels.ppo_loss.statistics import LossAndStatistics, ValueStatistics
 
 
-class ValueLossOutputs(NamedTuple):
-    """0-d tensors. Only `loss` carries a gradient; loss and clip_fraction are divided by denom."""
-
-    loss: Tensor
-    clip_fraction: Tensor
-    count: Tensor  # type: ignore[assignment]  # Σ m; the statistic hides tuple.count on purpose
-    sum_error: Tensor  # Σ m (R − v)
-    sum_error_sq: Tensor
-    sum_ret: Tensor  # Σ m R
-    sum_ret_sq: Tensor
+class ValueLossOutputs(ValueStatistics, LossAndStatistics):
+    """(loss [], which alone carries a gradient; statistics [6]), and each statistic by name."""
 
 
 @torch.library.custom_op("rlhf_kernels::value_loss", mutates_args=())
@@ -98,7 +90,7 @@ class _ValueGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
         (dloss,) = ctx.saved_tensors
-        if eager(grad_loss, dloss) and not torch.is_grad_enabled():
+        if eager(grad_loss) and not torch.is_grad_enabled():
             run = registry.implementation("ppo_loss", ctx.backend).value_backward
             grad = dloss if is_one(grad_loss) else run(grad_loss, dloss)
         else:
@@ -129,7 +121,7 @@ def value_loss(
     if not eager(value, old_value, ret, mask):
         constants = flat_or_none(old_value), flat(ret), flat(mask), as_denom(denom, value)
         loss, statistics, _ = _value_loss_op(value.reshape(-1), *constants, clip, chosen)
-        return ValueLossOutputs(loss, *statistics.unbind())
+        return ValueLossOutputs(loss, statistics)
     implementation = registry.implementation("ppo_loss", chosen)
     if getattr(implementation, "TAKES_AS_GIVEN", False):
         loss, statistics, dloss = implementation.value_forward(value, old_value, ret, mask, denom, clip)
@@ -138,7 +130,7 @@ def value_loss(
         loss, statistics, dloss = implementation.value_forward(flat(value), *constants, clip)
     if torch.is_grad_enabled() and value.requires_grad:
         loss = _ValueGradient.apply(value, (loss, dloss, chosen))
-    return ValueLossOutputs(loss, *statistics.unbind())
+    return ValueLossOutputs(loss, statistics)
 
 
 def explained_variance(

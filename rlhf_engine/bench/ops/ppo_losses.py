@@ -131,14 +131,14 @@ def _ours(name: str, given: Tensors, denom: float, backend: str) -> Tensors:
             entropy_coef=ENTROPY_COEF,
             backend=backend,
         )
-        outputs["policy_statistics"] = torch.stack(policy[1:])
+        outputs["policy_statistics"] = policy.statistics
         loss = policy.loss
     if name in ("all", "value_loss"):
         value = value_loss(
             given["value"], given["old_value"], given["ret"], mask, denom=denom, clip=CLIP, backend=backend
         )
-        outputs["value_statistics"] = torch.stack(value[1:])
-        loss = loss + VALUE_COEF * value.loss if name == "all" else value.loss
+        outputs["value_statistics"] = value.statistics
+        loss = torch.add(loss, value.loss, alpha=VALUE_COEF) if name == "all" else value.loss
     return outputs | {"loss": loss}
 
 
@@ -163,5 +163,5 @@ def _formula(name: str, given: Tensors, denom: float) -> Tensors:
         )
     if name in ("all", "value_loss"):
         part, outputs["value_statistics"] = clipped_value(given["value"], given["old_value"], given["ret"], mask, denom)
-        loss = loss + VALUE_COEF * part if name == "all" else part
+        loss = torch.add(loss, part, alpha=VALUE_COEF) if name == "all" else part
     return outputs | {"loss": loss}

@@ -52,7 +52,7 @@ def ours(*args, **options):
 
 
 def judge(got, exact, plain):
-    for name in PpoLossOutputs._fields:
+    for name in ("loss", *PpoLossOutputs.NAMES):
         # Sums over rows in another order: judged on the scale of their terms, hence the absolute slack
         error, other = (abs(getattr(x, name).item() - getattr(exact[0], name).item()) for x in (got[0], plain[0]))
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact[0], name).item())), name
@@ -109,7 +109,7 @@ def test_tier3_half_precision(device, path, dtype):
     out, (got,) = run(ours, dtype, batch, ref, **options)
     exact, _ = run(dense, torch.float64, batch, ref, **options)
     plain, _ = run(dense, torch.float32, batch, ref, **options)
-    for name in PpoLossOutputs._fields:
+    for name in ("loss", *PpoLossOutputs.NAMES):
         error, other = (abs(getattr(x, name).item() - getattr(exact, name).item()) for x in (out, plain))
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact, name).item())), name
     assert got.dtype == dtype

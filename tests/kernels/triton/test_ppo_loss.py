@@ -101,7 +101,7 @@ def test_nothing_unmasked(device, n):
         entropy_coef=0.1, backend="triton",
     )  # fmt: skip
     out.loss.backward()
-    assert all(x.item() == 0 for x in out)
+    assert not any(x.any() for x in out)
     assert (new.grad == 0).all()
 
 
@@ -161,7 +161,7 @@ def test_value_half_and_empty(device):
         torch.testing.assert_close(actual[name].cpu(), value, rtol=1e-2 if name == "grad" else 1e-5, atol=1e-6)
     empty = torch.zeros(0, device=device)
     out = value_loss(empty, None, empty, empty, denom=1.0, backend="triton")
-    assert all(x.item() == 0 for x in out)
+    assert not any(x.any() for x in out)
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_same_bits_every_time_and_in_a_graph(device):
             backend="triton",
         )  # fmt: skip
         value = value_loss(new, old, ref, mask, denom=denom, clip=0.2, backend="triton")
-        return torch.stack([*out, *value])
+        return torch.cat([x.reshape(-1) for x in (*out, *value)])
 
     expected = step()
     assert all(torch.equal(step(), expected) for _ in range(10))

@@ -1,0 +1,57 @@
+"""Names of the losses' statistics, which stay one tensor: one copy to the host, one sum across micro-batches or ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LossAndStatistics(NamedTuple):
+    """What both losses return: a loss [] and its statistics in one dimension."""
+
+    loss: Tensor
+    statistics: Tensor
+
+
+def _at(index: int, doc: str) -> property:
+    return property(lambda self: self.statistics[index], doc=doc)
+
+
+class PolicyStatistics:
+    """Views of `statistics` [9], 0-d. All but `ratio_max` are Σ m · (…) / denom."""
+
+    statistics: Tensor
+    NAMES = (
+        "policy_loss",
+        "kl",
+        "entropy",
+        "clip_fraction",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "approx_kl",
+        "ratio_mean",
+        "ratio_max",
+    )
+    policy_loss = _at(0, "the clipped policy term of the loss")
+    kl = _at(1, "0 without ref_logprob")
+    entropy = _at(2, "0 without entropy")
+    clip_fraction = _at(3, "tokens whose policy gradient a bound cut: low + high")
+    clip_fraction_low = _at(4, "cut by the lower bound")
+    clip_fraction_high = _at(5, "cut by the upper bound or the dual clip")
+    approx_kl = _at(6, "r − 1 − log r")
+    ratio_mean = _at(7, "mean ratio")
+    ratio_max = _at(8, "largest ratio of an unmasked token; 0 if there is none")
+
+
+class ValueStatistics:
+    """Views of `statistics` [6], 0-d. `clip_fraction` is divided by denom; the sums are not, see `value`."""
+
+    statistics: Tensor
+    NAMES = ("clip_fraction", "count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
+    clip_fraction = _at(0, "tokens whose gradient the clip cut")
+    count = _at(1, "Σ m")
+    sum_error = _at(2, "Σ m (R − v)")
+    sum_error_sq = _at(3, "Σ m (R − v)²")
+    sum_ret = _at(4, "Σ m R")
+    sum_ret_sq = _at(5, "Σ m R²")
