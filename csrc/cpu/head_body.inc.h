@@ -28,6 +28,7 @@ struct Memory {
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 512;
 constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block together
+constexpr int64_t kDepthTiles = 8;  // two rows of them, 16 KiB, stay in the first-level cache for all panels
 constexpr float kSlack = 8.0f;
 constexpr float kLowest = -3.402823466e38f;
 constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
@@ -150,15 +151,19 @@ RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
     return logits + ((v / 16) * 2 + half) * kTileFloats + (v % 16) * 16;
 }
 
-// Logits of `panels` panels, `logits_step` apart; a strip of W stays in the nearest cache for all of them.
+// Logits of `panels` panels, `logits_step` apart. The depth is taken in pieces so short that a strip of W stays in the
+// first-level cache for all panels; the order of additions is that of one piece.
 static void panel_products(const Element* weight, const Element* hidden, int64_t panels, int64_t padded_v,
                            int64_t depth_K, float* logits, int64_t logits_step) {
     for (int64_t v = 0; v < padded_v; v += 32) {
-        const Element* a = weight + (v / 16) * depth_K * kTileElements;
-        for (int64_t i = 0; i < panels; ++i) {
-            const Element* b = hidden + 2 * i * depth_K * kTileElements;
-            multiply_2x2(a, a + depth_K * kTileElements, b, b + depth_K * kTileElements, depth_K,
-                         logit_row(logits + i * logits_step, v, 0), false);
+        for (int64_t k = 0; k < depth_K; k += kDepthTiles) {
+            const Element* a = weight + ((v / 16) * depth_K + k) * kTileElements;
+            const int64_t depth = depth_K - k < kDepthTiles ? depth_K - k : kDepthTiles;
+            for (int64_t i = 0; i < panels; ++i) {
+                const Element* b = hidden + (2 * i * depth_K + k) * kTileElements;
+                multiply_2x2(a, a + depth_K * kTileElements, b, b + depth_K * kTileElements, depth,
+                             logit_row(logits + i * logits_step, v, 0), k > 0);
+            }
         }
     }
 }

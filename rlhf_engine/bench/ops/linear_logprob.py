@@ -55,9 +55,11 @@ def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case
             f"grad_{name}": torch.randn(s.N, generator=generator, device=device) for name in mode.differentiated
         }
 
+    looked_at = tuple(name for name in mode.outputs if mode.gradients and name not in mode.differentiated)
+
     def run(inputs: Tensors, backend: str) -> Tensors:
         def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
-            made = linear_logprob(hidden, weight, target, outputs=outputs, backend=backend)
+            made = linear_logprob(hidden, weight, target, outputs=outputs, detach=looked_at, backend=backend)
             return {name: getattr(made, name) for name in outputs}
 
         return evaluate(score, mode, inputs)
