@@ -181,17 +181,17 @@ struct Lanes {
 static void transform(const Head& head, int64_t v0, int64_t count, const Lanes& inverse_temperature, float* logits) {
     const f32x16 per_cap = splat(head.softcap != 0.0f ? head.scale / head.softcap : 0.0f);
     for (int64_t half = 0; half < 2; ++half) {
-        const f32x16 by = inverse_temperature.x[half];
+        const f32x16 by = inverse_temperature.x[half], cap = by * head.softcap;
         for (int64_t v = 0; v < count; ++v) {
             float* at = logit_row(logits, v, half);
             f32x16 y = load16(at);
             if (head.bias) y = y + head.bias[v0 + v];
             if (head.softcap != 0.0f) {
-                y = tanh16(y * per_cap) * head.softcap;
+                y = tanh16(y * per_cap) * cap;
             } else {
-                y = y * head.scale;
+                y = y * head.scale * by;
             }
-            store16(at, y * by);
+            store16(at, y);
         }
     }
 }
@@ -204,9 +204,10 @@ RLHF_INLINE bool transforms(const Head& head, const Batch& batch) {
     return false;
 }
 
-// du of dz/dy beyond scale / T: 1 - (z T / softcap)^2.
-RLHF_INLINE f32x16 cap_slope(f32x16 z, f32x16 temperature_per_cap) {
-    const f32x16 c = z * temperature_per_cap;
+// du of dz/dy beyond scale / T: 1 - tanh^2. `cap`: the very factor that made z of tanh, which a division takes back to its
+// last digit; near a saturated cap nothing else is left of the slope.
+RLHF_INLINE f32x16 cap_slope(f32x16 z, f32x16 cap) {
+    const f32x16 c = z / cap;
     return splat(1.0f) - c * c;
 }
 
@@ -320,7 +321,7 @@ struct Targets {
 // The target's own place in them is 0: what it adds is known exactly and would be lost in the rounding of a large P.
 template <bool kAhead, bool kPair, bool kCap>
 static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t count, int64_t half,
-                       const Wanted& wanted, const Targets& targets, f32x16 temperature_per_cap, Element* p,
+                       const Wanted& wanted, const Targets& targets, f32x16 cap, Element* p,
                        Element* q) {
     const i32x16 target = targets.at[half];
     const bool any_target = targets.any[half];
@@ -346,7 +347,7 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
             difference = muladd(e, gap, difference);
         }
         if (kAhead) {
-            if (kCap) e = e * cap_slope(z, temperature_per_cap);
+            if (kCap) e = e * cap_slope(z, cap);
             if (any_target) e = target == static_cast<int32_t>(v) ? splat(0.0f) : e;
             out = e;
             if (kPair) pair_out = e * gap;
@@ -450,13 +451,13 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
             s.pair_reference[half] = next;
         }
         if (call.wanted.best) note_best(s, logits, v0, count, half);
-        const f32x16 per_cap = head.softcap != 0.0f ? temperature.x[half] * (1.0f / head.softcap) : splat(0.0f);
+        const f32x16 cap = inverse.x[half] * head.softcap;
         const auto sums_of = ahead ? (call.pair ? (head.softcap != 0.0f ? block_sums<true, true, true>
                                                                         : block_sums<true, true, false>)
                                                 : (head.softcap != 0.0f ? block_sums<true, false, true>
                                                                         : block_sums<true, false, false>))
                                    : (call.pair ? block_sums<false, true, false> : block_sums<false, false, false>);
-        sums_of(s, logits, pair_logits, count, half, call.wanted, targets, per_cap,
+        sums_of(s, logits, pair_logits, count, half, call.wanted, targets, cap,
                 p + half * depth_v * kTileElements, ahead_kl ? q + half * depth_v * kTileElements : nullptr);
     }
     if (!ahead) return;
@@ -672,8 +673,7 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
     }
     const Targets targets(batch, n0, v0, count);
     for (int64_t half = 0; half < 2; ++half) {
-        const f32x16 per_cap =
-            head.softcap != 0.0f ? lanes.temperature.x[half] * (1.0f / head.softcap) : splat(0.0f);
+        const f32x16 cap = inverse.x[half] * head.softcap;
         // dL/dy replaces the logits, rows past the end become 0
         for (int64_t v = 0; v < padded_v; ++v) {
             float* at = logit_row(logits, v, half);
@@ -695,7 +695,7 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
             f32x16 d = prob * factor + lanes.mean.x[half];
             d = targets.at[half] == static_cast<int32_t>(v) ? d + lanes.on_target.x[half] : d;
             d = d * lanes.slope.x[half];
-            if (head.softcap != 0.0f) d = d * cap_slope(z, per_cap);
+            if (head.softcap != 0.0f) d = d * cap_slope(z, cap);
             store16(at, d);
         }
         if (call.out.hidden) {

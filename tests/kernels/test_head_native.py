@@ -76,7 +76,7 @@ def eager(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, l
     }
 
 
-SHAPES = [(1, 3, 2), (2, 8, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
+SHAPES = [(1, 3, 2), (2, 8, 17), (2, 17, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
