@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -319,3 +321,32 @@ def test_every_op_has_a_script():
     assert {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")} == set(OPS)
     for op in OPS:
         assert f'main(["bench", "{op}", ' in (folder / f"bench_{op}.py").read_text()
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of bench/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_has_the_recorded_measurements(tmp_path: Path) -> None:
+    script = load_script("readme_table")
+    assert script.main(["--check"]) == 0
+    records = [json.loads(line) for line in script.RESULTS.read_text(encoding="utf-8").splitlines()]
+    changed = next(record for record in records if record["backend"] == "cpu")
+    faster = tmp_path / "faster.jsonl"
+    faster.write_text("\n".join(json.dumps(r) for r in [*records, changed | {"ms": changed["ms"] / 2}]), encoding="utf-8")
+    assert script.main(["--check", str(faster)]) == 1  # of two records of a case the last one counts
+
+
+def test_readme_table_needs_its_marks() -> None:
+    script = load_script("readme_table")
+    assert script.with_table("a\n<!-- bench-table -->\nold\n<!-- /bench-table -->\nb", "new\n") == (
+        "a\n<!-- bench-table -->\nnew\n<!-- /bench-table -->\nb"
+    )
+    with pytest.raises(ValueError, match="expected the marks"):
+        script.with_table("a\n<!-- bench-table -->\nb", "new\n")

@@ -1,0 +1,73 @@
+#!/usr/bin/env python
+"""The README's table of kernels from recorded measurements: one row per case, ours beside the fastest of the others.
+
+    python bench/readme_table.py [--check] [RESULTS.jsonl]
+
+RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given. Of
+several records of a case the last one counts. --check writes nothing and exits with 1 if the README differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results" / "cpu" / "kernels" / "results.jsonl"
+BEGIN, END = "<!-- bench-table -->\n", "<!-- /bench-table -->"
+HEADER = (
+    "| op | case | ms | of its floor | fastest other that computes the same | × faster | MiB | error (allowed) |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown rows of the `cpu` backend, in the order in which cases first came."""
+    last = {(r["op"], r["case"]): r for r in records if r["backend"] == "cpu"}
+    return HEADER + "".join(_row(record) for record in last.values())
+
+
+def _row(r: dict[str, Any]) -> str:
+    other, factor = "–", "–"
+    if r["baseline"] is not None:
+        other, factor = f"{r['baseline']}, {_ms(r['baseline_ms'])} ms", f"{r['baseline_ms'] / r['ms']:.2f}"
+    mib = "–" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f}"
+    error = "–" if r["error"] is None else f"{r['error']:.1e} ({r['error_bound']:.1e})"
+    times = f"{r['ms'] / r['floor_ms']:.2f} ×"
+    return f"| `{r['op']}` | {r['case']} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+
+
+def with_table(text: str, rows: str) -> str:
+    """`text` with everything between the two marks replaced."""
+    head, found, rest = text.partition(BEGIN)
+    _, closed, tail = rest.partition(END)
+    if not found or not closed:
+        raise ValueError(f"README: expected the marks {BEGIN.strip()} and {END}")
+    return f"{head}{BEGIN}{rows}{END}{tail}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 if --check finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    records = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
+    before = README.read_text(encoding="utf-8")
+    after = with_table(before, table(records))
+    if options.check:
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
