@@ -339,7 +339,9 @@ def test_readme_has_the_recorded_measurements(tmp_path: Path) -> None:
     records = [json.loads(line) for line in script.RESULTS.read_text(encoding="utf-8").splitlines()]
     changed = next(record for record in records if record["backend"] == "cpu")
     faster = tmp_path / "faster.jsonl"
-    faster.write_text("\n".join(json.dumps(r) for r in [*records, changed | {"ms": changed["ms"] / 2}]), encoding="utf-8")
+    faster.write_text(
+        "\n".join(json.dumps(r) for r in [*records, changed | {"ms": changed["ms"] / 2}]), encoding="utf-8"
+    )
     assert script.main(["--check", str(faster)]) == 1  # of two records of a case the last one counts
 
 

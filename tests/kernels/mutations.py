@@ -753,7 +753,7 @@ _LORA = f"{_PYTHON}/lora/reference.py"
 _LORA_NATIVE = f"{_PYTHON}/lora/native.py"
 _LORA_TRITON = f"{_PYTHON}/lora/triton.py"
 _BASE = "y = F.linear(x, weight, bias).contiguous()"
-_BASE_DROPPED = "y = F.linear(F.dropout(x, max(p)), weight, bias).contiguous()"
+_BASE_DROPPED = "y = F.linear(F.dropout(x, max(lanes.p)), weight, bias).contiguous()"
 _BASE_FP64 = (
     "y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()"
 )
@@ -771,7 +771,7 @@ LORA = [
         REFERENCE,
         _LORA,
         "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(p)) ",
+        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
         ("test_lora.py::test_dropout_never_touches_the_base_path",),
     ),
     Mutation(
@@ -852,7 +852,7 @@ LORA = [
         TRITON,
         _LORA_TRITON,
         "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(p)) ",
+        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
         ("triton/test_lora.py::test_tier1",),
     ),
     Mutation(
@@ -932,7 +932,7 @@ LORA = [
         CPU,
         _LORA_NATIVE,
         "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(p)) ",
+        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(

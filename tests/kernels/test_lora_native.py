@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rlhf_kernels import native, philox, registry, testing
-from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear, reference
+from rlhf_kernels.lora import Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
@@ -24,7 +24,7 @@ def isa(request):
 
 
 def case(n, k, m, ranks, dtype=BF16, adapter=BF16, *, scale=1.0, p=0.0, seed=0):
-    """x, weight, dy, A, B and the options; slot 0 in two runs, slot 1 between them, off rows before the last run."""
+    """x, weight, dy and the lanes; slot 0 in two runs, slot 1 between them, off rows before the last run."""
     g = torch.Generator().manual_seed(seed)
     make = lambda *shape: scale * torch.randn(*shape, generator=g)  # noqa: E731
     x, weight, dy = make(n, k).to(dtype), (make(m, k) / k**0.5).to(dtype), make(n, m).to(dtype)
@@ -33,17 +33,20 @@ def case(n, k, m, ranks, dtype=BF16, adapter=BF16, *, scale=1.0, p=0.0, seed=0):
     cuts = [n // 5, n // 2, n * 4 // 5]
     row_ids = torch.arange(n) * 7 + 2**33 if p else None
     runs = [0, cuts[0], cuts[2]], [cuts[0], cuts[1], n], [0, 1, 0]
-    return x, weight, dy, A, B, ([0.5, 1.5], *runs, [p, p / 2], 99, row_ids, 3)
+    return x, weight, dy, Lanes(A, B, [0.5, 1.5], *runs, [p, p / 2], 99, row_ids, 3)
 
 
-def results(backend, x, weight, dy, A, B, options):
-    y = backend.linear_forward(x, weight, None, A, B, *options)
-    return [y, *backend.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)]
+def results(backend, x, weight, dy, lanes):
+    y = backend.linear_forward(x, weight, None, lanes)
+    return [y, *backend.linear_backward(dy, x, weight, lanes, *NEEDS_ALL)]
 
 
-def exactly(x, weight, dy, A, B, options):
-    wide = [t.double() for t in A], [t.double() for t in B]
-    return results(reference, x.double(), weight.double(), dy.double(), *wide, options)
+def doubled(lanes):
+    return lanes._replace(A=[t.double() for t in lanes.A], B=[t.double() for t in lanes.B])
+
+
+def exactly(x, weight, dy, lanes):
+    return results(reference, x.double(), weight.double(), dy.double(), doubled(lanes))
 
 
 SHAPES = [  # rows, K, M, ranks
@@ -81,18 +84,14 @@ def test_small_inputs_keep_tier1(isa, scale):
 @pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (BF16, FP16)], ids=str)
 def test_delta_and_its_gradients(isa, dtype, adapter):
     """The primitive's delta and ddelta are fp32 whatever x is."""
-    x, _, _, A, B, options = case(90, 70, 45, (16, 3), dtype, adapter, p=0.3)
-    wide = x.double(), [a.double() for a in A], [b.double() for b in B]
-    testing.assert_ok(
-        testing.tier1(
-            cpu.forward(x, A, B, *options), reference.forward(*wide, *options), reference.forward(x, A, B, *options)
-        )
-    )
+    x, _, _, lanes = case(90, 70, 45, (16, 3), dtype, adapter, p=0.3)
+    wide = x.double(), doubled(lanes)
+    testing.assert_ok(testing.tier1(cpu.forward(x, lanes), reference.forward(*wide), reference.forward(x, lanes)))
     ddelta = torch.randn(63, 45, generator=torch.Generator().manual_seed(1))
     needed = (True, [True, True], [True, True])
-    got = cpu.backward(ddelta, x, A, B, *options, *needed)
-    exact = reference.backward(ddelta.double(), *wide, *options, *needed)
-    eager = reference.backward(ddelta, x, A, B, *options, *needed)
+    got = cpu.backward(ddelta, x, lanes, *needed)
+    exact = reference.backward(ddelta.double(), *wide, *needed)
+    eager = reference.backward(ddelta, x, lanes, *needed)
     for one, want, plain in zip(got, exact, eager, strict=True):
         assert one.dtype == plain.dtype
         testing.assert_ok((testing.tier1 if one.dtype == FP32 else testing.tier3)(one, want, plain))
@@ -110,18 +109,18 @@ def inside(t, fill=float("nan")):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
-    x, weight, dy, A, B, options = case(*shape, dtype, BF16, p=p)
-    scales, starts, ends, slots, *drop = options
+    x, weight, dy, lanes = case(*shape, dtype, BF16, p=p)
     base, dbase = F.linear(x, weight), dy @ weight
-    runs = cpu._in_place(starts, ends, slots)
+    runs = cpu._in_place(lanes)
     want = [base.clone(), dbase.clone()]
-    cpu._forward(x, want[0], True, A, B, scales, runs, *drop)
-    want += cpu._backward(dy, x, want[1], A, B, scales, runs, *drop, [True] * 2, [True] * 2)
-    x_in, dy_in, A_in, B_in = inside(x)[1], inside(dy)[1], [inside(a)[1] for a in A], [inside(b)[1] for b in B]
+    cpu._forward(x, want[0], True, lanes, runs)
+    want += cpu._backward(dy, x, want[1], lanes, runs, [True] * 2, [True] * 2)
+    x_in, dy_in = inside(x)[1], inside(dy)[1]
+    lanes = lanes._replace(A=[inside(a)[1] for a in lanes.A], B=[inside(b)[1] for b in lanes.B])
     (y_around, y), (dx_around, dx) = inside(base, -0.0), inside(dbase, -0.0)  # adding a zero to -0.0 changes its bits
     before = y_around.clone(), dx_around.clone()
-    cpu._forward(x_in, y, True, A_in, B_in, scales, runs, *drop)
-    got = [y, dx, *cpu._backward(dy_in, x_in, dx, A_in, B_in, scales, runs, *drop, [True] * 2, [True] * 2)]
+    cpu._forward(x_in, y, True, lanes, runs)
+    got = [y, dx, *cpu._backward(dy_in, x_in, dx, lanes, runs, [True] * 2, [True] * 2)]
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)  # and so without NaN
     for t, n in ((y, before[0]), (dx, before[1])):
@@ -135,7 +134,8 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
 def test_off_rows_are_not_read(isa, dtype):
     """Off rows hold NaN, between runs that end in the middle of every tile."""
     n, k, m = 100, 64, 96  # for 70, say, oneDNN's bf16 product reads on into the next row
-    x, weight, dy, A, B, _ = case(n, k, m, (16, 3), dtype, dtype)
+    x, weight, dy, lanes = case(n, k, m, (16, 3), dtype, dtype)
+    A, B = lanes.A, lanes.B
     segments = Segments(starts=(1, 20, 50), ends=(14, 47, 99), slots=(0, 1, 0))
     on = torch.zeros(n, dtype=torch.bool)
     for start, end in zip(segments.starts, segments.ends, strict=True):
@@ -166,7 +166,8 @@ def test_dropout_draws_the_words_of_philox(isa, dtype, k):
 
 def test_gradient_through_dropout_stops_at_dropped_places(isa):
     n, k, p = 30, 100, 0.5
-    x, weight, dy, A, B, _ = case(n, k, 50, (16, 3))
+    x, weight, dy, lanes = case(n, k, 50, (16, 3))
+    A, B = lanes.A, lanes.B
     drop = Dropout(p=(p, p), seed=1, row_ids=torch.arange(n), stream=0)
     keep = philox.keep_mask(p, torch.tensor(1), drop.row_ids, 0, k)
     x.requires_grad_()
@@ -180,16 +181,15 @@ def test_gradient_through_dropout_stops_at_dropped_places(isa):
 @pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
 def test_threads_change_no_bit(isa, dtype, adapter):
     inputs = case(2000, 200, 150, (16, 24), dtype, adapter, p=0.1)  # enough work for the parallel loops
-    x, _, dy, A, B, options = inputs
-    scales, starts, ends, slots, *drop = options
-    runs, found = cpu._in_place(starts, ends, slots), []
+    x, _, dy, lanes = inputs
+    runs, found = cpu._in_place(lanes), []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             y, dx = torch.zeros(2000, 150, dtype=dtype), torch.zeros(2000, 200, dtype=dtype)
-            cpu._forward(x, y, True, A, B, scales, runs, *drop)
-            grads = cpu._backward(dy, x, dx, A, B, scales, runs, *drop, [True] * 2, [True] * 2)
+            cpu._forward(x, y, True, lanes, runs)
+            grads = cpu._backward(dy, x, dx, lanes, runs, [True] * 2, [True] * 2)
             found.append([y, dx, *grads])
     finally:
         torch.set_num_threads(before)
@@ -198,22 +198,29 @@ def test_threads_change_no_bit(isa, dtype, adapter):
 
 
 def test_other_slots_change_no_bit(isa):
-    x, weight, dy, A, B, options = case(600, 64, 48, (16, 40))
-    scales, starts, ends, _, *drop = options
-    together = cpu.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)
-    alone = (scales[:1], [starts[0], starts[2]], [ends[0], ends[2]], [0, 0], drop[0][:1], *drop[1:])
-    dx, dA, dB = cpu.linear_backward(dy, x, weight, A[:1], B[:1], *alone, True, False, False, [True], [True])
+    x, weight, dy, lanes = case(600, 64, 48, (16, 40))
+    together = cpu.linear_backward(dy, x, weight, lanes, *NEEDS_ALL)
+    alone = lanes._replace(
+        A=lanes.A[:1],
+        B=lanes.B[:1],
+        scales=lanes.scales[:1],
+        starts=[lanes.starts[0], lanes.starts[2]],
+        ends=[lanes.ends[0], lanes.ends[2]],
+        slots=[0, 0],
+        p=lanes.p[:1],
+    )
+    dx, dA, dB = cpu.linear_backward(dy, x, weight, alone, True, False, False, [True], [True])
     assert torch.equal(dA, together[1])
     assert torch.equal(dB, together[3])
-    for start, end in zip(*alone[1:3], strict=True):
+    for start, end, _ in alone.runs:
         assert torch.equal(dx[start:end], together[0][start:end])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_infinities_and_nan_stay_where_they_are(isa, dtype):
-    x, weight, dy, A, B, options = case(60, 64, 96, (16, 3), dtype, dtype)
+    x, weight, dy, lanes = case(60, 64, 96, (16, 3), dtype, dtype)
     x[3, 5], x[20, 0], dy[50, 7] = float("inf"), float("nan"), float("-inf")
-    got, exact = results(cpu, x, weight, dy, A, B, options), exactly(x, weight, dy, A, B, options)
+    got, exact = results(cpu, x, weight, dy, lanes), exactly(x, weight, dy, lanes)
     for name, one, want in zip(("y", "dx"), got, exact, strict=False):
         assert torch.equal(one.isnan(), want.isnan()), name
         assert torch.equal(one.isinf(), want.isinf()), name
@@ -224,7 +231,7 @@ def test_infinities_and_nan_stay_where_they_are(isa, dtype):
 
 
 def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
-    x, weight, dy, A, B, options = case(40, 30, 20, (4, 3))
+    x, weight, dy, lanes = case(40, 30, 20, (4, 3))
     seen = []
 
     class Spy:
@@ -237,7 +244,7 @@ def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
         need_x, need_A, need_B = needed[0], list(needed[1:3]), list(needed[3:])
         seen.clear()
         with torch.autograd.profiler.profile(record_shapes=True) as profile:
-            found = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, need_A, need_B)
+            found = cpu.linear_backward(dy, x, weight, lanes, need_x, False, False, need_A, need_B)
         products = [event.input_shapes[:2] for event in profile.function_events if event.name == "aten::mm"]
         assert products == [[[40, 20], [20, 30]]] * need_x  # dy W, and no dW
         assert len(found) == sum(needed)
@@ -251,10 +258,10 @@ def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
 
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_gradients_do_not_depend_on_what_else_is_needed(isa, needed):
-    x, weight, dy, A, B, options = case(80, 70, 45, (16, 3), p=0.2)
-    full = cpu.linear_backward(dy, x, weight, A, B, *options, *NEEDS_ALL)
+    x, weight, dy, lanes = case(80, 70, 45, (16, 3), p=0.2)
+    full = cpu.linear_backward(dy, x, weight, lanes, *NEEDS_ALL)
     need_x, need_A, need_B = needed
-    part = cpu.linear_backward(dy, x, weight, A, B, *options, need_x, False, False, [need_A] * 2, [need_B] * 2)
+    part = cpu.linear_backward(dy, x, weight, lanes, need_x, False, False, [need_A] * 2, [need_B] * 2)
     want = full[: int(need_x)] + full[1 : 1 + 2 * need_A] + full[3 : 3 + 2 * need_B]
     assert len(part) == len(want)
     assert all(torch.equal(a, b) for a, b in zip(part, want, strict=True))
@@ -263,8 +270,9 @@ def test_gradients_do_not_depend_on_what_else_is_needed(isa, needed):
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("function", ["linear", "delta"])
 def test_eager_and_compiled_calls_have_the_same_bits(function, p):
-    x, weight, dy, A, B, options = case(30, 20, 12, (4, 3), p=p)
-    segments = Segments(starts=tuple(options[1]), ends=tuple(options[2]), slots=tuple(options[3]))
+    x, weight, dy, lanes = case(30, 20, 12, (4, 3), p=p)
+    A, B = lanes.A, lanes.B
+    segments = Segments(starts=tuple(lanes.starts), ends=tuple(lanes.ends), slots=tuple(lanes.slots))
     drop = Dropout(p=(p, p), seed=3, row_ids=torch.arange(30), stream=1) if p else None
 
     def call(x, *adapters):

@@ -38,9 +38,9 @@ from torch import Tensor
 from rlhf_kernels import eager, registry, triton_support
 from rlhf_kernels.lora import native, reference
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
-from rlhf_kernels.lora.segments import OFF, Dropout, Plan, Segments, make_plan
+from rlhf_kernels.lora.segments import OFF, Dropout, Lanes, Segments, make_lanes
 
-__all__ = ["OFF", "Dropout", "Segments", "lora_delta_", "lora_linear"]
+__all__ = ["OFF", "Dropout", "Lanes", "Segments", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
@@ -63,7 +63,7 @@ def _delta_op(
     backend: str,
 ) -> Tensor:
     return registry.implementation("lora", backend).forward(
-        x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream
+        x, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
     )
 
 
@@ -92,7 +92,7 @@ def _delta_backward_op(
     backend: str,
 ) -> list[Tensor]:
     return registry.implementation("lora", backend).backward(
-        ddelta, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, need_x, need_A, need_B
+        ddelta, x, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), need_x, need_A, need_B
     )
 
 
@@ -147,7 +147,7 @@ def _linear_op(
     backend: str,
 ) -> Tensor:
     return registry.implementation("lora", backend).linear_forward(
-        x, weight, bias, A, B, scales, starts, ends, slots, p, seed, row_ids, stream
+        x, weight, bias, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
     )
 
 
@@ -180,7 +180,7 @@ def _linear_backward_op(
 ) -> list[Tensor]:
     needed = (need_x, need_weight, need_bias, need_A, need_B)
     return registry.implementation("lora", backend).linear_backward(
-        dy, x, weight, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, *needed
+        dy, x, weight, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), *needed
     )
 
 
@@ -228,15 +228,15 @@ def lora_delta_(
         raise ValueError(f"y: expected the rows of x {tuple(x.shape[:-1])}, got {tuple(y.shape[:-1])}")
     if y.device != x.device:
         raise ValueError(f"y: expected the device of x ({x.device}), got {y.device}")
-    plan = make_plan(x, y.shape[-1], list(A), list(B), list(scales), segments, dropout)
-    if not plan.present:
+    lanes = make_lanes(x, y.shape[-1], list(A), list(B), list(scales), segments, dropout)
+    if not lanes.A:
         return y
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
     rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), *_op_args(plan), _resolve(backend, x, plan))
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lanes, _resolve(backend, x, lanes))
     at = 0
-    for start, end in _merged(plan):  # one slice per stretch of on rows: autograd copies y's gradient per slice
+    for start, end in _merged(lanes):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])
         at += end - start
     return y
@@ -260,9 +260,9 @@ def lora_linear(
         raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
-    plan = make_plan(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
-    chosen = _resolve(backend, x, plan)
-    if not plan.present:
+    lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
+    chosen = _resolve(backend, x, lanes)
+    if not lanes.A:
         return F.linear(x, weight, bias)
     if (
         torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
@@ -273,22 +273,18 @@ def lora_linear(
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
     with no_autocast(x):
-        return _linear_op(x, weight, bias, *_op_args(plan), chosen)
+        return _linear_op(x, weight, bias, *lanes, chosen)
 
 
-def _resolve(backend: str, x: Tensor, plan: Plan) -> str:
+def _resolve(backend: str, x: Tensor, lanes: Lanes) -> str:
     """The backend for x and the adapters: float64 on either side asks for products in float64."""
-    wide = [t for t in (*plan.A, *plan.B) if t.dtype == torch.float64]
+    wide = [t for t in (*lanes.A, *lanes.B) if t.dtype == torch.float64]
     return registry.resolve("lora", backend, wide[0] if wide else x)
 
 
-def _op_args(plan: Plan):  # type: ignore[no-untyped-def]
-    return plan[1:]  # everything but `present`, in the ops' order
-
-
-def _merged(plan: Plan) -> list[tuple[int, int]]:
+def _merged(lanes: Lanes) -> list[tuple[int, int]]:
     """Runs with adjacent ones joined, whatever their slots."""
-    runs = list(zip(plan.starts, plan.ends, strict=True))
+    runs = list(zip(lanes.starts, lanes.ends, strict=True))
     cuts = [0, *(j + 1 for j, (left, right) in enumerate(pairwise(runs)) if left[1] != right[0]), len(runs)]
     return [(runs[first][0], runs[after - 1][1]) for first, after in pairwise(cuts)]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import native
 from .reference import no_autocast
+from .segments import Lanes
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _Matrix = tuple[int, int, int]  # address, row stride, type
@@ -29,44 +30,25 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 
 def forward(
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
-    delta = x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=torch.float32)
-    _forward(x, delta, False, A, B, scales, _compact(starts, ends, slots), p, seed, row_ids, stream)
+    delta = x.new_empty((lanes.n_on, lanes.B[0].shape[0]), dtype=torch.float32)
+    _forward(x, delta, False, lanes, _compact(lanes))
     return delta
 
 
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    runs = _compact(starts, ends, slots)
-    grads = _backward(ddelta, x, dx, A, B, scales, runs, p, seed, row_ids, stream, need_A, need_B)
+    grads = _backward(ddelta, x, dx, lanes, _compact(lanes), need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
@@ -74,22 +56,13 @@ def linear_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
     with no_autocast(x):
         y = F.linear(x, weight, bias).contiguous()
         x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        _forward(x_rows, y_rows, True, A, B, scales, _in_place(starts, ends, slots), p, seed, row_ids, stream)
+        _forward(x_rows, y_rows, True, lanes, _in_place(lanes))
     return y
 
 
@@ -97,16 +70,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -125,21 +89,20 @@ def linear_backward(
             grads.append(dy_rows.T @ x_rows)
         if need_bias:
             grads.append(dy_rows.sum(0))
-        runs = _in_place(starts, ends, slots)
-        grads += _backward(dy_rows, x_rows, dx_rows, A, B, scales, runs, p, seed, row_ids, stream, need_A, need_B)
+        grads += _backward(dy_rows, x_rows, dx_rows, lanes, _in_place(lanes), need_A, need_B)
     return grads
 
 
 _Runs = list[tuple[int, int, int, int]]  # first row of x, first row of y, rows, slot
 
 
-def _in_place(starts: list[int], ends: list[int], slots: list[int]) -> _Runs:
-    return [(start, start, end - start, i) for start, end, i in zip(starts, ends, slots, strict=True)]
+def _in_place(lanes: Lanes) -> _Runs:
+    return [(start, start, end - start, i) for start, end, i in lanes.runs]
 
 
-def _compact(starts: list[int], ends: list[int], slots: list[int]) -> _Runs:
+def _compact(lanes: Lanes) -> _Runs:
     runs, at = [], 0
-    for start, end, i in zip(starts, ends, slots, strict=True):
+    for start, end, i in lanes.runs:
         runs.append((start, at, end - start, i))
         at += end - start
     return runs
@@ -157,30 +120,17 @@ def _adapters(tensors: list[Tensor]) -> list[Tensor]:
     return [_unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
 
 
-def _row_ids(row_ids: Tensor | None) -> tuple[Tensor | None, int]:
-    """The ids, kept alive by the caller, and their address."""
-    if row_ids is None:
-        return None, 0
-    row_ids = row_ids.contiguous()
-    return row_ids, row_ids.data_ptr()
-
-
 def _forward(
     x: Tensor,
     y: Tensor,
     add: bool,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
+    lanes: Lanes,
     runs: _Runs,
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
 ) -> None:
     """y [.., M] (+)= delta on the runs' rows."""
-    x, A, B = _unit_inner_stride(x), _adapters(A), _adapters(B)
-    row_ids, ids = _row_ids(row_ids)
+    x, A, B = _unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
+    row_ids = None if lanes.row_ids is None else lanes.row_ids.contiguous()
+    ids = 0 if row_ids is None else row_ids.data_ptr()
     native.extension().lora_forward(
         _matrix(x),
         _matrix(y),
@@ -189,10 +139,10 @@ def _forward(
         y.shape[1],
         [
             (_matrix(a), _matrix(b), a.shape[0], scale, p_i if ids else 0.0, 0, 0)
-            for a, b, scale, p_i in zip(A, B, scales, p, strict=True)
+            for a, b, scale, p_i in zip(A, B, lanes.scales, lanes.p, strict=True)
         ],
         runs,
-        (seed, ids, stream),
+        (lanes.seed, ids, lanes.stream),
         native.threads(),
     )
 
@@ -201,23 +151,18 @@ def _backward(
     dy: Tensor,
     x: Tensor,
     dx: Tensor | None,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
+    lanes: Lanes,
     runs: _Runs,
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """Adds to dx [N,K] in place; returns the needed dA, then dB."""
     if dx is None and not any(need_A) and not any(need_B):
         return []
-    dtypes = [t.dtype for t in (*A, *B)]
-    dy, x, A, B = _unit_inner_stride(dy), _unit_inner_stride(x), _adapters(A), _adapters(B)
-    row_ids, ids = _row_ids(row_ids)
+    dtypes = [t.dtype for t in (*lanes.A, *lanes.B)]
+    dy, x, A, B = _unit_inner_stride(dy), _unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
+    row_ids = None if lanes.row_ids is None else lanes.row_ids.contiguous()
+    ids = 0 if row_ids is None else row_ids.data_ptr()
     dA = [a.new_empty(a.shape) if need else None for a, need in zip(A, need_A, strict=True)]
     dB = [b.new_empty(b.shape) if need else None for b, need in zip(B, need_B, strict=True)]
     native.extension().lora_backward(
@@ -236,10 +181,10 @@ def _backward(
                 0 if da is None else da.data_ptr(),
                 0 if db is None else db.data_ptr(),
             )
-            for a, b, scale, p_i, da, db in zip(A, B, scales, p, dA, dB, strict=True)
+            for a, b, scale, p_i, da, db in zip(A, B, lanes.scales, lanes.p, dA, dB, strict=True)
         ],
         runs,
-        (seed, ids, stream),
+        (lanes.seed, ids, lanes.stream),
         native.threads(),
     )
     found = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]

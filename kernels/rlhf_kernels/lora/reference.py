@@ -1,7 +1,7 @@
 """Multi-slot LoRA in plain torch. Equations and symbols: see the package docstring.
 
-All functions take runs that are on, sorted, with `slots` indexing A, B, scales and p. The low-rank product is
-formed in fp32 (fp64 if x or an adapter is), whatever the adapter's dtype, and rounded once when added to y.
+The low-rank product is formed in fp32 (fp64 if x or an adapter is), whatever the adapter's dtype, and rounded once
+when added to y.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.philox import keep_mask
 
 
@@ -28,12 +29,14 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _keep(start: int, end: int, p: float, seed: int, row_ids: Tensor | None, stream: int, k: int) -> Tensor | None:
+def _keep(lanes: Lanes, start: int, end: int, slot: int) -> Tensor | None:
     """The dropout mask of rows [start, end), [n, K], or None where there is no dropout."""
+    p, row_ids = lanes.p[slot], lanes.row_ids
     if p == 0 or row_ids is None:
         return None
     rows = row_ids[start:end]
-    return keep_mask(p, torch.full((), seed, dtype=torch.int64, device=rows.device), rows, stream, k)
+    seed = torch.full((), lanes.seed, dtype=torch.int64, device=rows.device)
+    return keep_mask(p, seed, rows, lanes.stream, lanes.A[slot].shape[1])
 
 
 def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
@@ -45,25 +48,16 @@ def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
 
 def forward(
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """The delta of the on rows, compact and in row order: [Σ(ends − starts), M] in the compute dtype."""
+    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)
-    delta = x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=dtype)
+    delta = x.new_empty((lanes.n_on, B[0].shape[0]), dtype=dtype)
     at = 0
     with no_autocast(x):
-        for start, end, i in zip(starts, ends, slots, strict=True):
-            keep = _keep(start, end, p[i], seed, row_ids, stream, x.shape[1])
-            h = _dropped(x[start:end].to(dtype), keep, p[i]) @ A[i].to(dtype).T  # [n, r]
+        for start, end, i in lanes.runs:
+            h = _dropped(x[start:end].to(dtype), _keep(lanes, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
             torch.mm(h * scales[i], B[i].to(dtype).T, out=delta[at : at + end - start])
             at += end - start
     return delta
@@ -72,27 +66,15 @@ def forward(
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    offsets = [sum(ends[:j]) - sum(starts[:j]) for j in range(len(starts))]
-    compact = [ddelta[at : at + end - start] for at, start, end in zip(offsets, starts, ends, strict=True)]
-    grads = _low_rank_backward(
-        compact, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, dx, need_A, need_B
-    )
+    compact = list(ddelta.split([end - start for start, end, _ in lanes.runs]))
+    grads = _low_rank_backward(compact, x, lanes, dx, need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
@@ -100,26 +82,17 @@ def linear_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
+    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)
     x_rows = x.reshape(-1, x.shape[-1])
     with no_autocast(x):
         y = F.linear(x, weight, bias).contiguous()
         y_rows = y.view(-1, y.shape[-1])
-        for start, end, i in zip(starts, ends, slots, strict=True):
-            keep = _keep(start, end, p[i], seed, row_ids, stream, x_rows.shape[1])
-            h = _dropped(x_rows[start:end].to(dtype), keep, p[i]) @ A[i].to(dtype).T  # [n, r]
+        for start, end, i in lanes.runs:
+            h = _dropped(x_rows[start:end].to(dtype), _keep(lanes, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
             if y.dtype == dtype:  # no delta in memory
                 y_rows[start:end].addmm_(h * scales[i], B[i].to(dtype).T)
             else:  # the sum is taken in the wider dtype and rounded once
@@ -131,16 +104,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -159,38 +123,28 @@ def linear_backward(
             grads.append(dy_rows.T @ x_rows)
         if need_bias:
             grads.append(dy_rows.sum(0))
-    runs = [dy_rows[start:end] for start, end in zip(starts, ends, strict=True)]
-    return grads + _low_rank_backward(
-        runs, x_rows, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, dx_rows, need_A, need_B
-    )
+    runs = [dy_rows[start:end] for start, end, _ in lanes.runs]
+    return grads + _low_rank_backward(runs, x_rows, lanes, dx_rows, need_A, need_B)
 
 
 def _low_rank_backward(
     dy_runs: list[Tensor],
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     dx: Tensor | None,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """Adds to dx [N,K] in place; returns the needed dA and dB. Runs are summed in row order."""
+    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)
     dA: dict[int, Tensor] = {}
     dB: dict[int, Tensor] = {}
     with no_autocast(x):
-        for dy_run, start, end, i in zip(dy_runs, starts, ends, slots, strict=True):
+        for dy_run, (start, end, i) in zip(dy_runs, lanes.runs, strict=True):
             if dx is None and not need_A[i] and not need_B[i]:
                 continue
-            keep = _keep(start, end, p[i], seed, row_ids, stream, x.shape[1])
+            keep = _keep(lanes, start, end, i)
             dy, a = dy_run.to(dtype), A[i].to(dtype)
             if need_A[i] or need_B[i]:
                 x_in = _dropped(x[start:end].to(dtype), keep, p[i])  # [n, K]

@@ -69,23 +69,35 @@ class Dropout:
             )
 
 
-class Plan(NamedTuple):
-    """What an op needs: only slots that own rows, only runs that are on, renumbered to match."""
+class Lanes(NamedTuple):
+    """Adapters and the rows that carry them, as an implementation gets them: runs are on, sorted, and not empty.
 
-    present: list[int]  # the caller's slot numbers, ascending
-    A: list[Tensor]
-    B: list[Tensor]
+    In the order of the ops' arguments. Every slot has a run.
+    """
+
+    A: list[Tensor]  # [r_i, K]
+    B: list[Tensor]  # [M, r_i]
     scales: list[float]
     starts: list[int]
     ends: list[int]
-    slots: list[int]  # indices into `present`
-    p: list[float]
+    slots: list[int]  # per run, an index into A, B, scales and p
+    p: list[float]  # dropout
     seed: int
-    row_ids: Tensor | None
+    row_ids: Tensor | None  # int64 [N]; None where nothing is dropped
     stream: int
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(start, end, slot) of every run."""
+        return list(zip(self.starts, self.ends, self.slots, strict=True))
 
-def make_plan(
+    @property
+    def n_on(self) -> int:
+        """How many rows are on."""
+        return sum(self.ends) - sum(self.starts)
+
+
+def make_lanes(
     x: Tensor,
     n_out: int,
     A: list[Tensor],
@@ -93,8 +105,11 @@ def make_plan(
     scales: list[float],
     segments: Segments,
     dropout: Dropout | None,
-) -> Plan:
-    """Check all against x [.., K] and n_out = M, then drop absent slots: their gradient has to stay None."""
+) -> Lanes:
+    """Check all against x [.., K] and n_out = M, then drop absent slots: their gradient has to stay None.
+
+    Slots are renumbered, runs that are off or empty left out.
+    """
     n_rows, n_in = math.prod(x.shape[:-1]), x.shape[-1]
     if not len(A) == len(B) == len(scales):
         raise ValueError(f"A, B, scales: expected one entry per slot, got {len(A)}, {len(B)} and {len(scales)} entries")
@@ -116,8 +131,7 @@ def make_plan(
         _check_adapter(i, A[i], B[i], x, n_in, n_out)
     p = [dropout.p[i] if dropout is not None else 0.0 for i in present]
     active = dropout if dropout is not None and any(p) else None
-    return Plan(
-        present=present,
+    return Lanes(
         A=[A[i] for i in present],
         B=[B[i] for i in present],
         scales=[float(scales[i]) for i in present],

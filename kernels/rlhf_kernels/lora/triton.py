@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.lora.reference import no_autocast
+from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
 from rlhf_kernels.triton_support import INTERPRETED, AotCase
 
@@ -246,29 +247,18 @@ def _config(n: int, rank: int, x: torch.dtype, weight: torch.dtype, kernel: str)
 class _Call:
     """One call's adapters and dropout, and the launches on them."""
 
-    def __init__(
-        self,
-        A: list[Tensor],
-        B: list[Tensor],
-        scales: list[float],
-        starts: list[int],
-        ends: list[int],
-        slots: list[int],
-        p: list[float],
-        seed: int,
-        row_ids: Tensor | None,
-        stream: int,
-    ) -> None:
-        self.A, self.B = _one_dtype("A", A), _one_dtype("B", B)
-        self.ranks = [a.shape[0] for a in A]
-        self.runs = (starts, ends, slots)
-        self.n_on = sum(ends) - sum(starts)
+    def __init__(self, lanes: Lanes) -> None:
+        self.A, self.B = _one_dtype("A", lanes.A), _one_dtype("B", lanes.B)
+        self.ranks = [a.shape[0] for a in lanes.A]
+        self.runs = (lanes.starts, lanes.ends, lanes.slots)
+        self.n_on = lanes.n_on
         self.rank = max(16, triton.next_power_of_2(max(self.ranks)))
         if self.rank > MAX_RANK:
             raise ValueError(f"A: expected ranks of at most {MAX_RANK} for backend='triton', got {max(self.ranks)}")
-        self.slots: Slots = slots_of(self.A, self.B, scales, p)
-        self.dropout = row_ids is not None and any(p)
-        self.draw = (row_ids.contiguous() if row_ids is not None and self.dropout else None, seed, stream)
+        self.slots: Slots = slots_of(self.A, self.B, lanes.scales, lanes.p)
+        row_ids = lanes.row_ids if any(lanes.p) else None
+        self.dropout = row_ids is not None
+        self.draw = (None if row_ids is None else row_ids.contiguous(), lanes.seed, lanes.stream)
 
     def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> dict[str, int]:
         return _config(n_d, self.rank, x, (self.B if side else self.A)[0].dtype, kernel)
@@ -399,30 +389,19 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _typed(
-    grads: list[Tensor], A: list[Tensor], B: list[Tensor], need_A: list[bool], need_B: list[bool]
-) -> list[Tensor]:
+def _typed(grads: list[Tensor], lanes: Lanes, need_A: list[bool], need_B: list[bool]) -> list[Tensor]:
     """Each gradient in its parameter's own dtype."""
-    owners = [w for w, need in zip([*A, *B], [*need_A, *need_B], strict=True) if need]
+    owners = [w for w, need in zip([*lanes.A, *lanes.B], [*need_A, *need_B], strict=True) if need]
     return [g.to(w.dtype) for g, w in zip(grads, owners, strict=True)]
 
 
 def forward(
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
-    call = _Call(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
-    delta = torch.empty(call.n_on, B[0].shape[0], dtype=torch.float32, device=x.device)
+    call = _Call(lanes)
+    delta = torch.empty(call.n_on, lanes.B[0].shape[0], dtype=torch.float32, device=x.device)
     call.expand(call.shrink(_rows(x), 0, None), delta, 1, add=False, compact=True)
     return delta
 
@@ -430,25 +409,16 @@ def forward(
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    call = _Call(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
+    call = _Call(lanes)
     grads = call.backward(_rows(ddelta), _rows(x), dx, need_A, need_B, compact=True)
-    grads = _typed(grads, A, B, need_A, need_B)
+    grads = _typed(grads, lanes, need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
@@ -456,21 +426,12 @@ def linear_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
 ) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     with no_autocast(x):
         y = F.linear(x, weight, bias).contiguous()
-    call = _Call(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
+    call = _Call(lanes)
     call.expand(call.shrink(_rows(x), 0, None), y.view(-1, y.shape[-1]), 1, add=True)
     return y
 
@@ -479,16 +440,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lanes: Lanes,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -508,9 +460,9 @@ def linear_backward(
         if need_bias:
             grads.append(dy_rows.sum(0))
     if need_x or any(need_A) or any(need_B):
-        call = _Call(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
+        call = _Call(lanes)
         low_rank = call.backward(dy_rows, x_rows, dx_rows, need_A, need_B, compact=False)
-        grads += _typed(low_rank, A, B, need_A, need_B)
+        grads += _typed(low_rank, lanes, need_A, need_B)
     return grads
 
 

@@ -1,4 +1,4 @@
-"""Names of the losses' statistics, which stay one tensor: one copy to the host, one sum across micro-batches or ranks."""
+"""Names of the losses' statistics. These stay one tensor: one copy to the host, one sum over micro-batches or ranks."""
 
 from __future__ import annotations
 

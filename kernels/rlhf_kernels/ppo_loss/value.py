@@ -14,7 +14,6 @@ Source: Schulman et al. 2017; the clipped form is that of the OpenAI baselines.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
