@@ -23,7 +23,7 @@
 namespace rlhf::cpu {
 namespace {
 
-// Fewer elements take some ten microseconds: too little to wake a second core. It is torch's own grain size.
+// Fewer elements take at most a few tens of microseconds: too little to wake a second core. It is torch's own grain size.
 constexpr int64_t kSerialElements = 1 << 15;
 
 // body(begin, n, index) for every block of the range.

@@ -25,7 +25,7 @@ namespace rlhf::cpu {
 namespace {
 
 constexpr int64_t kBlock = 4096;
-// Fewer elements take some ten microseconds: too little to wake a second core. It is torch's own grain size.
+// Fewer elements take at most a few tens of microseconds: too little to wake a second core. It is torch's own grain size.
 constexpr int64_t kSerialElements = 1 << 15;
 
 template <typename Body>

@@ -28,10 +28,7 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     return reason
 
 
-def forward(
-    x: Tensor,
-    lanes: Lanes,
-) -> Tensor:
+def forward(x: Tensor, lanes: Lanes) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
     delta = x.new_empty((lanes.n_on, lanes.B[0].shape[0]), dtype=torch.float32)
     _forward(x, delta, False, lanes, _compact(lanes))
@@ -52,12 +49,7 @@ def backward(
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lanes: Lanes,
-) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
     with no_autocast(x):
         y = F.linear(x, weight, bias).contiguous()

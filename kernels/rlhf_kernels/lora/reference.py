@@ -46,10 +46,7 @@ def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     return torch.where(keep, x * (1 / (1 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def forward(
-    x: Tensor,
-    lanes: Lanes,
-) -> Tensor:
+def forward(x: Tensor, lanes: Lanes) -> Tensor:
     """The delta of the on rows, compact and in row order: [Σ(ends − starts), M] in the compute dtype."""
     A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)
@@ -78,12 +75,7 @@ def backward(
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lanes: Lanes,
-) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)

@@ -395,10 +395,7 @@ def _typed(grads: list[Tensor], lanes: Lanes, need_A: list[bool], need_B: list[b
     return [g.to(w.dtype) for g, w in zip(grads, owners, strict=True)]
 
 
-def forward(
-    x: Tensor,
-    lanes: Lanes,
-) -> Tensor:
+def forward(x: Tensor, lanes: Lanes) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
     call = _Call(lanes)
     delta = torch.empty(call.n_on, lanes.B[0].shape[0], dtype=torch.float32, device=x.device)
@@ -422,12 +419,7 @@ def backward(
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lanes: Lanes,
-) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     with no_autocast(x):
         y = F.linear(x, weight, bias).contiguous()

@@ -22,17 +22,6 @@ class PolicyStatistics:
     """Views of `statistics` [9], 0-d. All but `ratio_max` are Σ m · (…) / denom."""
 
     statistics: Tensor
-    NAMES = (
-        "policy_loss",
-        "kl",
-        "entropy",
-        "clip_fraction",
-        "clip_fraction_low",
-        "clip_fraction_high",
-        "approx_kl",
-        "ratio_mean",
-        "ratio_max",
-    )
     policy_loss = _at(0, "the clipped policy term of the loss")
     kl = _at(1, "0 without ref_logprob")
     entropy = _at(2, "0 without entropy")
@@ -42,16 +31,17 @@ class PolicyStatistics:
     approx_kl = _at(6, "r − 1 − log r")
     ratio_mean = _at(7, "mean ratio")
     ratio_max = _at(8, "largest ratio of an unmasked token; 0 if there is none")
+    NAMES = tuple(name for name, x in vars().items() if isinstance(x, property))
 
 
 class ValueStatistics:
     """Views of `statistics` [6], 0-d. `clip_fraction` is divided by denom; the sums are not, see `value`."""
 
     statistics: Tensor
-    NAMES = ("clip_fraction", "count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
     clip_fraction = _at(0, "tokens whose gradient the clip cut")
     count = _at(1, "Σ m")
     sum_error = _at(2, "Σ m (R − v)")
     sum_error_sq = _at(3, "Σ m (R − v)²")
     sum_ret = _at(4, "Σ m R")
     sum_ret_sq = _at(5, "Σ m R²")
+    NAMES = tuple(name for name, x in vars().items() if isinstance(x, property))
