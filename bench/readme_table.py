@@ -26,9 +26,10 @@ HEADER = (
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown rows of the `cpu` backend, in the order in which cases first came."""
+    """Markdown rows of the `cpu` backend, ops and their cases in the order in which they first came."""
     last = {(r["op"], r["case"]): r for r in records if r["backend"] == "cpu"}
-    return HEADER + "".join(_row(record) for record in last.values())
+    ops = list(dict.fromkeys(op for op, _ in last))
+    return HEADER + "".join(_row(record) for record in sorted(last.values(), key=lambda r: ops.index(r["op"])))
 
 
 def _row(r: dict[str, Any]) -> str:

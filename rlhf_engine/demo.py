@@ -33,12 +33,12 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class DemoSize:
     """How much work the demo does."""
 
-    n_pairs: int = 12000
+    n_pairs: int = 17280
     n_train_prompts: int = 800
-    n_heldout_prompts: int = 200
+    n_heldout_prompts: int = 336
     hidden_size: int = 128
     n_layers: int = 3
-    sft_steps: int = 490
+    sft_steps: int = 720
     ppo_steps: int = 26
 
 

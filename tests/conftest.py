@@ -70,6 +70,15 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A plain `pytest` on a machine without a GPU skips what needs one, and says so."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(skip)
+
+
 @pytest.fixture
 def stories() -> Path:
     """Folder of the real pretrained 260 K-parameter story model."""

@@ -55,7 +55,8 @@ void define_head(py::module_& m) {
                      threads);
     });
     m.def("head_backward", [](const py::tuple& head_t, const py::tuple& batch_t, const py::tuple& rows_t,
-                              Address hidden, Address weight, int64_t weight_from, Address bias, int threads) {
+                              Address hidden, Address weight, int64_t weight_from, bool weight_bf16, Address bias,
+                              int threads) {
         const Head head = head_of(head_t);
         const Batch batch = batch_of(batch_t);
         const float* row[11];
@@ -63,7 +64,8 @@ void define_head(py::module_& m) {
         const RowGradients rows{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9],
                                 row[10], pointer<const void>(rows_t, 11), number(rows_t, 12)};
         py::gil_scoped_release release;
-        head_backward(head, batch, rows, {at<float>(hidden), at<float>(weight), weight_from, at<float>(bias)},
+        head_backward(head, batch, rows, {at<float>(hidden), at<void>(weight), weight_from,
+                                            weight_bf16 ? Type::bfloat16 : Type::float32, at<float>(bias)},
                       threads);
     });
 }

@@ -90,8 +90,9 @@ struct RowGradients {
 // Sums of dL/dy W' and of its transpose times h'; null where not wanted.
 struct HeadGradients {
     float* hidden;      // [n, K] dense
-    float* weight;      // [V, K] dense; columns from weight_from on are written
+    void* weight;       // [V, K] dense, of weight_type; columns from weight_from on are written
     int64_t weight_from;
+    Type weight_type;   // bf16 is rounded once, from the complete sum
     float* bias;        // [V]
 };
 

@@ -753,22 +753,51 @@ static void backward_group(const BackwardCall& call, int64_t first, int64_t pane
     }
 }
 
-// Rows [v, v + 32) of the block: dL/dW' for columns from weight_from on.
-static void weight_rows(const BackwardCall& call, int64_t v0, int64_t count, int64_t v, const Element* hidden_rows) {
-    const Sizes& sizes = call.sizes;
-    const Element* a = call.across + (v / 16) * call.depth_n * kTileElements;
-    alignas(64) float c[4 * kTileFloats];
-    for (int64_t k = call.out.weight_from / 32 * 32; k < sizes.K; k += 32) {
-        const Element* b = hidden_rows + (k / 16) * call.depth_n * kTileElements;
-        multiply_2x2(a, a + call.depth_n * kTileElements, b, b + call.depth_n * kTileElements, call.depth_n, c, false);
-        const int64_t from = k < call.out.weight_from ? call.out.weight_from : k;
-        const int64_t to = k + 32 < sizes.K ? k + 32 : sizes.K;
-        for (int64_t i = 0; i < 32 && v + i < count; ++i) {
-            float* row = call.out.weight + (v0 + v + i) * sizes.K;
-            for (int64_t j = from; j < to; ++j) {
-                row[j] = c[((i / 16) * 2 + (j - k) / 16) * kTileFloats + (i % 16) * 16 + (j - k) % 16];
-            }
+// One row of dL/dW' from column `from` on, out of the tiles of its strip.
+static void write_weight_row(const float* sums, int64_t row, int64_t from, int64_t K, Type type, void* out) {
+    const auto at = [&](int64_t k) {
+        return sums + (k / 32) * 4 * kTileFloats + ((row / 16) * 2 + k / 16 % 2) * kTileFloats + (row % 16) * 16 + k % 16;
+    };
+    const auto one = [&](int64_t k) {
+        if (type == Type::float32) {
+            static_cast<float*>(out)[k] = *at(k);
+        } else {
+            static_cast<uint16_t*>(out)[k] = to_bf16(splat(*at(k)))[0];
         }
+    };
+    int64_t k = from;
+    for (; k < K && k % 16 != 0; ++k) one(k);
+    for (; k + 16 <= K; k += 16) {
+        const f32x16 x = load16(at(k));
+        if (type == Type::float32) {
+            store16(static_cast<float*>(out) + k, x);
+        } else {
+            const u16x16 rounded = to_bf16(x);
+            std::memcpy(static_cast<uint16_t*>(out) + k, &rounded, sizeof rounded);
+        }
+    }
+    for (; k < K; ++k) one(k);
+}
+
+// Rows [v, v + 32) of the block: dL/dW' for columns from weight_from on. The depth is taken in pieces as in
+// `panel_products`; sums: [padded_K / 32][4 tiles].
+static void weight_strip(const BackwardCall& call, int64_t v0, int64_t count, int64_t v, const Element* hidden_rows,
+                         float* sums) {
+    const HeadGradients& out = call.out;
+    const int64_t K = call.sizes.K, depth_n = call.depth_n;
+    for (int64_t n = 0; n == 0 || n < depth_n; n += kDepthTiles) {  // without a row the sums are zeros
+        const int64_t depth = depth_n - n < kDepthTiles ? depth_n - n : kDepthTiles;
+        const Element* a = call.across + ((v / 16) * depth_n + n) * kTileElements;
+        for (int64_t k = out.weight_from / 32; k < call.sizes.padded_K / 32; ++k) {
+            const Element* b = hidden_rows + (2 * k * depth_n + n) * kTileElements;
+            multiply_2x2(a, a + depth_n * kTileElements, b, b + depth_n * kTileElements, depth,
+                         sums + k * 4 * kTileFloats, n > 0);
+        }
+    }
+    const int64_t size = out.weight_type == Type::float32 ? 4 : 2;
+    for (int64_t i = 0; i < 32 && v + i < count; ++i) {
+        write_weight_row(sums, i, out.weight_from, K, out.weight_type,
+                         static_cast<char*>(out.weight) + (v0 + v + i) * K * size);
     }
 }
 
@@ -793,6 +822,7 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
     Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
     Element* hidden_rows = sums.weight ? memory.take<Element>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
     call.across = sums.weight ? memory.take<Element>(kBlock * sizes.panels * kPanel) : nullptr;
+    float* strips = sums.weight ? memory.take<float>(threads * 32 * sizes.padded_K) : nullptr;
     call.bias_part = sums.bias ? memory.take<float>(sizes.panels * kBlock) : nullptr;
     call.sums = sums.hidden ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
 #pragma omp parallel num_threads(threads)
@@ -826,7 +856,9 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
             }
             if (sums.weight) {
 #pragma omp for schedule(dynamic, 1)
-                for (int64_t v = 0; v < padded_v; v += 32) weight_rows(call, v0, count, v, hidden_rows);
+                for (int64_t v = 0; v < padded_v; v += 32) {
+                    weight_strip(call, v0, count, v, hidden_rows, strips + me * 32 * sizes.padded_K);
+                }
             }
             if (sums.bias) {
 #pragma omp for schedule(static)

@@ -61,7 +61,10 @@ def _optional(name: str, x: Tensor | None) -> int:
 
 
 class Gradients(NamedTuple):
-    """fp32, in the order of `HeadGrads.names`; None where not asked for. hidden is compact [n, H]."""
+    """In the order of `HeadGrads.names`; None where not asked for. hidden is compact [n, H].
+
+    fp32, but for a weight's gradient that was asked for in bf16: its sums are rounded once, when they are complete.
+    """
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -155,15 +158,27 @@ class HeadCall:
         )
         return made | {name: self._narrow(x) for name, x in wide.items()}
 
-    def backward(self, rows: dict[str, Tensor], needs: set[str], *, pair_hidden: Tensor | None = None) -> Gradients:
-        """Gradients from those of the statistics, named as in `ROW_GRADIENTS`, each fp32 [n] and dense."""
+    def backward(
+        self,
+        rows: dict[str, Tensor],
+        needs: set[str],
+        *,
+        pair_hidden: Tensor | None = None,
+        round_weight: bool = False,
+    ) -> Gradients:
+        """Gradients from those of the statistics, named as in `ROW_GRADIENTS`, each fp32 [n] and dense.
+
+        round_weight: the caller takes the weight's gradient as it is, so bf16 sums may be rounded where they are made.
+        """
         H, r, n_vocab = self.weight.shape[1], self.rank, self.weight.shape[0]
         empty = torch.empty
         n, width = self.rows.shape[0], H + self.extra
         need_hidden = "hidden" in needs or ("lora_A" in needs and r > 0)
         need_lora_B = "lora_B" in needs and r > 0
         wide = empty(n, width) if need_hidden else None
-        weight = empty(n_vocab, width) if "weight" in needs or need_lora_B else None
+        rounded = round_weight and self.bf16 and self.extra == 0
+        weight_dtype = torch.bfloat16 if rounded else torch.float32
+        weight = empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
         bias = empty(n_vocab) if "bias" in needs else None
         other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
         native.extension().head_backward(
@@ -171,8 +186,9 @@ class HeadCall:
             self.batch_args,
             (*(_optional(name, rows.get(name)) for name in ROW_GRADIENTS), *_matrix("hidden_r", other)[:2]),
             _optional("d_hidden", wide),
-            _optional("d_weight", weight),
+            0 if weight is None else native.dense("d_weight", weight, weight_dtype),
             0 if "weight" in needs else H,
+            rounded,
             _optional("d_bias", bias),
             native.threads(),
         )

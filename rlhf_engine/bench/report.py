@@ -46,7 +46,7 @@ def print_results(results: Sequence[CaseResult], console: Console) -> None:
             console.print(f"  not measured: {label}: {why}{where}", markup=False, highlight=False, soft_wrap=True)
         console.print()
     console.print(
-        "% of floor: time of the bare GEMMs (or copy) over this time. × baseline: time of the fastest baseline "
+        "% floor: time of the bare GEMMs (or copy) over this time. × base: time of the fastest baseline "
         "that computes the same (*) over this time. MiB: peak above the inputs. error / bound: against float64, of the "
         "result that is closest to what its tier allows; ! is above it.",
         style="dim",
@@ -56,17 +56,15 @@ def print_results(results: Sequence[CaseResult], console: Console) -> None:
 
 def _table(op: str, results: Sequence[CaseResult]) -> Table:
     table = Table(title=op, title_justify="left")
-    for name, justify in (("case", "left"), ("by", "left"), ("ms", "right"), ("% of floor", "right")):
-        table.add_column(name, justify=justify, no_wrap=name != "by")  # type: ignore[arg-type]
-    for name in ("× baseline", "MiB", "error / bound"):
+    table.add_column("case, by", min_width=18)  # labels wrap; without a floor rich would take all of it for the numbers
+    for name in ("ms", "% floor", "× base", "MiB", "error / bound"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(result.case.name, "floor", _ms(result.floor_ms), "100", "", "", "", style="dim")
+        table.add_row(f"{result.case.name}: floor", _ms(result.floor_ms), "100", "", "", "", style="dim")
         best = result.baseline
         for row in result.rows:
-            table.add_row(
-                "", _label(row, best), *_numbers(row, result.floor_ms, best), style=None if row.backend else "dim"
-            )
+            numbers = _numbers(row, result.floor_ms, best)
+            table.add_row(_label(row, best), *numbers, style=None if row.backend else "dim")
         table.add_section()
     return table
 

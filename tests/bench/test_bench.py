@@ -261,6 +261,8 @@ def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, cap
         assert record["order"][0] == "floor"
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "error / bound" in captured.out
+    assert "single/32x16x24_r4:" in captured.out, "eighty columns are enough for every name"
+    assert re.search(r"│ reference +│", captured.out)
     assert "not measured: torch.compile(eager per lane): left out by --quick" in captured.out
     assert "bench 2/2" in captured.err
     assert main([*argv[:-2], "--case", "single"]) == 0

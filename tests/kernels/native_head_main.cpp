@@ -42,6 +42,13 @@ std::unique_ptr<float[]> random_floats(int64_t count) {
     return x;
 }
 
+// x to bf16, ties to even.
+uint16_t nearest_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
 // A random matrix with `stride` and nothing behind its last element; its values as double, dense.
 struct RandomMatrix {
     std::unique_ptr<float[]> as_float;
@@ -117,9 +124,11 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
     const RowGradients gradients{out[1].get(), g[0].get(),  g[1].get(),      g[2].get(),      out[2].get(),
                                  g[3].get(),   g[4].get(),  out[5].get(),    g[5].get(),      pair_out[2].get(),
                                  pair_out[1].get(), other.matrix.data, other.matrix.stride};
-    head_backward(head, batch, gradients, {d_hidden.get(), d_weight.get(), 0, d_bias.get()}, threads);
+    head_backward(head, batch, gradients, {d_hidden.get(), d_weight.get(), 0, Type::float32, d_bias.get()}, threads);
     auto part = heap<float>(V * K);  // the last columns alone, nothing else asked for
-    if (extra > 0) head_backward(head, batch, gradients, {nullptr, part.get(), H, nullptr}, threads);
+    if (extra > 0) head_backward(head, batch, gradients, {nullptr, part.get(), H, Type::float32, nullptr}, threads);
+    auto rounded = heap<uint16_t>(V * K);
+    head_backward(head, batch, gradients, {nullptr, rounded.get(), 0, Type::bfloat16, nullptr}, threads);
 
     std::vector<double> want_d_weight(V * K, 0.0), want_d_bias(V, 0.0);
     const double tolerance = type == Type::bfloat16 ? 2e-2 : 2e-4;
@@ -197,6 +206,9 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
         }
     }
     for (int64_t i = 0; i < V * K; ++i) near(d_weight[i], want_d_weight[i], 1, tolerance, "d_weight");
+    for (int64_t i = 0; i < V * K; ++i) {
+        require(rounded[i] == nearest_bf16(d_weight[i]), name + ": d_weight in bf16 is the fp32 sum rounded once");
+    }
     for (int64_t v = 0; v < V; ++v) near(d_bias[v], want_d_bias[v], 1, tolerance, "d_bias");
     for (int64_t v = 0; v < V && extra > 0; ++v) {
         for (int64_t k = H; k < K; ++k) require(part[v * K + k] == d_weight[v * K + k], name + ": some columns alone");

@@ -71,5 +71,5 @@ def backward(
     if d_log_sum_sq_prob is not None:
         given |= {"log_sum_sq_prob": d_log_sum_sq_prob, "log_sum_sq_prob_value": saved.log_sum_sq_prob}
     compact = {name: x[rows].float().contiguous() for name, x in given.items() if x is not None}
-    gradients = call.backward(compact, set(needs.split(",")))
+    gradients = call.backward(compact, set(needs.split(",")), round_weight=True)
     return results(gradients, rows, (hidden, weight, options.bias, options.lora_A, options.lora_B))

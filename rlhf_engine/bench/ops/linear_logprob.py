@@ -7,7 +7,7 @@ one (its backward makes the logits again). Gradients come from one random number
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case
         floor=lambda inputs: head_floor(inputs, mode.gemms),
         baselines=(
             *(_baseline(scorer, mode, device_type) for scorer in SCORERS),
-            *([_chunked_sum(mode)] if mode.outputs == ("logprob",) else []),
+            _chunked_sum(mode) if mode.outputs == ("logprob",) else _without_entropy(mode),
         ),
         flops=2.0 * mode.gemms * s.N * s.H * s.V,
         moved_bytes=s.H * (s.V + s.N) * item + backward_bytes + ("weight" in mode.gradients) * s.H * s.V * item,
@@ -109,6 +109,22 @@ def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:
         return lambda: evaluate(score, mode, inputs)
 
     return Baseline(name=scorer.name, package=scorer.package, prepare=prepare, compiles=scorer.compiles)
+
+
+def _without_entropy(mode: Mode) -> Baseline:
+    """Our own log-probs alone: what the entropy costs, in the same run."""
+    alone = replace(mode, outputs=("logprob",), differentiated=("logprob",))
+
+    def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+        logprob = linear_logprob(hidden, weight, target, outputs=outputs).logprob
+        assert logprob is not None
+        return {"logprob": logprob}
+
+    return Baseline(
+        name="linear_logprob without entropy",
+        prepare=lambda inputs: lambda: evaluate(score, alone, inputs),
+        same=False,
+    )
 
 
 def _chunked_sum(mode: Mode) -> Baseline:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import linear_logprob_pair
+from rlhf_kernels import linear_logprob, linear_logprob_pair
 
 from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, differentiate, gemm_floor, leaves_of, require
 from rlhf_engine.bench.ops.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head
@@ -26,6 +26,7 @@ def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
 
 def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
     differentiated = ("logprob_a", "kl") if backward else ()
+    looked_at = ("entropy",) if backward else ()
 
     def make(device: torch.device) -> Tensors:
         inputs, generator = make_head(s, dtype, device)
@@ -43,7 +44,7 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
 
     def run(inputs: Tensors, backend: str) -> Tensors:
         def score(*given: torch.Tensor) -> Tensors:
-            return linear_logprob_pair(*given, backend=backend)._asdict()
+            return linear_logprob_pair(*given, detach=looked_at, backend=backend)._asdict()
 
         return finish(score, inputs)
 
@@ -55,6 +56,19 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
     def trl(inputs: Tensors) -> Callable[[], Tensors]:
         score = _trl()
         return lambda: finish(score, inputs)
+
+    def two_calls(inputs: Tensors) -> Tensors:
+        """What there is without the pair: no KL, so the entropy takes its place as what needs a second gradient."""
+        leaves = leaves_of(inputs, ("hidden_a",) if backward else ())
+        hidden_a, weight, target = (inputs | leaves)["hidden_a"], inputs["weight"], inputs["target"]
+        policy = linear_logprob(hidden_a, weight, target, outputs=("logprob", "entropy"))
+        outputs = {
+            "logprob_a": policy.logprob,
+            "logprob_r": linear_logprob(inputs["hidden_r"], weight, target).logprob,
+            "entropy": policy.entropy,
+        }
+        upstream = {"logprob_a": inputs["grad_logprob_a"], "entropy": inputs["grad_kl"]} if backward else {}
+        return differentiate({name: x for name, x in outputs.items() if x is not None}, upstream, leaves)
 
     gemms = 3 if backward else 2
     passes = 2 if backward else 1
@@ -70,6 +84,7 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
         baselines=(
             Baseline(name="log_softmax + gather", prepare=lambda inputs: lambda: finish(_eager, inputs)),
             Baseline(name="ChunkedDivergence + 2 ChunkedLogProb", package="trl", prepare=trl),
+            Baseline(name="2 linear_logprob, entropy for kl", prepare=lambda inputs: lambda: two_calls(inputs), same=False),
         ),
         flops=2.0 * gemms * s.N * s.H * s.V,
         moved_bytes=(passes * (s.V + 2 * s.N) + (passes - 1) * s.N) * s.H * dtype.itemsize,
