@@ -110,7 +110,8 @@ def test_common_code_under_sanitizers(tmp_path):
 
 @pytest.mark.long
 def test_kernels_on_the_cpu_under_sanitizers(tmp_path):
-    output = run_under_sanitizers(tmp_path, "cuda_main.cpp", "cpu/gae.cpp", "cpu/whiten.cpp")
+    beside = ("isa", "gae", "whiten", "whiten_portable", "whiten_avx512")
+    output = run_under_sanitizers(tmp_path, "cuda_main.cpp", *(f"cpu/{name}.cpp" for name in beside))
     assert output == "cuda code is clean"
 
 
