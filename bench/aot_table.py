@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Registers, spills and shared memory of every GPU kernel, compiled ahead of time on a machine without a GPU.
+
+    python bench/aot_table.py [--output bench/results/aot]
+
+Triton kernels in every configuration for sm_80, sm_90 and sm_100 (`rlhf_kernels.aot`), CUDA kernels for sm_80 and sm_90a
+with nvcc where there is one. Writes kernels.jsonl, one object per kernel, configuration and architecture, and README.md,
+one row per kernel and architecture with the largest numbers among its configurations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rlhf_kernels import aot, cuda_native
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA_TARGETS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}
+USAGE = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers(?:, used \d+ barriers)?(?:, (\d+) bytes smem)?",
+    re.DOTALL,
+)
+TYPES = {"f": "float32", "d": "float64"}
+INTRODUCTION = """# GPU kernels, compiled ahead of time
+
+`python bench/aot_table.py` on a machine without a GPU: {versions}. Largest numbers among a kernel's configurations; bytes per thread for
+spills (local memory and stack), bytes per block for shared memory. Every configuration: `kernels.jsonl`.
+
+Nothing spills on sm_90, which the tests hold it to. On sm_80 and sm_100 a few configurations do; the one that spills most is named. They are
+correct there and slower; their tiles were chosen for sm_90 and are to be chosen again by measurement where such a GPU is at hand.
+
+| kernel | by | arch | configurations | registers | spills | shared | spills most |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def triton_rows() -> list[dict[str, Any]]:
+    """Every configuration of every Triton kernel on every architecture."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        aot.main(["--json", str(file)])
+        return [{"by": "triton", **json.loads(line)} for line in file.read_text().splitlines()]
+
+
+def cuda_rows(nvcc: str) -> list[dict[str, Any]]:
+    """Every CUDA kernel, per dtype, as ptxas reports it."""
+    found = []
+    for unit in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
+        for arch, target in CUDA_TARGETS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                flags = [*cuda_native.FLAGS, "-gencode", target, "-Xptxas", "-v", "-I", str(ROOT / "csrc")]
+                command = [nvcc, *flags, "-c", str(unit), "-o", str(Path(folder) / "unit.o")]
+                text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            for mangled, stack, stores, loads, registers, shared in USAGE.findall(text):
+                name = re.search(r"\d+([a-z_]+_kernel)(?:I([fd]))?", mangled)
+                kernel, dtype = (name[1], TYPES.get(name[2], "")) if name else (mangled, "")
+                found.append(
+                    {
+                        "by": "cuda",
+                        "op": unit.stem,
+                        "kernel": kernel,
+                        "case": dtype,
+                        "arch": arch,
+                        "registers": int(registers),
+                        "spills": int(stack) + int(stores) + int(loads),
+                        "shared": int(shared or 0),
+                    }
+                )
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown rows, kernels in the order in which they first came."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((f"{row['op']}.{row['kernel']}", row["by"], f"sm_{row['arch']}"), []).append(row)
+    lines = []
+    for (kernel, by, arch), members in groups.items():
+        worst = max(members, key=lambda row: row["spills"])
+        registers, shared = (max(row[name] for row in members) for name in ("registers", "shared"))
+        case = worst["case"] if worst["spills"] else ""
+        lines.append(
+            f"| `{kernel}` | {by} | {arch} | {len(members)} | {registers} | {worst['spills']} | {shared} | {case} |\n"
+        )
+    return "".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "aot")
+    output: Path = parser.parse_args().output
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    rows = triton_rows()
+    try:
+        nvcc = cuda_native.find_nvcc()
+    except cuda_native.BuildError as error:
+        versions += f", no CUDA kernels ({error})"
+    else:
+        release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"release ([\d.]+)", release)
+        versions += f", nvcc {found[1] if found else '?'}"
+        rows += cuda_rows(nvcc)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (output / "README.md").write_text(INTRODUCTION.format(versions=versions) + table(rows))
+
+
+if __name__ == "__main__":
+    main()
