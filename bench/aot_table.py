@@ -3,9 +3,9 @@
 
     python bench/aot_table.py [--output bench/results/aot]
 
-Triton kernels in every configuration for sm_80, sm_90 and sm_100 (`rlhf_kernels.aot`), CUDA kernels for sm_80 and sm_90a
-with nvcc where there is one. Writes kernels.jsonl, one object per kernel, configuration and architecture, and README.md,
-one row per kernel and architecture with the largest numbers among its configurations.
+Triton kernels in every configuration for sm_80, sm_90 and sm_100 (`rlhf_kernels.aot`), CUDA kernels for sm_80 and
+sm_90a with nvcc where there is one. Writes kernels.jsonl, one object per kernel, configuration and architecture, and
+README.md, one row per kernel and architecture with the largest numbers among its configurations.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ USAGE = re.compile(
 TYPES = {"f": "float32", "d": "float64"}
 INTRODUCTION = """# GPU kernels, compiled ahead of time
 
-`python bench/aot_table.py` on a machine without a GPU: {versions}. Largest numbers among a kernel's configurations; bytes per thread for
-spills (local memory and stack), bytes per block for shared memory. Every configuration: `kernels.jsonl`.
+`python bench/aot_table.py` on a machine without a GPU: {versions}. Largest numbers among a kernel's
+configurations; bytes per thread for spills (local memory and stack), bytes per block for shared memory. Every
+configuration: `kernels.jsonl`.
 
-Nothing spills on sm_90, which the tests hold it to. On sm_80 and sm_100 a few configurations do; the one that spills most is named. They are
-correct there and slower; their tiles were chosen for sm_90 and are to be chosen again by measurement where such a GPU is at hand.
+Nothing spills on sm_90, which the tests hold it to. On sm_80 and sm_100 a few configurations do; the one that spills
+most is named. Tiles were chosen for sm_90; for the others they are to be chosen by measurement on such a GPU.
 
 | kernel | by | arch | configurations | registers | spills | shared | spills most |
 |---|---|---|---|---|---|---|---|

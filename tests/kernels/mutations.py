@@ -226,11 +226,20 @@ LINEAR_LOGPROB = [
         ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
     ),
     Mutation(
+        "dW of the last piece of the depth alone",
+        CPU,
+        _HEAD,
+        "sums + k * 4 * kTileFloats, n > 0);",
+        "sums + k * 4 * kTileFloats, false);",
+        ("test_head_native.py::test_fp32_is_tier1",),
+        _PORTABLE,
+    ),
+    Mutation(
         "dW of a frozen head",
         CPU,
         f"{_PYTHON}/head_native.py",
-        'weight = empty(n_vocab, width) if "weight" in needs or need_lora_B else None',
-        "weight = empty(n_vocab, width)",
+        'weight = empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None',
+        "weight = empty(n_vocab, width, dtype=weight_dtype)",
         ("test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist",),
     ),
     Mutation(

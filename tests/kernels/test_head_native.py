@@ -103,7 +103,7 @@ def test_fp32_is_tier1(isa, shape, scale, with_options):
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked", "uniform", "all_equal", "all_minus_200"])
-@pytest.mark.parametrize("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)], ids=str)
 def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
     n, h, v = shape
     hidden, weight, target = make(*shape, dtype=torch.bfloat16)

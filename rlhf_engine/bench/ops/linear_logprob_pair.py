@@ -84,7 +84,9 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
         baselines=(
             Baseline(name="log_softmax + gather", prepare=lambda inputs: lambda: finish(_eager, inputs)),
             Baseline(name="ChunkedDivergence + 2 ChunkedLogProb", package="trl", prepare=trl),
-            Baseline(name="2 linear_logprob, entropy for kl", prepare=lambda inputs: lambda: two_calls(inputs), same=False),
+            Baseline(
+                name="2 linear_logprob, entropy for kl", prepare=lambda inputs: lambda: two_calls(inputs), same=False
+            ),
         ),
         flops=2.0 * gemms * s.N * s.H * s.V,
         moved_bytes=(passes * (s.V + 2 * s.N) + (passes - 1) * s.N) * s.H * dtype.itemsize,
