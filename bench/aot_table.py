@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,6 @@ from rlhf_kernels import aot, cuda_native
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_TARGETS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}
-USAGE = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-    r"(\d+) bytes spill loads.*?Used (\d+) registers(?:, used \d+ barriers)?(?:, (\d+) bytes smem)?",
-    re.DOTALL,
-)
 TYPES = {"f": "float32", "d": "float64"}
 INTRODUCTION = """# GPU kernels, compiled ahead of time
 
@@ -36,8 +30,8 @@ INTRODUCTION = """# GPU kernels, compiled ahead of time
 configurations; bytes per thread for spills (local memory and stack), bytes per block for shared memory. Every
 configuration: `kernels.jsonl`.
 
-Nothing spills on sm_90, which the tests hold it to. On sm_80 and sm_100 a few configurations do; the one that spills
-most is named. Tiles were chosen for sm_90; for the others they are to be chosen by measurement on such a GPU.
+Configurations that spill: {spilling}. On sm_90 the tests forbid it; elsewhere the one that spills most is named, and
+tiles, which were chosen for sm_90, are to be chosen by measurement on such a GPU.
 
 | kernel | by | arch | configurations | registers | spills | shared | spills most |
 |---|---|---|---|---|---|---|---|
@@ -52,30 +46,17 @@ def triton_rows() -> list[dict[str, Any]]:
         return [{"by": "triton", **json.loads(line)} for line in file.read_text().splitlines()]
 
 
-def cuda_rows(nvcc: str) -> list[dict[str, Any]]:
+def cuda_rows() -> list[dict[str, Any]]:
     """Every CUDA kernel, per dtype, as ptxas reports it."""
     found = []
     for unit in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
         for arch, target in CUDA_TARGETS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                flags = [*cuda_native.FLAGS, "-gencode", target, "-Xptxas", "-v", "-I", str(ROOT / "csrc")]
-                command = [nvcc, *flags, "-c", str(unit), "-o", str(Path(folder) / "unit.o")]
-                text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            for mangled, stack, stores, loads, registers, shared in USAGE.findall(text):
+            for mangled, usage in aot.ptxas_usage(unit, target).items():
                 name = re.search(r"\d+([a-z_]+_kernel)(?:I([fd]))?", mangled)
                 kernel, dtype = (name[1], TYPES.get(name[2], "")) if name else (mangled, "")
-                found.append(
-                    {
-                        "by": "cuda",
-                        "op": unit.stem,
-                        "kernel": kernel,
-                        "case": dtype,
-                        "arch": arch,
-                        "registers": int(registers),
-                        "spills": int(stack) + int(stores) + int(loads),
-                        "shared": int(shared or 0),
-                    }
-                )
+                row = {"by": "cuda", "op": unit.stem, "kernel": kernel, "case": dtype, "arch": arch}
+                spills = usage["stack"] + usage["spills"]
+                found.append(row | {"registers": usage["registers"], "spills": spills, "shared": usage["shared"]})
     return found
 
 
@@ -95,6 +76,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "".join(lines)
 
 
+def spilling(rows: list[dict[str, Any]]) -> str:
+    """How many configurations spill, by architecture."""
+    by_arch: dict[str, list[bool]] = {}
+    for row in rows:
+        by_arch.setdefault(str(row["arch"]), []).append(row["spills"] > 0)
+    return ", ".join(f"{sum(found)} of {len(found)} on sm_{arch}" for arch, found in by_arch.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "aot")
@@ -106,13 +95,12 @@ def main() -> None:
     except cuda_native.BuildError as error:
         versions += f", no CUDA kernels ({error})"
     else:
-        release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        found = re.search(r"release ([\d.]+)", release)
-        versions += f", nvcc {found[1] if found else '?'}"
-        rows += cuda_rows(nvcc)
+        release = re.search(r"release [\d.]+", cuda_native.nvcc_version(nvcc))
+        versions += f", nvcc {release[0] if release else 'of an unknown release'}"
+        rows += cuda_rows()
     output.mkdir(parents=True, exist_ok=True)
     (output / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (output / "README.md").write_text(INTRODUCTION.format(versions=versions) + table(rows))
+    (output / "README.md").write_text(INTRODUCTION.format(versions=versions, spilling=spilling(rows)) + table(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Compile Triton kernels for a GPU that is not there, and read what the machine code needs.
+"""Compile GPU kernels for a GPU that is not there, and read what the machine code needs.
 
 `compile_case` makes a cubin with Triton's own ptxas; registers, spills and shared memory are read from it with the
-cuobjdump that Triton ships. Not under `TRITON_INTERPRET=1`, where there is no compiler to call.
+cuobjdump that Triton ships. Not under `TRITON_INTERPRET=1`, where there is no compiler to call. `ptxas_usage` asks nvcc
+about a CUDA file.
 
     python -m rlhf_kernels.aot [--arch 90] [--op gae] [--first] [--json FILE]
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import cuda_native
 from .triton_support import INTERPRETED, AotCase
 
 ARCHITECTURES = (80, 90, 100)
@@ -98,6 +100,38 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     if not {"REG", "STACK", "LOCAL"} <= found.keys():
         raise RuntimeError(f"cuobjdump -res-usage printed no resource usage: {run.stdout!r} {run.stderr!r}")
     return {name: int(value) for name, value in found.items()}
+
+
+_PTXAS = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers(?:, used \d+ barriers)?(?:, (\d+) bytes smem)?",
+    re.DOTALL,
+)
+
+
+def ptxas_usage(unit: Path, target: str) -> dict[str, dict[str, int]]:
+    """{mangled kernel: registers, stack, spills, shared} of a .cu file of csrc, for a `-gencode` target.
+
+    Raises cuda_native.BuildError without nvcc, and for every error or warning.
+    """
+    flags = [*cuda_native.FLAGS, "-gencode", target, "-Xptxas", "-v", "-Werror", "all-warnings"]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = ["-I", str(unit.parents[1]), "-c", str(unit), "-o", str(Path(folder) / "unit.o")]
+        run = subprocess.run([cuda_native.find_nvcc(), *flags, *paths], capture_output=True, text=True)
+    if run.returncode != 0:
+        raise cuda_native.BuildError(f"{unit.name} for {target}: {run.stderr}")
+    found = _PTXAS.findall(run.stderr)
+    if len(found) != run.stderr.count("Compiling entry function"):
+        raise RuntimeError(f"{unit.name} for {target}: expected the usage of every kernel from ptxas, got {run.stderr}")
+    return {
+        name: {
+            "registers": int(registers),
+            "stack": int(stack),
+            "spills": int(stores) + int(loads),
+            "shared": int(shared or 0),
+        }
+        for name, stack, stores, loads, registers, shared in found
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

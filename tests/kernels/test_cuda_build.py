@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import cuda_native, cuda_support, registry
+from rlhf_kernels import aot, cuda_native, cuda_support, registry
 
 ROOT = Path(__file__).resolve().parents[2]
-UNITS = sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu"))
+UNITS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 
 
 def _nvcc():
@@ -32,35 +32,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a C
 # --- machine code ---------------------------------------------------------------------------------------------------
 
 
-def resource_usage(unit, target, folder):
-    """{kernel: {registers, spills, stack}} as ptxas reports them; every warning is an error."""
-    flags = [*cuda_native.FLAGS, "-gencode", target, "-Xptxas", "-v", "-Werror", "all-warnings"]
-    command = [
-        _nvcc(),
-        *flags,
-        "-I",
-        str(ROOT / "csrc"),
-        "-c",
-        str(ROOT / "csrc/cuda" / unit),
-        "-o",
-        str(folder / "unit.o"),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads.*?Used (\d+) registers"
-    )
-    found = re.findall(pattern, run.stderr, re.DOTALL)
-    assert len(found) == run.stderr.count("Compiling entry function")
-    return {name: {"stack": int(a), "spills": int(b) + int(c), "registers": int(d)} for name, a, b, c, d in found}
-
-
-def check_usage(target, folder):
+def check_usage(target):
     """No spills, no local memory, and registers that let a multiprocessor hold all blocks that its threads allow."""
     kernels = {}
     for unit in UNITS:
-        kernels |= resource_usage(unit, target, folder)
+        kernels |= aot.ptxas_usage(unit, target)
     names = "gae_forward_kernel gae_backward_kernel moments_kernel squares_kernel whiten_kernel gradient_kernel "
     names += "policy_kernel policy_statistics_kernel policy_gradient_kernel value_kernel value_statistics_kernel"
     for name in names.split():
@@ -73,15 +49,15 @@ def check_usage(target, folder):
 
 
 @needs_nvcc
-def test_machine_code_for_hopper(tmp_path):
-    check_usage("arch=compute_90a,code=sm_90a", tmp_path)
+def test_machine_code_for_hopper():
+    check_usage("arch=compute_90a,code=sm_90a")
 
 
 @needs_nvcc
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"])
-def test_machine_code_for_others(target, tmp_path):
-    check_usage(target, tmp_path)
+def test_machine_code_for_others(target):
+    check_usage(target)
 
 
 # --- arithmetic on the CPU ------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from rlhf_kernels.testing import assert_ok, tier1, tier2
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = float("nan"), float("inf")
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +36,7 @@ def host_library(tmp_path_factory):
     return cuda_native.load(library)
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=ON_GPU)])
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Where tensors go so that backend="cuda" serves them."""
     if request.param == "cuda":

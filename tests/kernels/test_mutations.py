@@ -89,8 +89,9 @@ class Tree:
         if interpret.pop():
             environment["TRITON_INTERPRET"] = "1"
         selected = [f"tests/kernels/{test}" for test in tests]
+        common = ["-p", "no:cacheprovider", "--tb=short", "-m", "not gpu"]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *options, *selected],
+            [sys.executable, "-m", "pytest", *common, *options, *selected],
             cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []
