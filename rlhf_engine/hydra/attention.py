@@ -8,26 +8,37 @@ how they attend:
   With `cache`, keys and values are also written into it (prefill).
 * `DecodePlan`: one new token per row; keys and values are appended to the cache and the op `decode_attention` reads it.
 
+A sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long sequences
+go in blocks of queries. A softcap on the scores (Gemma 2) runs in plain torch, block by block, in the order of
+operations of transformers' eager attention: SDPA cannot express it. A keyword that is not served is refused by name.
+
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, S cache length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rlhf_kernels.decode_attention import decode_attention
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.hydra import gate
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
-_REFUSED = ("softcap", "position_bias", "s_aux")
+_WINDOW_BLOCK = 1024
+"""Queries per SDPA call of a sequence that is longer than twice its window (and than twice this)."""
+_SOFTCAP_BLOCK = 512
+"""Queries whose capped scores exist at a time."""
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "use_cache", "cache_position", "return_dict", "output_router_logits", "logits_to_keep"}
+)
+"""Keywords that models hand through and that change nothing about who attends to whom: the plan says that."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +67,20 @@ class PackedPlan:
     """int64 [T], cache row of each token (with `cache`)."""
     positions_T: torch.Tensor | None = None
     """int64 [T], cache position of each token (with `cache`)."""
+    bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRule:
+    """How a layer turns queries and keys into attention scores."""
+
+    scaling: float | None
+    """None: 1 / √D."""
+    window: int | None
+    """Keys that a query sees, itself included; None: all before it."""
+    softcap: float | None
+    """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,8 +182,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature. query [1, H, T, D]; key, value [1, K, T, D]; returns ([1, T, H, D], None).
 
-    Raises RuntimeError outside a trunk call, and ValueError for a keyword that it does not serve: ignoring a sliding
-    window or a softcap would be silently wrong.
+    Raises RuntimeError outside a trunk call, and ValueError for a keyword or a mask that it does not serve: ignoring
+    one would be silently wrong.
     """
     call = gate.current()
     if call is None:
@@ -167,18 +192,22 @@ def packed_attention(
             "score or generate"
         )
     plan = call.attention
-    _refuse_unserved(kwargs, dropout, plan.max_length)
+    longest = plan.max_length  # read exactly once per call: the backbone's probe counts
+    window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    _refuse_unserved(kwargs, attention_mask, dropout)
+    bites = window is not None and window < longest
+    rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap)
     if isinstance(plan, DecodePlan):
-        return _decode(module, query, key, value, scaling, plan), None
+        return _decode(module, query, key, value, rule, plan, longest), None
     if plan.cache is not None and plan.cache_rows_T is not None and plan.positions_T is not None:
         layer = _layer_index(module)
         plan.cache.write(layer, plan.cache_rows_T, plan.positions_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
-        out = _bucket_attention(module, query, key, value, scaling, plan.buckets[0])  # [T, H, D]
+        out = _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])  # [T, H, D]
         return out[None], None
     out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))  # [T, H, D]
     for bucket in plan.buckets:
-        part = _bucket_attention(module, query, key, value, scaling, bucket)
+        part = _bucket_attention(module, query, key, value, rule, plan, bucket)
         if isinstance(bucket.targets, slice):
             out[bucket.targets] = part
         else:
@@ -191,27 +220,83 @@ def _bucket_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
+    rule: ScoreRule,
+    plan: PackedPlan,
     bucket: Bucket,
 ) -> torch.Tensor:
-    """Outputs [real places, H, D] of one bucket, through the very SDPA call that transformers makes."""
+    """Outputs [real places, H, D] of one bucket."""
 
     def grid(x: torch.Tensor) -> torch.Tensor:  # [1, heads, T, D] -> [n, heads, length, D]
         taken = x[0][:, bucket.rows] if isinstance(bucket.rows, slice) else x[0].index_select(1, bucket.rows)
         return taken.unflatten(1, (bucket.n_sequences, bucket.length)).transpose(0, 1)
 
-    out, _ = sdpa_attention_forward(
-        module,
-        grid(query),
-        grid(key),
-        grid(value),
-        None,
-        dropout=0.0,
-        scaling=scaling,
-        is_causal=bucket.length > 1,
-    )  # [n, length, H, D]
+    attend = _sdpa if rule.softcap is None else _capped
+    out = attend(module, grid(query), grid(key), grid(value), rule, plan)  # [n, length, H, D]
     out = out.flatten(0, 1)
     return out if bucket.valid is None else out.index_select(0, bucket.valid)
+
+
+def _sdpa(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: PackedPlan
+) -> torch.Tensor:
+    """[n, length, H, D], through the very SDPA call that transformers makes, in blocks where a window allows it."""
+    length = query.shape[2]
+    window = rule.window if rule.window is not None and rule.window < length else None
+    block = length if window is None else max(window, _WINDOW_BLOCK)
+    if length <= 2 * block:
+        block = length
+    parts = []
+    for first, end, begin in _query_blocks(length, window, block):
+        band = None if window is None else _band(plan, first, end, begin, window, query.device)
+        out, _ = sdpa_attention_forward(
+            module,
+            query[:, :, first:end],
+            key[:, :, begin:end],
+            value[:, :, begin:end],
+            band,
+            dropout=0.0,
+            scaling=rule.scaling,
+            is_causal=band is None and length > 1,
+        )
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _capped(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: PackedPlan
+) -> torch.Tensor:
+    """[n, length, H, D] with capped scores: transformers' eager attention, a block of queries at a time."""
+    n_groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, n_groups), repeat_kv(value, n_groups)
+    scaling = rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5
+    assert rule.softcap is not None
+    length = query.shape[2]
+    parts = []
+    for first, end, begin in _query_blocks(length, rule.window, min(length, _SOFTCAP_BLOCK)):
+        seen = _band(plan, first, end, begin, rule.window or length, query.device)
+        score = torch.matmul(query[:, :, first:end], key[:, :, begin:end].transpose(2, 3)) * scaling
+        score = torch.tanh(score / rule.softcap) * rule.softcap
+        score = score.masked_fill(~seen, torch.finfo(score.dtype).min)
+        weight = torch.softmax(score, dim=-1, dtype=torch.float32).to(query.dtype)
+        parts.append(torch.matmul(weight, value[:, :, begin:end]).transpose(1, 2))
+    return torch.cat(parts, dim=1)
+
+
+def _query_blocks(length: int, window: int | None, block: int) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries and keys, first key) of each block of queries."""
+    for first in range(0, length, block):
+        begin = 0 if window is None else max(0, first - window + 1)
+        yield first, min(first + block, length), begin
+
+
+def _band(plan: PackedPlan, first: int, end: int, begin: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool [1, 1, end − first, end − begin]: query i sees keys i − window + 1 … i."""
+    key = (first - begin, end - begin, window)
+    if key not in plan.bands:
+        query = torch.arange(first - begin, end - begin, device=device)[:, None]
+        seen = torch.arange(end - begin, device=device)[None, :]
+        plan.bands[key] = ((seen <= query) & (seen > query - window))[None, None]
+    return plan.bands[key]
 
 
 def _decode(
@@ -219,18 +304,21 @@ def _decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
+    rule: ScoreRule,
     plan: DecodePlan,
+    longest: int,
 ) -> torch.Tensor:
     layer = _layer_index(module)
     plan.cache.write(layer, plan.rows_N, plan.positions_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = decode_attention(
         query[0].transpose(0, 1),
-        plan.cache.keys[layer][:, : plan.max_length],
-        plan.cache.values[layer][:, : plan.max_length],
+        plan.cache.keys[layer][:, :longest],
+        plan.cache.values[layer][:, :longest],
         plan.positions_N + 1,
         plan.rows_N[:, None],
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
+        window=rule.window,
+        softcap=rule.softcap,
     )
     return out[None]
 
@@ -242,13 +330,17 @@ def _layer_index(module: nn.Module) -> int:
     return index
 
 
-def _refuse_unserved(kwargs: dict[str, Any], dropout: float, max_length: int) -> None:
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"attention keyword {name}={kwargs[name]!r} is not served by rlhf-engine's attention")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < max_length:
-        raise ValueError(f"sliding_window={window}: expected at least the longest sequence ({max_length} tokens)")
+def _refuse_unserved(kwargs: dict[str, Any], attention_mask: torch.Tensor | None, dropout: float) -> None:
+    for name, value in kwargs.items():
+        harmless = value is None or name in _WITHOUT_EFFECT or (name == "is_causal" and value)
+        # output_attentions and its like: asked for, they could not be given
+        if not harmless and not (name.startswith("output_") and not value):
+            raise ValueError(f"attention keyword {name}={value!r} is not served by rlhf-engine's attention")
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask: expected None, because the packed batch says who attends to whom, got a mask "
+            f"{tuple(attention_mask.shape)}"
+        )
     if dropout:
         raise ValueError(f"attention dropout: expected 0 (a HydraModel switches base dropout off), got {dropout}")
 

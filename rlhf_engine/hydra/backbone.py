@@ -1,28 +1,32 @@
 """One backbone: a transformers decoder with gated linears, our attention, and a head described for the kernels.
 
-Loading probes the model: our attention must run exactly once per layer, and log-probs made from hidden states must be
-those of the model's own logits. A model that fails either is refused, because it would train silently wrong.
+Loading probes the model: our attention must run exactly once per layer, hidden states must be those of the model's own
+attention, and log-probs made from hidden states must be those of its own logits. A model that fails one of these is
+refused, because it would train silently wrong.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from rlhf_kernels.logits import HeadLora
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlhf_engine.hydra import gate
+from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
-from rlhf_engine.hydra.bank import AdapterSlot, GatedLinear, LoraPair, SlotConfig, match_targets
+from rlhf_engine.hydra.bank import AdapterSlot, LoraPair, SlotConfig
+from rlhf_engine.hydra.gated import GatedHead, gate_linears, holds_gates, is_quantised, match_targets
 
-_PROBE_TOKENS = 5
+_PROBE_TOKENS = 6
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Relative error of a typical row between our attention and the model's own, by dtype; 0.05 below 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class LmHead:
     """[V] or None"""
     softcap: float | None
     logit_scale: float | None
+    lora: HeadLora | None = None
+    """Addition of the slot that the head is looked up for."""
 
 
 class Backbone(nn.Module):
@@ -47,18 +53,26 @@ class Backbone(nn.Module):
                 f"source: expected a plain {type(model).__name__}, got one with an adapter loaded into it, "
                 "which could not be switched off; give the base, and the adapter's folder as a slot's init_from"
             )
-        if any(isinstance(module, GatedLinear) for module in model.modules()):
+        if holds_gates(model):
             raise ValueError(f"source: expected a plain {type(model).__name__}, got the backbone of another HydraModel")
+        loading.require_decoder(model.config, type(model).__name__)
         self.model = model
         self.frozen = frozen
+        self.quantized = is_quantised(model)
+        if self.quantized and not frozen:
+            raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
         model.requires_grad_(not frozen)
         _switch_dropout_off(model)
+        expected = self._own_hidden_states()
         model.set_attn_implementation(ATTENTION_NAME)
-        self.linears = _gate_linears(model)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            n_layers = model.config.get_text_config().num_hidden_layers
+            raise ValueError(_not_ours(type(model).__name__, n_layers, 0))
+        self.linears = gate_linears(model, self.reading_layer)
         self.blocks_prefix = _blocks_prefix(model)
         self._hash: str | None = None
-        self._probe()
+        self._probe(expected)
 
     @classmethod
     def from_pretrained(
@@ -68,14 +82,11 @@ class Backbone(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         frozen: bool = True,
+        lm_head: bool = True,
+        quantization: loading.Quantization = "none",
     ) -> Backbone:
-        """Load a causal-LM folder. Raises ValueError if it is none; nothing is fetched from a network."""
-        require_model_folder(path)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {error}") from error
-        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+        """Load a model folder, see `loading.load_model`. Nothing is fetched from a network."""
+        model = loading.load_model(path, dtype=dtype, device=device, lm_head=lm_head, quantization=quantization)
         return cls(model, frozen=frozen)
 
     @property
@@ -85,13 +96,36 @@ class Backbone(nn.Module):
         return trunk
 
     @property
+    def reading_layer(self) -> nn.Module | None:
+        """What the plain model reads its last hidden state with: LM head, a classifier's score, or nothing."""
+        head: nn.Module | None = self.model.get_output_embeddings()
+        if head is None:
+            head = getattr(self.model, "score", None)
+        return head
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether roles with an LM head can run here."""
+        return self.model.get_output_embeddings() is not None
+
+    @property
     def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
+        """Width of the hidden states that heads read."""
+        layer = self.reading_layer
+        if layer is None:
+            return int(self.model.config.get_text_config().hidden_size)
+        return int(layer.weight.shape[1])  # type: ignore[index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the hidden states."""
+        found: torch.dtype = self.model.dtype
+        return found
 
     @property
     def context_length(self) -> int:
         """Most tokens that one sequence may have."""
-        return _context_length(self.model.config)
+        return loading.context_length(self.model.config)
 
     @property
     def device(self) -> torch.device:
@@ -99,8 +133,10 @@ class Backbone(nn.Module):
 
     @property
     def lm_head(self) -> LmHead:
-        """The head as it is now (a sharded or moved weight is looked up at each use)."""
+        """The head as it is now (a sharded or moved weight is looked up at each use). Raises ValueError without one."""
         head = self.model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"backbone: expected a model with an LM head, got a {type(self.model).__name__}")
         config = self.model.config.get_text_config()
         scale = getattr(config, "logit_scale", None)
         divisor = getattr(config, "logits_scaling", None)  # Granite divides where Cohere multiplies
@@ -111,6 +147,12 @@ class Backbone(nn.Module):
             logit_scale=float(scale) if scale is not None else 1.0 / divisor if divisor is not None else None,
         )
 
+    def lm_head_in(self, slot: str | None) -> LmHead:
+        """The head as a slot's lane sees it: with the slot's LoRA on it, if it has one there."""
+        gated = [layer for layer in self.linears.values() if isinstance(layer, GatedHead)]
+        lora = gated[0].lora(slot) if gated else None
+        return dataclasses.replace(self.lm_head, lora=lora)
+
     def run(
         self,
         tokens_T: torch.Tensor,
@@ -119,7 +161,16 @@ class Backbone(nn.Module):
         attention: AttentionPlan,
         dropout: gate.DropoutKey | None = None,
     ) -> torch.Tensor:
-        """One traversal: hidden states [T, H] after the final norm."""
+        """One traversal: hidden states [T, H] after the final norm.
+
+        Raises RuntimeError if somebody has given the model another attention since it was taken over.
+        """
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            raise RuntimeError(
+                f"backbone: expected the attention {ATTENTION_NAME!r} that it was given, got "
+                f"{self.model.config._attn_implementation!r}: two models may share one config object, and setting the "
+                "attention of one sets that of the other"
+            )
         with gate.enter(gate.TrunkCall(table=table, attention=attention, dropout=dropout)):
             out = self.trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
@@ -139,8 +190,10 @@ class Backbone(nn.Module):
             raise ValueError(f"slot: {name!r} exists already on this backbone")
         pairs = {}
         for path in match_targets(self.linears, self.blocks_prefix, config.target_modules):
-            linear = self.linears[path]
-            pair = LoraPair(config.r, linear.in_features, linear.out_features, linear.weight.device, dtype)
+            layer = self.linears[path]
+            if isinstance(layer, GatedHead) and config.dropout:
+                raise ValueError(f"dropout: expected 0 for a slot that targets {path!r}, got {config.dropout}")
+            pair = LoraPair(config.r, layer.in_features, layer.out_features, self.device, dtype)
             pair.reset(generator)
             pairs[path] = pair
         slot = AdapterSlot(name, config, pairs, trainable)
@@ -177,70 +230,68 @@ class Backbone(nn.Module):
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": gate.checkpoint_contexts}
         )
 
-    def _probe(self) -> None:
-        """Refuse a model whose attention or head we would get wrong."""
-        config = self.model.config.get_text_config()
-        tokens = torch.arange(_PROBE_TOKENS, device=self.device) % config.vocab_size
+    def _own_hidden_states(self) -> torch.Tensor:
+        """Hidden states [T, H] of the probe's tokens through the plain model's own attention."""
+        self.model.set_attn_implementation("eager")  # what every attention keyword of an architecture is written for
+        training = self.model.training
+        tokens, positions = self._probe_rows()
+        with torch.no_grad():
+            out = self.model.eval().base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        self.model.train(training)
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _probe_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        vocabulary = self.model.config.get_text_config().vocab_size
         positions = torch.arange(_PROBE_TOKENS, device=self.device)
+        return (7 * positions + 1) % vocabulary, positions
+
+    def _probe(self, expected: torch.Tensor) -> None:
+        """Refuse a model whose attention or head we would get wrong."""
+        name = type(self.model).__name__
+        n_layers = self.model.config.get_text_config().num_hidden_layers
+        tokens, positions = self._probe_rows()
         plan = plan_packed([_PROBE_TOKENS], self.device)
         table = gate.SlotTable.uniform(None, _PROBE_TOKENS)
         counted = _CountingPlan(plan)
-        with torch.no_grad(), gate.enter(gate.TrunkCall(table=table, attention=counted)):  # type: ignore[arg-type]
-            logits = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        if counted.reads != config.num_hidden_layers:
-            raise ValueError(
-                f"{type(self.model).__name__}: expected rlhf-engine's attention to run in each of its "
-                f"{config.num_hidden_layers} layers, it ran {counted.reads} times; this architecture does not use "
-                "transformers' AttentionInterface"
-            )
         with torch.no_grad():
-            hidden = self.run(tokens, positions, table, plan)
-            ours = head_logits(hidden, self.lm_head)
+            hidden = self.run(tokens, positions, table, counted)  # type: ignore[arg-type]
+        if counted.reads != n_layers:
+            raise ValueError(_not_ours(name, n_layers, counted.reads))
+        error_T = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+        # the median: routing of a mixture of experts may differ in a row for rounding alone
+        if not error_T.median() <= _PROBE_TOLERANCE.get(hidden.dtype, 0.05):
+            raise ValueError(
+                f"{name}: expected the hidden states of its own attention, got ones that differ by "
+                f"{float(error_T.median()):.2g} of their norm; its attention computes something that is not served"
+            )
+        if not self.has_lm_head:
+            return
+        with torch.no_grad(), gate.enter(gate.TrunkCall(table=table, attention=plan)):
+            logits = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        ours = head_logits(hidden, self.lm_head)
         if not torch.allclose(ours.float(), logits.float(), rtol=1e-2, atol=1e-2 * logits.abs().max().item()):
             raise ValueError(
-                f"{type(self.model).__name__}: its logits are not head(hidden) with the softcap and scale that its "
-                "config names, so log-probs made from hidden states would be wrong"
+                f"{name}: its logits are not head(hidden) with the softcap and scale that its config names, so "
+                "log-probs made from hidden states would be wrong"
             )
-
-
-def require_model_folder(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError unless `path` is a folder with a model, and not one of an adapter."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
-    if (folder / "adapter_config.json").is_file():
-        # transformers would load the adapter's base and inject the adapter into it: "off" would then not be off
-        raise ValueError(
-            f"model_name_or_path: expected a model folder, got {str(path)!r} which holds an adapter; give its base "
-            "here and the folder as an adapter"
-        )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model_name_or_path: expected a folder with config.json, got {str(path)!r} which has none")
-
-
-def read_context_length(path: str | os.PathLike[str]) -> int:
-    """`Backbone.context_length` of a model folder, without loading the model."""
-    require_model_folder(path)
-    return _context_length(AutoConfig.from_pretrained(path, local_files_only=True))
-
-
-def _context_length(config: PreTrainedConfig) -> int:
-    """Longest sequence: what the positions allow, or less where a sliding window, which is not served, would bite."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise ValueError(f"{type(config).__name__}: expected max_position_embeddings, got {limit!r}")
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
-    return min(limit, window) if isinstance(window, int) and slides else limit
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:
     """Logits [T, V] as the model defines them; for probes and tests, training never makes them."""
     z = F.linear(hidden, head.weight, head.bias)
+    if head.lora is not None:
+        z = z + head.lora.scale * F.linear(F.linear(hidden.to(head.lora.A.dtype), head.lora.A), head.lora.B).to(z.dtype)
     if head.logit_scale is not None:
         z = z * head.logit_scale
     return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+
+
+def _not_ours(name: str, n_layers: int, n_ran: int) -> str:
+    return (
+        f"{name}: expected rlhf-engine's attention to run in each of its {n_layers} layers, it ran {n_ran} times; this "
+        "architecture does not use transformers' AttentionInterface"
+    )
 
 
 class _CountingPlan:
@@ -262,20 +313,8 @@ def _switch_dropout_off(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def _gate_linears(model: PreTrainedModel) -> dict[str, GatedLinear]:
-    """Replace every linear except the LM head by a gated one on the same parameters."""
-    head = model.get_output_embeddings()
-    gated: dict[str, GatedLinear] = {}
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and module is not head:
-            gated[path] = GatedLinear(module, path=path, stream=len(gated))
-            parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, gated[path])
-    return gated
 
 
 def _blocks_prefix(model: PreTrainedModel) -> str:

@@ -1,23 +1,18 @@
-"""The adapter bank: LoRA slots, and the linears of a frozen backbone that can run any of them per row.
+"""The adapter bank: LoRA slots, of which the gated linears of a backbone can run any per row.
 
 y = x Wᵀ + b + s_i · dropout(x) A_iᵀ B_iᵀ on the rows of slot i;  y = x Wᵀ + b on rows that are off.
 
-Each slot owns its Parameters, per layer A [r, in] and B [out, r]. Linears find the slot of a row through the gate,
-never through state of their own, and keep their parameter names: a backbone saves and hashes as if nothing happened.
+Each slot owns its Parameters, per layer A [r, in] and B [out, r].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from rlhf_kernels.lora import Dropout, lora_linear
 from torch import nn
-from torch.nn import functional as F
-
-from rlhf_engine.hydra import gate
 
 ALL_LINEAR = "all-linear"
 
@@ -123,70 +118,3 @@ def encode(path: str) -> str:
 def decode(key: str) -> str:
     """Inverse of `encode`."""
     return key.replace("/", ".")
-
-
-class GatedLinear(nn.Linear):
-    """A linear of the backbone, same weight and bias objects and names, that adds LoRA where the gate says so."""
-
-    def __init__(self, base: nn.Linear, *, path: str, stream: int) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.path = path
-        self.stream = stream
-        # A plain dict: the slot modules are registered with the HydraModel, not with the backbone
-        self.slots: dict[str, AdapterSlot] = {}
-        self.train(base.training)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        call = gate.current()
-        if call is None or not self.slots:
-            return F.linear(x, self.weight, self.bias)
-        wanted = call.table.slots
-        present = tuple(name for name in self.slots if name in wanted)
-        if not present:
-            return F.linear(x, self.weight, self.bias)
-        pairs = [self.slots[name].pair(self.path) for name in present]
-        configs = [self.slots[name].config for name in present]
-        return lora_linear(
-            x,
-            self.weight,
-            self.bias,
-            [pair.A for pair in pairs],
-            [pair.B for pair in pairs],
-            [config.scale for config in configs],
-            gate.lora_segments(call.table, present),
-            dropout=self._dropout(call, configs),
-        )
-
-    def _dropout(self, call: gate.TrunkCall, configs: Sequence[SlotConfig]) -> Dropout | None:
-        if call.dropout is None or not any(config.dropout for config in configs):
-            return None
-        return Dropout(
-            p=tuple(config.dropout for config in configs),
-            seed=call.dropout.seed,
-            row_ids=call.dropout.row_ids_T,
-            stream=self.stream,
-        )
-
-
-def match_targets(linears: Mapping[str, nn.Module], blocks_prefix: str, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the linears that a slot adapts.
-
-    `all-linear` takes every linear below `blocks_prefix`; names match as in PEFT, whole or as the end of a path.
-    Raises ValueError for a name that matches nothing.
-    """
-    if targets == ALL_LINEAR:
-        found = [path for path in linears if path.startswith(blocks_prefix)]
-        if not found:
-            raise ValueError(f"target_modules='all-linear': expected linears below {blocks_prefix!r}, got none")
-        return found
-    found = []
-    for path in linears:
-        if any(path == t or path.endswith("." + t) for t in targets):
-            found.append(path)
-    missing = [t for t in targets if not any(p == t or p.endswith("." + t) for p in linears)]
-    if missing:
-        endings = sorted({path.rsplit(".", 1)[-1] for path in linears})
-        raise ValueError(f"target_modules: expected name endings among {endings}, got {missing} which match nothing")
-    return found

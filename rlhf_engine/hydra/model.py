@@ -235,7 +235,9 @@ class HydraModel(nn.Module):
         states_by_role = HiddenStates(
             batch=batch,
             hidden_T=hidden,
-            lm_heads={n: self.role_backbone(n).lm_head for n in used if self.roles[n].head == LM_HEAD},
+            lm_heads={
+                n: self.role_backbone(n).lm_head_in(self.roles[n].slot) for n in used if self.roles[n].head == LM_HEAD
+            },
             scalar_heads={n: self._scalar_head(n) for n in used if self.roles[n].head != LM_HEAD},
         )
         return tuple(output.compute(states_by_role) for output in outputs)

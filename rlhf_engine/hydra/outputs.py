@@ -57,7 +57,7 @@ class HiddenStates:
     def head_options(self, role: str) -> dict[str, Any]:
         """Keyword arguments that make the vocabulary kernels compute this model's distribution."""
         head = self.lm_head(role)
-        return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
+        return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale, "lora": head.lora}
 
 
 class Output(Protocol):

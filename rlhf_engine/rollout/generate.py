@@ -160,7 +160,7 @@ class _LiveRows:
         """Sample the next token of every live row from its hidden state [n, H]; retire the rows that are done."""
         device = self.backbone.device
         index = torch.tensor(self.live, device=device)
-        head = self.backbone.lm_head
+        head = self.backbone.lm_head_in(self.slot)
         drawn = sample(
             hidden,
             head.weight,
@@ -171,6 +171,7 @@ class _LiveRows:
             softcap=head.softcap,
             logit_scale=head.logit_scale,
             bias=head.bias,
+            lora=head.lora,
         )
         assert drawn.token is not None
         assert drawn.logprob is not None

@@ -76,7 +76,7 @@ def make_experience(
     for name, found in named.items():
         if found is not None and not found.isfinite().all():
             raise NonFiniteError(f"{name} are not finite; no update was made from this rollout")
-    dtype = model.backbone("base").lm_head.weight.dtype
+    dtype = model.backbone("base").dtype
     mismatch = _check_mismatch(logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
     if first_step_from_reference:
         _check_step0(logprobs_M, ref_logprobs_M, dtype)

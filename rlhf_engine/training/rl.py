@@ -23,7 +23,7 @@ from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.hydra.backbone import read_context_length
+from rlhf_engine.hydra.loading import read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
@@ -327,7 +327,7 @@ class PpoTrainer:
 
     def _write_record(self) -> None:
         device = self.model.device
-        dtype = self.model.backbone().lm_head.weight.dtype
+        dtype = self.model.backbone().dtype
         record = run_record(
             config=self.config,
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -30,7 +30,7 @@ from rlhf_engine.hydra import (
     RoleSpec,
     peft_io,
 )
-from rlhf_engine.hydra.backbone import read_context_length
+from rlhf_engine.hydra.loading import read_context_length
 from rlhf_engine.tokenizing import encode_completion, encode_prompt, load_tokenizer
 from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.data import Row, batch_indices, read_rows

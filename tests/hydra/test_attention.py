@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, hydra_roles
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
@@ -114,26 +114,76 @@ def test_gradients_through_padding_are_those_of_single_sequences():
 
 
 def attend(max_length: int = 4, **options):
-    """Our attention function on its own, in a trunk call of one sequence."""
-    heads = torch.randn(1, 2, max_length, 8, generator=torch.Generator().manual_seed(0))
+    """Our attention function on its own, in a trunk call of one sequence; its inputs' gradients with it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, max_length, 8, generator=generator).requires_grad_() for _ in range(3))
     plan = plan_packed([max_length], torch.device("cpu"))
     module = torch.nn.Module()
     with enter(TrunkCall(table=SlotTable.uniform(None, max_length), attention=plan)):
-        return packed_attention(module, heads, heads, heads, None, scaling=0.3, **options)
-
-
-def test_keywords_that_would_be_ignored_are_refused():
-    out, weights = attend(sliding_window=4, softcap=None, dropout=0.0)
-    assert out.shape == (1, 4, 2, 8)
+        out, weights = packed_attention(module, query, key, value, None, scaling=0.3, **options)
     assert weights is None
-    with pytest.raises(ValueError, match=r"sliding_window=3: expected at least the longest sequence \(4 tokens\)"):
-        attend(sliding_window=3)
-    with pytest.raises(ValueError, match=r"attention keyword softcap=50\.0 is not served"):
-        attend(softcap=50.0)
+    out.square().sum().backward()
+    return out.detach(), query.grad, key.grad, value.grad
+
+
+def expected_attention(max_length: int, window: int, softcap: float | None):
+    """The definition, in float64 on the whole score matrix."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, max_length, 8, generator=generator).double().requires_grad_() for _ in range(3)
+    )
+    score = 0.3 * query @ key.transpose(2, 3)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    distance = torch.arange(max_length)[:, None] - torch.arange(max_length)[None, :]
+    score = score.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    out = (score.softmax(-1) @ value).transpose(1, 2)
+    out.square().sum().backward()
+    return out.detach(), query.grad, key.grad, value.grad
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "softcap"),
+    [
+        (4, 4, None),  # a window that does not bite
+        (30, 7, None),
+        (30, 1, None),
+        (2100, 100, None),  # blocks of queries
+        (2100, 1040, None),
+        (2049, 2048, None),
+        (30, 30, 1.5),
+        (30, 7, 1.5),
+        (1030, 1030, 1.5),
+        (1030, 90, 1.5),
+    ],
+)
+def test_windows_and_softcaps_are_what_they_say(length, window, softcap):
+    ours = attend(length, sliding_window=window, softcap=softcap)
+    for name, found, expected in zip("oqkv", ours, expected_attention(length, window, softcap), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_what_would_be_ignored_is_refused():
+    attend(sliding_window=4, softcap=None, dropout=0.0, is_causal=True, output_attentions=False, position_bias=None)
+    with pytest.raises(ValueError, match=r"attention keyword position_bias=.* is not served"):
+        attend(position_bias=torch.ones(1))
     with pytest.raises(ValueError, match="attention keyword s_aux="):
         attend(s_aux=1.0)
+    with pytest.raises(ValueError, match="attention keyword is_causal=False"):
+        attend(is_causal=False)
+    with pytest.raises(ValueError, match="attention keyword something_new=3"):  # what nobody knows yet
+        attend(something_new=3)
+    with pytest.raises(ValueError, match="attention keyword output_attentions=True"):
+        attend(output_attentions=True)
     with pytest.raises(ValueError, match=r"attention dropout: expected 0 .*got 0\.1"):
         attend(dropout=0.1)
+    plan = plan_packed([4], torch.device("cpu"))
+    heads = torch.ones(1, 2, 4, 8)
+    with (
+        enter(TrunkCall(table=SlotTable.uniform(None, 4), attention=plan)),
+        pytest.raises(ValueError, match=r"attention_mask: expected None, .*got a mask \(1, 1, 4, 4\)"),
+    ):
+        packed_attention(torch.nn.Module(), heads, heads, heads, torch.ones(1, 1, 4, 4))
 
 
 def test_base_dropout_is_off_in_train_mode():
@@ -143,30 +193,6 @@ def test_base_dropout_is_off_in_train_mode():
         layer.self_attn.attention_dropout = 0.5
     model, batch = HydraModel.from_pretrained(plain, roles=hydra_roles()).train(), random_batch()
     assert torch.equal(off_logits(model, batch), off_logits(build(), batch))
-
-
-def test_a_sliding_window_limits_the_context_before_it_bites():
-    config = MistralConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        sliding_window=8,
-    )
-    torch.manual_seed(0)
-    plain = MistralForCausalLM(config).eval()
-    tokens = random_batch(((3, 5),)).tokens_T
-    with torch.no_grad():
-        expected = plain(tokens[None], use_cache=False).logits[0]
-    model = HydraModel.from_pretrained(plain, roles=hydra_roles())
-    assert model.backbone().context_length == 8
-    torch.testing.assert_close(off_logits(model, random_batch(((3, 5),))), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"expected sequences of at most 8 tokens .*got one of 9"):
-        model.score(random_batch(((3, 6),)))
 
 
 def test_the_plain_model_cannot_run_outside_of_a_trunk_call():
@@ -190,3 +216,23 @@ def test_logits_that_are_not_head_of_hidden_are_refused():
     plain.lm_head.register_forward_hook(lambda module, arguments, out: out * 2)
     with pytest.raises(ValueError, match="its logits are not head\\(hidden\\) with the softcap and scale"):
         HydraModel.from_pretrained(plain, roles=hydra_roles())
+
+
+def test_attention_that_computes_something_unserved_is_refused():
+    plain = tiny_llama()
+    config = plain.config
+
+    def twice_unless_ours(module, arguments, out):
+        return out if config._attn_implementation == ATTENTION_NAME else (2 * out[0], out[1])
+
+    for layer in plain.model.layers:
+        layer.self_attn.register_forward_hook(twice_unless_ours)
+    with pytest.raises(ValueError, match="expected the hidden states of its own attention, got ones that differ by"):
+        HydraModel.from_pretrained(plain, roles=hydra_roles())
+
+
+def test_somebody_elses_change_of_attention_is_noticed():
+    model = build()
+    model.backbone().model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="expected the attention 'rlhf_engine' that it was given, got 'sdpa'"):
+        model.score(random_batch())

@@ -70,8 +70,8 @@ def test_names_that_would_be_paths(field, value):
             r"target_modules: expected name endings among \['down_proj', 'gate_proj', 'k_proj', .*\], got \['c_attn'\]",
         ),
         (
-            {"slots": {"actor": SlotConfig(target_modules=("lm_head",))}},
-            r"expected name endings among .*got \['lm_head'\] which match nothing",
+            {"slots": {"actor": SlotConfig(target_modules=("lm_head",), dropout=0.1)}},
+            r"dropout: expected 0 for a slot that targets 'lm_head', got 0\.1",
         ),
         (
             {"slots": {"actor": SlotConfig(init_from="critic"), "critic": SlotConfig(init_from="actor")}},

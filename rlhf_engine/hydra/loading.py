@@ -1,0 +1,150 @@
+"""Model folders: what may serve as a backbone, found out from the config before any weights are read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+Quantization = Literal["none", "8bit", "4bit"]
+
+_MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+"""Their configs carry is_decoder=False, and they are decoders all the same."""
+
+
+def require_model_folder(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError unless `path` is a folder with a model, and not one of an adapter."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the adapter's base and inject the adapter into it: "off" would then not be off
+        raise ValueError(
+            f"model_name_or_path: expected a model folder, got {str(path)!r} which holds an adapter; give its base "
+            "here and the folder as an adapter"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model_name_or_path: expected a folder with config.json, got {str(path)!r} which has none")
+
+
+def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
+    """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
+    require_model_folder(path)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    require_decoder(config, str(path))
+    return config
+
+
+def require_decoder(config: PreTrainedConfig, name: str) -> None:
+    """Raise ValueError for an encoder-decoder model, an encoder, or an architecture without a decoder class."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model_name_or_path: expected a decoder-only model, got {name!r}, a {config.model_type} with an encoder "
+            "and a decoder"
+        )
+    # encoders that can also be built as decoders say which of the two they are
+    encodes = getattr(config, "is_decoder", None) is False and config.model_type not in _MISLABELLED_DECODERS
+    if encodes or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"model_name_or_path: expected a decoder-only language model, got {name!r} of type {config.model_type!r}"
+        )
+
+
+def has_lm_head(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint that belongs to a config was saved with its LM head (assumed where it does not say)."""
+    saved = getattr(config, "architectures", None) or []
+    return not saved or any(name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in saved)
+
+
+def is_sequence_classifier(config: PreTrainedConfig) -> bool:
+    """Whether a folder holds an AutoModelForSequenceClassification."""
+    saved = getattr(config, "architectures", None) or []
+    return any(name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() for name in saved)
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    lm_head: bool = True,
+    quantization: Quantization = "none",
+) -> PreTrainedModel:
+    """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same trunk.
+
+    Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
+    Nothing is fetched from a network.
+    """
+    config = read_config(path)
+    if lm_head and not has_lm_head(config):
+        raise ValueError(
+            f"model_name_or_path: expected a model with an LM head, got {str(path)!r} which was saved as "
+            f"{(config.architectures or ['?'])[0]}"
+        )
+    headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    if headless:
+        options["num_labels"] = 1
+    if quantization != "none":
+        options |= _quantized(quantization, dtype, device)
+    loader = AutoModelForSequenceClassification if headless else AutoModelForCausalLM
+    try:
+        loaded: Any = loader.from_pretrained(path, **options)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {error}") from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    lacking = sorted(key for key in info["missing_keys"] if not (headless and key.startswith("score.")))
+    if lacking:
+        # transformers would make them up
+        raise ValueError(f"model_name_or_path: expected all weights in {str(path)!r}, got none for {lacking[:3]}")
+    if quantization == "none":
+        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    return model
+
+
+def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"quantization: expected 'none' where bitsandbytes is not installed (pip install bitsandbytes), "
+            f"got {quantization!r}"
+        ) from error
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=quantization == "4bit",
+        load_in_8bit=quantization == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def read_context_length(path: str | os.PathLike[str]) -> int:
+    """`Backbone.context_length` of a model folder, without loading the model."""
+    return context_length(read_config(path))
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Longest sequence that the model's positions allow."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise ValueError(f"{type(config).__name__}: expected max_position_embeddings, got {limit!r}")
+    return limit

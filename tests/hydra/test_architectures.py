@@ -1,0 +1,167 @@
+"""One mechanism for every decoder: OFF is the plain model, a slot is PEFT's LoRA, packed rows are padded rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
+from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.gated import GatedHead
+from rlhf_engine.rollout import SamplingConfig, generate
+from tests.conftest import VOCAB, random_batch, randomise
+from tests.hydra.architectures import CONFIGS, WINDOW, plain_model
+
+ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
+LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9))  # two of one length, one below the window, the rest beyond it
+
+every = pytest.mark.parametrize("name", CONFIGS)
+
+
+def hydra(name: str, **slot: object) -> HydraModel:
+    model = HydraModel.from_pretrained(plain_model(name), roles=ACTOR, slots={"actor": SlotConfig(r=4, **slot)})
+    randomise(model, "actor")
+    return model.eval()
+
+
+def logits(model: HydraModel, batch: PackedBatch, slot: str | None) -> torch.Tensor:
+    """[T, V] in a slot's lane."""
+    with torch.no_grad():
+        hidden = model._trunk_call(batch, model.backbone(), [slot], None)
+    return head_logits(hidden, model.backbone().lm_head_in(slot))
+
+
+def padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [N, longest] padded on the right, and their mask."""
+    tokens = torch.nn.utils.rnn.pad_sequence(list(batch.tokens_T.split(batch.lengths)), batch_first=True)
+    lengths = torch.tensor(batch.lengths)[:, None]
+    return tokens, torch.arange(tokens.shape[1]).expand_as(tokens) < lengths
+
+
+def rows_of(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """The plain model's logits [T, V] of a batch, padded and masked."""
+    tokens, mask = padded(batch)
+    return model(tokens, attention_mask=mask.long(), use_cache=False).logits[mask]
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5 * max(1.0, theirs.abs().max().item()))
+
+
+@every
+def test_off_is_the_plain_model_bit_for_bit(name):
+    model, plain = hydra(name), plain_model(name)
+    tokens = torch.randint(3, VOCAB, (3, 12), generator=torch.Generator().manual_seed(0))
+    batch = PackedBatch.from_lists(tokens[:, :4].tolist(), tokens[:, 4:].tolist())
+    with torch.no_grad():
+        expected = plain(tokens, use_cache=False).logits
+        ours = model._trunk_call(batch, model.backbone(), [None], None)
+        theirs = plain.base_model(tokens, use_cache=False).last_hidden_state
+    assert torch.equal(ours, theirs.flatten(0, 1))
+    assert torch.equal(head_logits(ours, model.backbone().lm_head).view_as(expected), expected)
+    assert not torch.equal(logits(model, batch, "actor"), expected.flatten(0, 1))
+
+
+@every
+def test_packed_rows_equal_padded_rows(name):
+    batch = random_batch(LENGTHS)
+    with torch.no_grad():
+        close(logits(hydra(name), batch, None), rows_of(plain_model(name), batch))
+
+
+@every
+def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
+    model, batch = hydra(name), random_batch(LENGTHS)
+    save_pretrained(model, tmp_path)
+    theirs = PeftModel.from_pretrained(plain_model(name), tmp_path).eval()
+    with torch.no_grad():
+        expected = rows_of(theirs, batch)
+        close(logits(model, batch, "actor"), expected)
+    back = HydraModel.from_pretrained(
+        plain_model(name), roles=ACTOR, slots={"actor": peft_io.read_slot_config(tmp_path)}
+    ).eval()
+    assert torch.equal(logits(back, batch, "actor"), logits(model, batch, "actor"))
+
+
+@every
+def test_gradients_are_those_of_peft(name, tmp_path):
+    model, batch = hydra(name), random_batch(LENGTHS)
+    save_pretrained(model, tmp_path)
+    theirs = PeftModel.from_pretrained(plain_model(name), tmp_path, is_trainable=True).eval()
+    weights = torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(2))
+
+    (out,) = model(batch, (Logprobs(),))
+    (out.logprob * weights).sum().backward()
+    logprobs = rows_of(theirs, batch)[batch.predict_rows_M].log_softmax(-1)
+    expected = logprobs.gather(1, batch.targets_M[:, None])[:, 0]
+    (expected * weights).sum().backward()
+
+    close(out.logprob, expected)
+    modules = dict(theirs.base_model.model.named_modules())
+    for path, pair in model.backbone().slot("actor").items():
+        for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):
+            gradient = getattr(modules[path], half)["default"].weight.grad
+            assert gradient.any(), path
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(ours.grad, gradient, rtol=1e-3, atol=2e-5 * scale, msg=f"{path}.{half}")
+
+
+@every
+def test_gradient_checkpointing_changes_no_gradient(name):
+    batch = random_batch(LENGTHS)
+    found = []
+    for checkpointing in (False, True):
+        model = hydra(name).train()
+        if checkpointing:
+            model.backbone().enable_gradient_checkpointing()
+        (out,) = model(batch, (Logprobs(),))
+        out.logprob.sum().backward()
+        found.append([p.grad for p in model.backbone().slot("actor").parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@every
+def test_generation_draws_from_the_distribution_that_training_sees(name):
+    model = hydra(name)
+    prompts = [[5, 9, 11, 3, 20, 6, 7], [8, 12], [4, 4, 4]]
+    rollout = generate(model, prompts, SamplingConfig(max_completion_length=14, eos_token_ids=(2,), seed=3))
+    assert max(rollout.batch.completion_lens) > WINDOW
+    again = model.score(rollout.batch, ("actor",)).logprobs_M
+    torch.testing.assert_close(rollout.logprobs_M, again, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_lora_on_the_head_acts_on_the_head_only(name, tmp_path):
+    """Also where its weight is the embedding's (GPT-2, Gemma 2)."""
+    targets = ("lm_head", "c_attn" if name == "gpt2" else "q_proj")
+    model, batch = hydra(name, target_modules=targets), random_batch(LENGTHS)
+    assert isinstance(model.backbone().linears["lm_head"], GatedHead)
+    embedding = model.backbone().model.get_input_embeddings().weight.clone()
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=list(targets), task_type="CAUSAL_LM")
+    theirs = get_peft_model(plain_model(name), config).eval()
+    modules = dict(theirs.base_model.model.named_modules())
+    with torch.no_grad():
+        for path, pair in model.backbone().slot("actor").items():
+            modules[path].lora_A["default"].weight.copy_(pair.A)
+            modules[path].lora_B["default"].weight.copy_(pair.B)
+    expected = rows_of(theirs, batch)[batch.predict_rows_M].log_softmax(-1)
+    (out,) = model(batch, (Logprobs(outputs=("logprob", "entropy")),))
+    close(out.logprob, expected.gather(1, batch.targets_M[:, None])[:, 0])
+    out.logprob.sum().backward()
+    expected.gather(1, batch.targets_M[:, None]).sum().backward()
+    for path, pair in model.backbone().slot("actor").items():
+        gradient = modules[path].lora_B["default"].weight.grad
+        torch.testing.assert_close(pair.B.grad, gradient, rtol=1e-3, atol=2e-5 * gradient.abs().max().item(), msg=path)
+    assert torch.equal(model.backbone().model.get_input_embeddings().weight, embedding)
+
+    rollout = generate(model, [[5, 9, 11], [8, 12]], SamplingConfig(max_completion_length=9, eos_token_ids=(2,)))
+    again = model.score(rollout.batch, ("actor",)).logprobs_M
+    torch.testing.assert_close(rollout.logprobs_M, again, rtol=0, atol=1e-4)
+
+    save_pretrained(model, tmp_path)
+    loaded = PeftModel.from_pretrained(plain_model(name), tmp_path).eval()
+    with torch.no_grad():
+        close(logits(model, batch, "actor"), rows_of(loaded, batch))
