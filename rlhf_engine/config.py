@@ -1,6 +1,6 @@
 """Every option of every command, as flat frozen dataclasses; names as in TRL where TRL has the option.
 
-    PPOConfig       rlhf-engine train       Hydra-PPO and J-Hydra-PPO on one frozen backbone
+    PPOConfig       rlhf-engine train       PPO by the five methods of the Hydra paper, Hydra-PPO by default
     SFTConfig       rlhf-engine sft        joint language-model and reward training
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
     DemoConfig      rlhf-engine demo       everything on a small built-in task
@@ -25,7 +25,7 @@ __all__ = ["BenchConfig", "DemoConfig", "GenerateConfig", "PPOConfig", "SFTConfi
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
-Method = Literal["hydra_ppo", "j_hydra_ppo"]
+Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +82,25 @@ class _TrainingOptions(_ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(_TrainingOptions):
-    """PPO with actor, critic, reference and reward model on one frozen backbone."""
+    """PPO with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
-    method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
+    method: Method = option(
+        "hydra_ppo",
+        "hydra_ppo: critic on an adapter of its own; j_hydra_ppo: on the actor's; dynamic_lora_ppo: on a second "
+        "backbone, the reward model's; lora_ppo: four backbones, adapters on two; full_ppo: four, two trained whole",
+    )
     actor_adapter: str | None = option(None, "PEFT folder the actor starts from; none: a fresh adapter")
     reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
     reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
-    critic_init: Literal["base", "actor"] = option(
-        "base", "start the critic's adapter fresh or as a copy of the actor's"
+    reward_model_path: str | None = option(
+        None,
+        "folder of a whole reward model (AutoModelForSequenceClassification); on the base's weights it costs a head",
     )
+    critic_init: Literal["base", "actor", "reward"] = option(
+        "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
+    )
+    load_in_8bit: bool = option(False, "frozen backbones in 8 bits through bitsandbytes")
+    load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
 
     eval_dataset_name: str | None = option(None, "path of held-out prompts, JSON or JSONL")
     dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
@@ -149,8 +159,7 @@ class PPOConfig(_TrainingOptions):
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
             )
-        if self.reward_adapter is not None and "lane" not in self.reward_funcs:
-            raise ConfigError(f"reward_adapter: expected 'lane' among reward_funcs, got {self.reward_funcs}")
+        self._check_method()
         if self.generation_batch_size % self.num_mini_batches:
             raise ConfigError(
                 f"generation_batch_size: expected a multiple of num_mini_batches ({self.num_mini_batches}), "
@@ -168,6 +177,39 @@ class PPOConfig(_TrainingOptions):
             raise ConfigError(
                 "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
                 f"with {self.resume_from_checkpoint!r}"
+            )
+
+    def _check_method(self) -> None:
+        """What a method needs and what it cannot do, before any weights are read."""
+        for name in ("reward_adapter", "reward_model_path"):
+            if getattr(self, name) is not None and "lane" not in self.reward_funcs:
+                raise ConfigError(f"{name}: expected 'lane' among reward_funcs, got {self.reward_funcs}")
+        if self.reward_adapter is not None and self.reward_model_path is not None:
+            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if "lane" not in self.reward_funcs:
+            if self.method == "dynamic_lora_ppo":
+                raise ConfigError(
+                    "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward "
+                    f"model, got {self.reward_funcs}"
+                )
+            if self.critic_init == "reward":
+                raise ConfigError(
+                    "critic_init: expected 'lane' among reward_funcs to start as the reward model, "
+                    f"got {self.reward_funcs}"
+                )
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
+        if self.method == "full_ppo":
+            for name in ("load_in_8bit", "load_in_4bit", "actor_adapter"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name}: expected it unset for full_ppo, which trains whole backbones, "
+                        f"got {getattr(self, name)!r}"
+                    )
+        if self.critic_init == "actor" and self.method == "dynamic_lora_ppo":
+            raise ConfigError(
+                "critic_init: expected 'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than "
+                "the actor, got 'actor'"
             )
 
 

@@ -15,9 +15,19 @@ from rlhf_engine.hydra.outputs import (
     Values,
 )
 from rlhf_engine.hydra.persist import load_pretrained, save_pretrained
-from rlhf_engine.hydra.roles import OFF, RoleSpec, hydra_roles, j_hydra_roles
+from rlhf_engine.hydra.roles import (
+    METHODS,
+    OFF,
+    RoleSpec,
+    dynamic_lora_roles,
+    full_ppo_roles,
+    hydra_roles,
+    j_hydra_roles,
+    lora_ppo_roles,
+)
 
 __all__ = [
+    "METHODS",
     "OFF",
     "HydraModel",
     "LmLoss",
@@ -33,8 +43,11 @@ __all__ = [
     "SlotConfig",
     "ValueLoss",
     "Values",
+    "dynamic_lora_roles",
+    "full_ppo_roles",
     "hydra_roles",
     "j_hydra_roles",
     "load_pretrained",
+    "lora_ppo_roles",
     "save_pretrained",
 ]

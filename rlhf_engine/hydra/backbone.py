@@ -18,6 +18,7 @@ from rlhf_kernels.logits import HeadLora
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
@@ -64,12 +65,16 @@ class Backbone(nn.Module):
         self.slots = nn.ModuleDict()
         model.requires_grad_(not frozen)
         _switch_dropout_off(model)
+        self.score = _take_score(model)
+        """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         expected = self._own_hidden_states()
+        self.hidden_size = expected.shape[-1]
+        """Width of the hidden states that heads read."""
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config._attn_implementation != ATTENTION_NAME:
             n_layers = model.config.get_text_config().num_hidden_layers
             raise ValueError(_not_ours(type(model).__name__, n_layers, 0))
-        self.linears = gate_linears(model, self.reading_layer)
+        self.linears = gate_linears(model)
         self.blocks_prefix = _blocks_prefix(model)
         self._hash: str | None = None
         self._probe(expected)
@@ -96,31 +101,20 @@ class Backbone(nn.Module):
         return trunk
 
     @property
-    def reading_layer(self) -> nn.Module | None:
-        """What the plain model reads its last hidden state with: LM head, a classifier's score, or nothing."""
-        head: nn.Module | None = self.model.get_output_embeddings()
-        if head is None:
-            head = getattr(self.model, "score", None)
-        return head
-
-    @property
     def has_lm_head(self) -> bool:
         """Whether roles with an LM head can run here."""
         return self.model.get_output_embeddings() is not None
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states that heads read."""
-        layer = self.reading_layer
-        if layer is None:
-            return int(self.model.config.get_text_config().hidden_size)
-        return int(layer.weight.shape[1])  # type: ignore[index]
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the hidden states."""
         found: torch.dtype = self.model.dtype
         return found
+
+    @property
+    def transposed(self) -> bool:
+        """Whether linears keep their weight as [in, out], as GPT-2's do."""
+        return any(isinstance(module, Conv1D) for module in self.model.modules())
 
     @property
     def context_length(self) -> int:
@@ -285,6 +279,15 @@ def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:
     if head.logit_scale is not None:
         z = z * head.logit_scale
     return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+
+
+def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+    """The numbers of a sequence classifier's score, which leaves the model: heads belong to the HydraModel."""
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear):
+        return None
+    model.score = nn.Identity()
+    return {name: p.detach().float().clone() for name, p in score.named_parameters()}
 
 
 def _not_ours(name: str, n_layers: int, n_ran: int) -> str:

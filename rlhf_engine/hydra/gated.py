@@ -131,12 +131,13 @@ def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return lora_delta_(y, x, *lora, dropout=dropout)
 
 
-def gate_linears(model: PreTrainedModel, head: nn.Module | None) -> dict[str, GatedLayer]:
-    """Gate every linear of a model except its head; what can be adapted, by name.
+def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
+    """Gate every linear of a model; what can be adapted, by name.
 
-    head: the module that reads the last hidden state (LM head or score), left as it is; an LM head is listed as a
-    `GatedHead`. Raises ValueError for a linear of a kind that would compute something else under the gate.
+    The LM head is left as it is and listed as a `GatedHead`. Raises ValueError for a linear of a kind that would
+    compute something else under the gate.
     """
+    head = model.get_output_embeddings()
     found: dict[str, GatedLayer] = {}
     for path, module in list(model.named_modules()):
         if module is head:
@@ -156,7 +157,7 @@ def gate_linears(model: PreTrainedModel, head: nn.Module | None) -> dict[str, Ga
                 f"{path}: expected nn.Linear, Conv1D or a linear of bitsandbytes, got {type(module).__name__}, whose "
                 "forward is not known here"
             )
-    if isinstance(head, nn.Linear) and head is model.get_output_embeddings():
+    if isinstance(head, nn.Linear):
         path = next(name for name, module in model.named_modules() if module is head)
         found[path] = GatedHead(path, len(found), head.in_features, head.out_features)
     return found

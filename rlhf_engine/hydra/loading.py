@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -98,6 +99,11 @@ def load_model(
     headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
     if headless:
+        if is_sequence_classifier(config) and config.num_labels != 1:
+            raise ValueError(
+                f"model_name_or_path: expected a reward model with one output (num_labels=1) in {str(path)!r}, got "
+                f"{config.num_labels}"
+            )
         options["num_labels"] = 1
     if quantization != "none":
         options |= _quantized(quantization, dtype, device)
@@ -112,6 +118,8 @@ def load_model(
     if lacking:
         # transformers would make them up
         raise ValueError(f"model_name_or_path: expected all weights in {str(path)!r}, got none for {lacking[:3]}")
+    if headless and info["missing_keys"]:
+        model.score = nn.Identity()  # what transformers made up is nobody's head
     if quantization == "none":
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     return model

@@ -20,13 +20,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.bank import SlotConfig
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
+from rlhf_engine.hydra.gated import is_quantised
 from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
 from rlhf_engine.hydra.roles import (
     LM_HEAD,
@@ -35,6 +37,7 @@ from rlhf_engine.hydra.roles import (
     Roles,
     base_is_trained,
     fold_lanes,
+    needs_lm_head,
     require_role,
     trainable_heads,
     trainable_slots,
@@ -92,9 +95,9 @@ class HydraModel(nn.Module):
             {n: ScalarHead(self.backbone(backbone_of[n]).hidden_size, self.device) for n in head_names}
         )
         self.trained_heads: set[str] = set()
-        trained = trainable_heads(self.roles)
+        trained_heads = trainable_heads(self.roles)
         for name, head in self.heads.items():
-            head.requires_grad_(name in trained)
+            head.requires_grad_(name in trained_heads)
 
     @classmethod
     def from_pretrained(
@@ -106,6 +109,7 @@ class HydraModel(nn.Module):
         backbones: Mapping[str, str | os.PathLike[str] | PreTrainedModel] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        quantization: Quantization = "none",
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         adapter_dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -114,10 +118,17 @@ class HydraModel(nn.Module):
 
         roles: name → RoleSpec, e.g. `hydra_roles()`. slots: name → SlotConfig for slots whose defaults do not fit.
         backbones: further backbones by name, for roles that do not run on `base`. A folder written by
-        `save_pretrained` or by full fine-tuning brings its heads along.
+        `save_pretrained` or by full fine-tuning brings its heads along; one that no role with an LM head runs on is
+        loaded without that head. quantization: `8bit` or `4bit` loads frozen backbones through bitsandbytes.
         Raises ValueError for anything that does not fit together.
         """
         sources: dict[str, Any] = {"base": source, **(backbones or {})}
+        trained = sorted(name for name in sources if base_is_trained(roles, name))
+        if quantization != "none" and trained:
+            raise ValueError(
+                f"quantization: expected 'none' where backbones are trained themselves ({trained}), "
+                f"got {quantization!r}"
+            )
         missing = sorted({r.backbone for r in roles.values()} - set(sources))
         if missing:
             raise ValueError(f"backbones: expected a source for {missing}, got {sorted(sources)}")
@@ -137,9 +148,18 @@ class HydraModel(nn.Module):
         for name, origin in sources.items():
             frozen = not base_is_trained(roles, name)
             if isinstance(origin, PreTrainedModel):
-                built[name] = Backbone(origin.to(device), frozen=frozen)  # type: ignore[arg-type]
+                if not is_quantised(origin):  # bitsandbytes' weights stay where they were loaded
+                    origin.to(device)  # type: ignore[arg-type]
+                built[name] = Backbone(origin, frozen=frozen)
             elif isinstance(origin, (str, os.PathLike)):
-                built[name] = Backbone.from_pretrained(origin, dtype=dtype, device=device, frozen=frozen)
+                built[name] = Backbone.from_pretrained(
+                    origin,
+                    dtype=dtype,
+                    device=device,
+                    frozen=frozen,
+                    lm_head=needs_lm_head(roles, name),
+                    quantization=quantization,
+                )
             else:
                 raise TypeError(
                     "source: expected a folder, a transformers PreTrainedModel or a PeftModel, "
@@ -150,6 +170,12 @@ class HydraModel(nn.Module):
             peft_io.load_tensors(model.backbone("base").slot("actor"), adapter.tensors, "the PeftModel's adapter")
         if isinstance(base, (str, os.PathLike)):
             model.trained_heads |= peft_io.load_heads_if_present(model.heads, base)
+        for role in roles.values():
+            score = model.backbone(role.backbone).score
+            if role.head == "reward" and score is not None:
+                # the reward model came as a sequence classifier, whose score is the head
+                reward_model.load_reward_head(model.heads["reward"], score, f"backbone {role.backbone!r}")  # type: ignore[arg-type]
+                model.trained_heads.add("reward")
         return model
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -341,6 +367,16 @@ class HydraModel(nn.Module):
                 raise ValueError(
                     f"roles[{name!r}].backbone: expected one of {sorted(self.backbones)}, got {role.backbone!r}"
                 )
+            if role.head == LM_HEAD and not self.backbone(role.backbone).has_lm_head:
+                raise ValueError(f"roles[{name!r}]: expected a backbone with an LM head, got {role.backbone!r}")
+            for part in ("slot", "head"):
+                part_name = getattr(role, part)
+                others = {r.backbone for r in self.roles.values() if getattr(r, part) == part_name} - {role.backbone}
+                if part_name not in (OFF, LM_HEAD) and others:
+                    raise ValueError(
+                        f"roles[{name!r}].{part}: expected {part_name!r} on one backbone, got it on {role.backbone!r} "
+                        f"and on {sorted(others)}; a {part} belongs to the backbone that it was made for"
+                    )
 
     def _add_slots(self, slots: Mapping[str, SlotConfig], dtype: torch.dtype) -> None:
         for name in self.backbones:

@@ -19,7 +19,7 @@ from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.ppo_loss import ValueLossOutputs, value_loss
 from torch.nn import functional as F
 
-from rlhf_engine.hydra.backbone import LmHead
+from rlhf_engine.hydra.backbone import LmHead, head_logits
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.heads import ScalarHead
 
@@ -114,11 +114,9 @@ class LogprobPair:
         return (self.role, self.reference)
 
     def compute(self, states: HiddenStates) -> PairOutputs:
-        if states.lm_head(self.role).weight is not states.lm_head(self.reference).weight:
-            raise ValueError(
-                f"reference: expected a role with the LM head of {self.role!r} (the same backbone), "
-                f"got {self.reference!r}; ask for their log-probs one by one"
-            )
+        head, other = states.lm_head(self.role), states.lm_head(self.reference)
+        if head.weight is not other.weight or other.lora is not None:
+            return _pair_of_two_heads(states, self)
         return linear_logprob_pair(
             states.predicting(self.role),
             states.predicting(self.reference),
@@ -128,6 +126,45 @@ class LogprobPair:
             detach=self.detach,
             **states.head_options(self.role),
         )
+
+
+_ROWS_OF_TWO_HEADS = 256
+"""Rows whose logits under two LM heads exist at a time."""
+
+
+def _pair_of_two_heads(states: HiddenStates, pair: LogprobPair) -> PairOutputs:
+    """What `linear_logprob_pair` computes for one head, where the reference has a head of its own; no gradient.
+
+    In plain torch, a few rows at a time: only methods that hold several backbones, or a reference slot with LoRA on its
+    head, come here.
+    """
+    hidden, other = states.predicting(pair.role), states.predicting(pair.reference)
+    if torch.is_grad_enabled() and (hidden.requires_grad or other.requires_grad):
+        raise ValueError(
+            f"reference: expected a role with the LM head of {pair.role!r} (the same backbone) where gradients are "
+            f"needed, got {pair.reference!r}; ask for their log-probs one by one"
+        )
+    parts = []
+    for start in range(0, len(hidden), _ROWS_OF_TWO_HEADS):
+        rows = slice(start, start + _ROWS_OF_TWO_HEADS)
+        log_p = _log_softmax(hidden[rows], states.lm_head(pair.role), pair.temperature)
+        log_q = _log_softmax(other[rows], states.lm_head(pair.reference), pair.temperature)
+        target = states.batch.targets_M[rows, None]
+        p = log_p.exp()
+        parts.append(
+            (
+                log_p.gather(1, target)[:, 0],
+                log_q.gather(1, target)[:, 0],
+                (p * (log_p - log_q)).sum(-1),
+                -(p * log_p).sum(-1),
+            )
+        )
+    logprob_a, logprob_r, kl, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    return PairOutputs(logprob_a=logprob_a, logprob_r=logprob_r, kl=kl, entropy=entropy)
+
+
+def _log_softmax(hidden: torch.Tensor, head: LmHead, temperature: float) -> torch.Tensor:
+    return torch.log_softmax(head_logits(hidden, head).float() / temperature, dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

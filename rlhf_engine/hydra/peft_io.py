@@ -25,15 +25,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 HEADS_FILE = "heads.safetensors"
 ENGINE_FILE = "rlhf_engine.json"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _NOT_SERVED = {
     "use_dora": False,
     "bias": "none",
-    "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
     "layer_replication": None,
-    "fan_in_fan_out": False,
     "lora_bias": False,
     "trainable_token_indices": None,
     "target_parameters": None,
@@ -45,6 +43,8 @@ _NOT_SERVED = {
     "arrow_config": None,
     "kasa_config": None,
 }
+_SCORE_MODULES = ("score", "classifier")
+"""What PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
@@ -131,8 +131,13 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
             pair.B.copy_(b)
 
 
-def save_slot(slot: AdapterSlot, folder: str | os.PathLike[str], *, base_name: str, base_hash: str) -> None:
-    """Write a slot as a PEFT LoRA folder that plain `PeftModel.from_pretrained` loads."""
+def save_slot(
+    slot: AdapterSlot, folder: str | os.PathLike[str], *, base_name: str, base_hash: str, transposed: bool = False
+) -> None:
+    """Write a slot as a PEFT LoRA folder that plain `PeftModel.from_pretrained` loads.
+
+    transposed: the linears keep their weight as [in, out] (GPT-2's Conv1D), PEFT's `fan_in_fan_out`.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = slot.config
@@ -142,14 +147,15 @@ def save_slot(slot: AdapterSlot, folder: str | os.PathLike[str], *, base_name: s
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         target_modules=sorted(path for path, _ in slot.items()),  # full names match exactly these linears
+        fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name,
         inference_mode=True,
     ).save_pretrained(str(folder))
     tensors = {}
     for path, pair in slot.items():
-        tensors[f"{_PREFIX}{path}.lora_A.weight"] = pair.A.detach().cpu().contiguous()
-        tensors[f"{_PREFIX}{path}.lora_B.weight"] = pair.B.detach().cpu().contiguous()
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.A.detach().cpu().contiguous()
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.B.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / ENGINE_FILE).write_text(json.dumps({"base_hash": base_hash, "slot": slot.name}, indent=1) + "\n")
 
@@ -163,6 +169,12 @@ def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[
     }
     if tensors:
         save_file(tensors, Path(folder) / HEADS_FILE, metadata={"format": "pt"})
+
+
+def read_head(folder: str | os.PathLike[str], name: str) -> dict[str, torch.Tensor]:
+    """weight [1, H] and bias [1] of a head in a folder's `heads.safetensors`."""
+    tensors = _load_tensors(Path(folder) / HEADS_FILE)
+    return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
 def head_names(folder: str | os.PathLike[str]) -> set[str]:
@@ -205,6 +217,12 @@ def _check_served(config: Mapping[str, Any], where: str) -> None:
     for key, plain in _NOT_SERVED.items():
         if config.get(key) not in (plain, None, {}, []):
             raise ValueError(f"{where}: expected {key}={plain!r}, got {config[key]!r}, which is not served")
+    whole = config.get("modules_to_save") or []
+    if any(name not in _SCORE_MODULES for name in whole):
+        raise ValueError(
+            f"{where}: expected modules_to_save=None, or {list(_SCORE_MODULES)} of a reward model, got {whole!r}, "
+            "which is not served"
+        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ValueError(
@@ -246,7 +264,9 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _pair_up(tensors: Mapping[str, torch.Tensor], origin: str) -> PairTensors:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        path, marker, half = key.removeprefix(_PREFIX).rpartition(".lora_")
+        if key.removeprefix(PREFIX).split(".")[0] in _SCORE_MODULES and ".lora_" not in key:
+            continue  # the head of a reward model
+        path, marker, half = key.removeprefix(PREFIX).rpartition(".lora_")
         if not marker or half not in ("A.weight", "B.weight"):
             raise ValueError(f"{origin}: expected only lora_A and lora_B weights of linears, got {key!r}")
         halves.setdefault(path, {})[half[0]] = tensor

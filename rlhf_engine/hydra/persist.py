@@ -1,9 +1,13 @@
-"""Saving and loading a HydraModel: the folder's root is the actor in PEFT format, other slots are sub-folders.
+"""Saving and loading a HydraModel: the folder's root is the actor, everything else lies in sub-folders.
 
-folder/adapter_config.json, adapter_model.safetensors    the actor, loads with plain PeftModel.from_pretrained
-folder/slots/<name>/…                                    every other slot, same format
+folder/adapter_config.json, adapter_model.safetensors    the actor's slot, loads with plain PeftModel.from_pretrained
+folder/config.json, model.safetensors                    the actor where it is a trained backbone, loads as a causal LM
+folder/slots/<name>/…                                    every other slot, as a PEFT folder
+folder/backbones/<name>/…                                every other trained backbone, as a transformers folder
 folder/heads.safetensors                                 value and reward heads
-folder/rlhf_engine.json                                  roles, slots, base path and hash, versions
+folder/rlhf_engine.json                                  roles, slots, backbones with path and hash, versions
+
+Frozen backbones are not written: they never change and stay where they are.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +24,47 @@ import transformers
 
 from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.hydra.model import DEFAULT_TOKEN_BUDGET, HydraModel
-from rlhf_engine.hydra.roles import OFF, RoleSpec, require_role
+from rlhf_engine.hydra.roles import OFF, RoleSpec
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
-    """Write slots, heads and roles. The base itself is not written: it never changes and stays where it is."""
-    if set(model.backbones) != {"base"}:
-        raise ValueError(f"model: expected one backbone, 'base', got {sorted(model.backbones)}")
+    """Write slots, heads, roles and trained backbones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    base = model.backbone("base")
-    root_slot = require_role(model.roles, "actor").slot if "actor" in model.roles else OFF
-    folders = {}
-    for name in base.slots:
-        folders[name] = "." if name == root_slot else f"slots/{name}"
-        base_name = str(base.model.config._name_or_path)
-        peft_io.save_slot(base.slot(name), folder / folders[name], base_name=base_name, base_hash=base.base_hash())
+    actor = model.roles.get("actor")
+    slots: dict[str, dict[str, str]] = {}
+    backbones: dict[str, dict[str, Any]] = {}
+    for name in model.backbones:
+        backbone = model.backbone(name)
+        source = str(backbone.model.config._name_or_path)
+        backbones[name] = {"source": source, "lm_head": backbone.has_lm_head, "folder": None, "hash": None}
+        if backbone.frozen:
+            backbones[name]["hash"] = backbone.base_hash()
+        else:
+            is_actor = actor is not None and actor.slot is OFF and actor.backbone == name
+            backbones[name]["folder"] = "." if is_actor else f"backbones/{name}"
+            backbone.model.save_pretrained(folder / backbones[name]["folder"])
+        for slot in backbone.slots:
+            is_actor = actor is not None and actor.slot == slot
+            slots[slot] = {"backbone": name, "folder": "." if is_actor else f"slots/{slot}"}
+            peft_io.save_slot(
+                backbone.slot(slot),
+                folder / slots[slot]["folder"],
+                base_name=source,
+                base_hash=backbone.base_hash(),
+                transposed=backbone.transposed,
+            )
     peft_io.save_heads(model.heads, set(model.heads), folder)
     record = {
         "format": _FORMAT,
-        "base": str(base.model.config._name_or_path),
-        "base_hash": base.base_hash(),
+        "base_hash": backbones[actor.backbone]["hash"] if actor is not None else None,  # of the adapter in the root
+        "backbones": backbones,
         "roles": {name: dataclasses.asdict(role) for name, role in model.roles.items()},
-        "slots": folders,
+        "slots": slots,
         "trained_heads": sorted(model.trained_heads),
         "versions": {
             "rlhf_engine": __version__,
@@ -59,36 +79,97 @@ def load_pretrained(
     folder: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
+    backbones: Mapping[str, str | os.PathLike[str]] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     token_budget: int = DEFAULT_TOKEN_BUDGET,
 ) -> HydraModel:
-    """Load what `save_pretrained` wrote. `base` overrides where the backbone lies.
+    """Load what `save_pretrained` wrote. `base`, and `backbones` by name, override where frozen backbones lie.
 
-    Raises ValueError if the folder is not such a folder, or if the base is another one (its hash differs).
+    Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs).
     """
     folder = Path(folder)
     record = read_record(folder)
-    if not (base or record["base"]):
-        raise ValueError("base: expected the backbone's folder, got None and none is recorded (it was built in memory)")
-    roles = {name: RoleSpec(**fields) for name, fields in record["roles"].items()}
-    slots = {name: peft_io.read_slot_config(folder / where) for name, where in record["slots"].items()}
+    given = {**(backbones or {}), **({} if base is None else {"base": base})}
+    unknown = sorted(name for name in given if name not in record["backbones"] or record["backbones"][name]["folder"])
+    if unknown:
+        frozen = sorted(name for name, held in record["backbones"].items() if not held["folder"])
+        raise ValueError(f"backbones: expected names of frozen backbones ({frozen}), got {unknown}")
+    sources: dict[str, str | os.PathLike[str]] = {}
+    for name, held in record["backbones"].items():
+        source = folder / held["folder"] if held["folder"] else given.get(name) or held["source"]
+        if not source:
+            raise ValueError(
+                f"{name}: expected the backbone's folder, got None and none is recorded (it was built in memory)"
+            )
+        sources[name] = source
     model = HydraModel.from_pretrained(
-        base or record["base"],
-        roles=roles,
-        slots=slots,
+        sources.pop("base"),
+        roles={name: RoleSpec(**fields) for name, fields in record["roles"].items()},
+        slots={name: peft_io.read_slot_config(folder / held["folder"]) for name, held in record["slots"].items()},
+        backbones=sources,
         dtype=dtype,
         device=device,
         token_budget=token_budget,
     )
-    found = model.backbone("base").base_hash()
-    if found != record["base_hash"]:
-        raise ValueError(
-            f"base: expected the backbone with hash {record['base_hash'][:12]}…, got one with hash {found[:12]}…"
-        )
+    _check_hashes(model, record)
     peft_io.load_heads(model.heads, folder)
     model.trained_heads = set(record["trained_heads"])
     return model
+
+
+def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
+    """Load what `save_pretrained` wrote into a model of the same roles, in place.
+
+    Raises ValueError for a folder of other slots or backbones, or of a frozen backbone with another hash.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    ours = {slot: name for name in model.backbones for slot in model.backbone(name).slots}
+    theirs = {slot: held["backbone"] for slot, held in record["slots"].items()}
+    if ours != theirs:
+        raise ValueError(f"expected slots {_listed(ours)}, got {_listed(theirs)} in {str(folder)!r}")
+    trained = {name for name in model.backbones if not model.backbone(name).frozen}
+    held = {name for name, backbone in record["backbones"].items() if backbone["folder"]}
+    if set(model.backbones) != set(record["backbones"]) or trained != held:
+        raise ValueError(
+            f"expected backbones {sorted(model.backbones)} of which {sorted(trained)} are trained, got "
+            f"{sorted(record['backbones'])} and {sorted(held)} in {str(folder)!r}"
+        )
+    for slot, name in ours.items():
+        backbone = model.backbone(name)
+        # the slot's own record of its base is compared with this hash
+        where = folder / record["slots"][slot]["folder"]
+        peft_io.load_slot(backbone.slot(slot), where, base_hash=backbone.base_hash)
+    _check_hashes(model, record)
+    for name in trained:
+        backbone = model.backbone(name)
+        saved = load_model(
+            folder / record["backbones"][name]["folder"],
+            dtype=backbone.dtype,
+            device="cpu",
+            lm_head=backbone.has_lm_head,
+        )
+        with torch.no_grad():
+            for (_, p), q in zip(backbone.base_parameters(), saved.parameters(), strict=True):
+                p.copy_(q)
+    peft_io.load_heads(model.heads, folder)
+    model.trained_heads = set(record["trained_heads"])
+
+
+def _check_hashes(model: HydraModel, record: Mapping[str, Any]) -> None:
+    for name, held in record["backbones"].items():
+        if held["hash"] is None:
+            continue
+        found = model.backbone(name).base_hash()
+        if found != held["hash"]:
+            raise ValueError(
+                f"{name}: expected the backbone with hash {held['hash'][:12]}…, got one with hash {found[:12]}…"
+            )
+
+
+def _listed(slots: Mapping[str, str]) -> list[str]:
+    return sorted(slot if name == "base" else f"{slot} on {name}" for slot, name in slots.items())
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -97,6 +178,10 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
     record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("format") == 1:  # one frozen backbone, before there were others
+        base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
+        slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}
+        return {**record, "format": _FORMAT, "backbones": {"base": base}, "slots": slots}
     if record.get("format") != _FORMAT:
         raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
     return record

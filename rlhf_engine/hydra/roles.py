@@ -8,7 +8,7 @@ traversal of the trunk whose hidden states feed several heads. The comparison me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 OFF = None
@@ -52,7 +52,10 @@ Roles = Mapping[str, RoleSpec]
 
 
 def hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Hydra-PPO: one backbone, an actor slot and a critic slot; reference and reward are OFF or frozen slots."""
+    """Hydra-PPO: one backbone, slots for actor and critic; reference and reward on the plain backbone or a frozen slot.
+
+    reference_slot, reward_slot: a frozen slot's name, or OFF.
+    """
     return {
         "actor": RoleSpec(slot="actor", trainable=True),
         "reference": RoleSpec(slot=reference_slot),
@@ -65,6 +68,51 @@ def j_hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None =
     """Joint Hydra-PPO: actor and critic share one slot, so that one traversal serves both."""
     roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
     return {**roles, "critic": RoleSpec(slot="actor", head="value", trainable=True)}
+
+
+def dynamic_lora_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
+    """Dynamic-LoRA PPO: two backbones. Under the actor lies the reference, under the critic the reward model."""
+    roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
+    return {
+        **roles,
+        "critic": RoleSpec(backbone="reward", slot="critic", head="value", trainable=True),
+        "reward": RoleSpec(backbone="reward", slot=reward_slot, head="reward"),
+    }
+
+
+def lora_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
+    """LoRA-PPO: a backbone for each of the four roles, adapters on actor and critic."""
+    return {
+        "actor": RoleSpec(slot="actor", trainable=True),
+        "reference": RoleSpec(backbone="reference", slot=reference_slot),
+        "critic": RoleSpec(backbone="critic", slot="critic", head="value", trainable=True),
+        "reward": RoleSpec(backbone="reward", slot=reward_slot, head="reward"),
+    }
+
+
+def full_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
+    """Full PPO: a backbone for each of the four roles, those of actor and critic trained whole."""
+    roles = lora_ppo_roles(reference_slot=reference_slot, reward_slot=reward_slot)
+    return {
+        **roles,
+        "actor": RoleSpec(trainable=True),
+        "critic": RoleSpec(backbone="critic", head="value", trainable=True),
+    }
+
+
+METHODS: Mapping[str, Callable[..., dict[str, RoleSpec]]] = {
+    "full_ppo": full_ppo_roles,
+    "lora_ppo": lora_ppo_roles,
+    "dynamic_lora_ppo": dynamic_lora_roles,
+    "j_hydra_ppo": j_hydra_roles,
+    "hydra_ppo": hydra_roles,
+}
+"""The five methods of the Hydra paper (arXiv 2309.00754, §3 and table 1) by name, from most to least frozen weights."""
+
+
+def needs_lm_head(roles: Roles, backbone: str) -> bool:
+    """Whether a role reads a backbone's hidden states with its LM head."""
+    return any(r.backbone == backbone and r.head == LM_HEAD for r in roles.values())
 
 
 def fold_lanes(roles: Roles, names: Iterable[str]) -> tuple[Lane, ...]:

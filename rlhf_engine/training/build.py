@@ -1,17 +1,23 @@
-"""From a configuration to a model: which roles, which slots, which adapters they start from."""
+"""From a configuration to a model: which roles, which backbones, which slots, and what each starts from."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
 
 from rlhf_engine.config import PPOConfig, SFTConfig
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, j_hydra_roles, peft_io
+from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.bank import ALL_LINEAR
+from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.roles import OFF
-
-_ROLE_TABLES = {"hydra_ppo": hydra_roles, "j_hydra_ppo": j_hydra_roles}
 
 
 def slot_config(config: PPOConfig | SFTConfig) -> SlotConfig:
@@ -25,7 +31,7 @@ def slot_config(config: PPOConfig | SFTConfig) -> SlotConfig:
 
 def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:
     """The role table of the configured method; the reward role only where the learned reward is asked for."""
-    roles = _ROLE_TABLES[config.method](
+    roles = METHODS[config.method](
         reference_slot="sft" if config.reference_adapter else OFF,
         reward_slot="reward" if config.reward_adapter else OFF,
     )
@@ -35,43 +41,161 @@ def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:
 
 
 def build_ppo_model(config: PPOConfig) -> HydraModel:
-    """Backbone, slots and heads for PPO.
+    """Backbones, slots and heads for PPO. Raises ConfigError, where possible before any weights are read.
 
     With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
     the base model, not the policy that supervised training made.
     """
     roles = ppo_roles(config)
-    slots: dict[str, SlotConfig] = {"actor": slot_config(config)}
-    if config.reference_adapter is not None:
-        slots["sft"] = peft_io.read_slot_config(config.reference_adapter)
-    if config.actor_adapter is not None:
-        slots["actor"] = peft_io.read_slot_config(config.actor_adapter)
-    elif config.reference_adapter is not None:
-        slots["actor"] = dataclasses.replace(slots["sft"], init_from="sft", dropout=config.lora_dropout)
-    if config.reward_adapter is not None:
-        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
-    if roles["critic"].slot == "critic":
-        slots["critic"] = slot_config(config)
-        if config.critic_init == "actor":
-            slots["critic"] = dataclasses.replace(slots["actor"], init_from="actor")
-    head_source = config.reward_adapter or config.model_name_or_path
-    if "reward" in roles and "reward" not in peft_io.head_names(head_source):
-        # also where the base has a reward head: it was not trained on this adapter's hidden states
-        raise ConfigError(
-            f"reward_funcs: expected a trained reward head for 'lane' in {peft_io.HEADS_FILE} of {head_source!r}, "
-            "got none"
-        )
+    _check_adapters(config)
+    head = _reward_head(config, roles)
+    slots = _slots(config, roles)
+    quantization = _quantization(config)
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    sources = _sources(config, roles, dtype, device, quantization)
+    roles = sources.roles
     model = HydraModel.from_pretrained(
-        config.model_name_or_path,
+        sources.base,
         roles=roles,
         slots=slots,
-        dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
+        backbones=sources.others,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
         token_budget=config.token_budget,
         seed=config.seed,
     )
-    if config.reward_adapter is not None:
-        model.trained_heads |= peft_io.load_heads_if_present(model.heads, config.reward_adapter)
+    if head is not None:
+        reward_model.load_reward_head(_head(model, "reward"), head, "reward_funcs: 'lane'")
+        model.trained_heads.add("reward")
+    if config.critic_init == "reward":
+        _start_critic_as_reward(model)
     if config.gradient_checkpointing:
-        model.backbone("base").enable_gradient_checkpointing()
+        for name in {role.backbone for role in roles.values() if role.trainable}:
+            model.backbone(name).enable_gradient_checkpointing()
     return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    """Where each backbone comes from, and the role table that fits what was found."""
+
+    base: str | PreTrainedModel
+    others: dict[str, str | PreTrainedModel]
+    roles: dict[str, RoleSpec]
+
+
+def _sources(
+    config: PPOConfig, roles: dict[str, RoleSpec], dtype: torch.dtype, device: torch.device, quantization: Quantization
+) -> _Sources:
+    base = config.model_name_or_path
+    reward = config.reward_model_path
+    names = {role.backbone for role in roles.values()} - {"base"}
+    # a backbone without a folder of its own starts as another copy of the base
+    found: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
+    if reward is None:
+        return _Sources(base=base, others=found, roles=roles)
+    if "reward" in names:
+        found["reward"] = reward
+        if "critic" in names and config.critic_init == "reward":
+            found["critic"] = reward
+        return _Sources(base=base, others=found, roles=roles)
+    # one backbone: it serves the reward model as well if that has the same trunk
+    plain = load_model(base, dtype=dtype, device=device, quantization=quantization)
+    other = load_model(reward, dtype=dtype, device=device, lm_head=False, quantization=quantization)
+    if reward_model.same_trunk(plain, other):
+        return _Sources(base=plain, others={}, roles=roles)
+    if config.critic_init == "reward":
+        raise ConfigError(
+            f"critic_init: expected 'base' or 'actor' for {config.method}, whose critic runs on the base, where the "
+            f"reward model {reward!r} has other weights than the base; got 'reward'"
+        )
+    roles = {**roles, "reward": dataclasses.replace(roles["reward"], backbone="reward")}
+    return _Sources(base=plain, others={"reward": other}, roles=roles)
+
+
+def _slots(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfig]:
+    """Shapes and origins of the slots that the role table uses."""
+    slots: dict[str, SlotConfig] = {}
+    if config.reference_adapter is not None:
+        slots["sft"] = peft_io.read_slot_config(config.reference_adapter)
+    if config.reward_adapter is not None:
+        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
+    if roles["actor"].slot == "actor":
+        slots["actor"] = slot_config(config)
+        origin = config.actor_adapter or config.reference_adapter
+        if config.actor_adapter is not None:
+            slots["actor"] = peft_io.read_slot_config(config.actor_adapter)
+        elif origin is not None:
+            # from its folder rather than from the slot, which may be on another backbone
+            slots["actor"] = dataclasses.replace(peft_io.read_slot_config(origin), dropout=config.lora_dropout)
+    if roles["critic"].slot == "critic":
+        slots["critic"] = slot_config(config)
+        if config.critic_init == "actor":
+            same_backbone = roles["critic"].backbone == roles["actor"].backbone
+            origin = "actor" if same_backbone else slots["actor"].init_from
+            slots["critic"] = dataclasses.replace(slots["actor"], init_from=origin)
+        elif config.critic_init == "reward" and "reward" in slots:
+            # its folder again, because the reward slot may be on another copy of the backbone
+            slots["critic"] = dataclasses.replace(slots["reward"], dropout=config.lora_dropout)
+    return slots
+
+
+def _reward_head(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, torch.Tensor] | None:
+    """The trained reward head that the learned reward needs; None if the learned reward is not asked for."""
+    if "reward" not in roles:
+        return None
+    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    if not Path(source).is_dir():
+        raise ConfigError(f"reward_funcs: expected the folder of a reward model for 'lane', got {source!r}")
+    head = reward_model.read_reward_head(source)
+    if head is None:
+        # also where the base has a reward head: it was not trained on this adapter's hidden states
+        raise ConfigError(
+            f"reward_funcs: expected a trained reward head for 'lane' in {peft_io.HEADS_FILE} of {source!r} or as its "
+            "score, got none; give a reward_adapter or a reward_model_path, or other reward_funcs"
+        )
+    return head
+
+
+def _start_critic_as_reward(model: HydraModel) -> None:
+    """Copy the reward head's numbers into the value head: two tensors, of which one is trained."""
+    value, reward = _head(model, "value"), _head(model, "reward")
+    if value.weight.shape != reward.weight.shape:
+        raise ConfigError(
+            f"critic_init: expected a reward head of the critic's width {tuple(value.weight.shape)}, got "
+            f"{tuple(reward.weight.shape)}"
+        )
+    value.load_state_dict(reward.state_dict())
+
+
+def _head(model: HydraModel, name: str) -> ScalarHead:
+    head = model.heads[name]
+    assert isinstance(head, ScalarHead)
+    return head
+
+
+def _quantization(config: PPOConfig) -> Quantization:
+    if config.load_in_4bit:
+        return "4bit"
+    return "8bit" if config.load_in_8bit else "none"
+
+
+def _check_adapters(config: PPOConfig) -> None:
+    """Adapters that say which base they were made for must all say the same, by the last part of its name."""
+    bases: dict[str, str] = {}
+    for option in ("actor_adapter", "reference_adapter", "reward_adapter"):
+        folder = getattr(config, option)
+        if folder is None:
+            continue
+        path = Path(folder) / peft_io.CONFIG_FILE
+        if path.is_file():
+            named = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+            if named:
+                bases[option] = Path(named).name
+    if len(set(bases.values())) > 1:
+        listed = ", ".join(f"{option} of {base!r}" for option, base in bases.items())
+        raise ConfigError(
+            f"{next(iter(bases))}: expected adapters of one base, got {listed}; if these are one and the same, correct "
+            f"base_model_name_or_path in {peft_io.CONFIG_FILE}"
+        )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
-from rlhf_engine.hydra.persist import read_record
+from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.training.optimizer import RoleOptimizer
 
 _NAME = re.compile(r"checkpoint-\d+")
@@ -64,17 +64,10 @@ def save_checkpoint(
 def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer: RoleOptimizer) -> TrainerState:
     """Load into a model and optimizer built from the same configuration; ConfigError for a folder that is none."""
     folder = _require_checkpoint(Path(folder))
-    record = read_record(folder)
-    base = model.backbone("base")
-    if set(record["slots"]) != set(base.slots):
-        raise ConfigError(
-            f"resume_from_checkpoint: expected slots {sorted(base.slots)}, got {sorted(record['slots'])} "
-            f"in {str(folder)!r}"
-        )
-    for name, where in record["slots"].items():
-        peft_io.load_slot(base.slot(name), folder / where, base_hash=base.base_hash)
-    peft_io.load_heads(model.heads, folder)
-    model.trained_heads = set(record["trained_heads"])
+    try:
+        load_into(model, folder)
+    except ValueError as error:
+        raise ConfigError(f"resume_from_checkpoint: {error}") from error
     optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
     fields: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
     return TrainerState(**fields)

@@ -221,6 +221,12 @@ class SftTrainer:
             backbone.model.save_pretrained(output)
         else:
             name = str(Path(self.config.model_name_or_path).resolve())
-            peft_io.save_slot(backbone.slot(SFT_SLOT), output, base_name=name, base_hash=backbone.base_hash())
+            peft_io.save_slot(
+                backbone.slot(SFT_SLOT),
+                output,
+                base_name=name,
+                base_hash=backbone.base_hash(),
+                transposed=backbone.transposed,
+            )
         self.tokenizer.save_pretrained(output)
         peft_io.save_heads(self.model.heads, set(self.model.heads), output)

@@ -168,10 +168,3 @@ def test_the_reward_head_is_frozen_while_the_value_head_moves():
     train_steps(model, batch)
     assert all(torch.equal(t, reward[n]) for n, t in model.heads["reward"].state_dict().items())
     assert not all(torch.equal(t, value[n]) for n, t in model.heads["value"].state_dict().items())
-
-
-def test_storages_held_per_method():
-    plain = sum(p.numel() for p in tiny_llama().parameters())
-    hydra, joint = build("hydra").held_parameters(), build("j_hydra").held_parameters()
-    assert hydra["backbones"] == joint["backbones"] == plain
-    assert hydra["slots"] == 2 * joint["slots"]

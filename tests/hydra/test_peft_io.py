@@ -151,7 +151,10 @@ def test_a_slot_starts_from_another_slot(tmp_path):
     [
         ({"use_dora": True}, "expected use_dora=False, got True, which is not served"),
         ({"bias": "lora_only"}, "expected bias='none', got 'lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, r"expected modules_to_save=None, got \['lm_head'\]"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"expected modules_to_save=None, or .* of a reward model, got \['lm_head'\]",
+        ),
         ({"rank_pattern": {"q_proj": 2}}, r"expected rank_pattern=\{\}, got \{'q_proj': 2\}"),
         ({"alpha_pattern": {"q_proj": 2}}, r"expected alpha_pattern=\{\}, got"),
         ({"trainable_token_indices": [4]}, r"expected trainable_token_indices=None, got"),

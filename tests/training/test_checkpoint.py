@@ -174,7 +174,7 @@ def test_loading_says_what_is_wrong_with_a_folder(base, tmp_path):
         load_pretrained(tmp_path / "m", base=other)
     with pytest.raises(ValueError, match=r"folder: expected one with rlhf_engine\.json"):
         load_pretrained(base)
-    with pytest.raises(ValueError, match="expected format 1, got None"):
+    with pytest.raises(ValueError, match="expected format 2, got None"):
         load_pretrained(tmp_path / "m" / "slots" / "critic")
     in_memory = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles())
     save_pretrained(in_memory, tmp_path / "n")
@@ -184,4 +184,7 @@ def test_loading_says_what_is_wrong_with_a_folder(base, tmp_path):
     again = load_pretrained(tmp_path / "n", base=base)
     assert torch.equal(again.score(batch, ("actor",)).logprobs_M, in_memory.score(batch, ("actor",)).logprobs_M)
     record = json.loads((tmp_path / "m" / "rlhf_engine.json").read_text())
-    assert record["slots"] == {"actor": ".", "critic": "slots/critic"}
+    assert record["slots"] == {
+        "actor": {"backbone": "base", "folder": "."},
+        "critic": {"backbone": "base", "folder": "slots/critic"},
+    }

@@ -78,8 +78,11 @@ def metrics(trainer: PpoTrainer) -> list[dict[str, Any]]:
             "critic_warmup_steps": 1,
             "num_ppo_epochs": 2,
         },
+        {"method": "dynamic_lora_ppo", "critic_init": "reward"},
+        {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
+        {"method": "full_ppo", "critic_init": "reward", "learning_rate": 1e-3, "kl_estimator": "exact"},
     ],
-    ids=["hydra", "j_hydra"],
+    ids=["hydra", "j_hydra", "dynamic_lora", "lora", "full"],
 )
 def test_a_resumed_run_makes_the_same_floats(model, tmp_path, options):
     whole = PpoTrainer(ppo_config(model, tmp_path / "whole", **options))
@@ -405,7 +408,7 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
     (bare / "heads.safetensors").unlink()
     # the base has a reward head, but that was not trained on this adapter's hidden states
     with pytest.raises(
-        ConfigError, match=r"trained reward head for 'lane' in heads\.safetensors of '.*bare', got none"
+        ConfigError, match=r"trained reward head for 'lane' in heads\.safetensors of '.*bare' .*got none"
     ):
         PpoTrainer(ppo_config(model, tmp_path / "run2", reward_adapter=str(bare)))
     save_file({"value.weight": torch.ones(1, 24), "value.bias": torch.ones(1)}, bare / "heads.safetensors")
