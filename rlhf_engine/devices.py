@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from rlhf_engine.errors import ConfigError
@@ -16,3 +18,17 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device: expected one that is present (cpu), got {name!r}")
     return torch.device(name)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed, on a GPU or on the CPU (where torch has no class for it)."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached blocks back before an allocation is tried again."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

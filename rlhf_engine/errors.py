@@ -25,3 +25,7 @@ class NonFiniteError(EngineError, ArithmeticError):
 
 class MismatchError(EngineError, ArithmeticError):
     """Two computations that must agree at equal weights do not: rollout and training, or actor and reference."""
+
+
+class MemoryLimitError(EngineError, MemoryError):
+    """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""

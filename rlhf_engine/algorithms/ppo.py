@@ -12,6 +12,7 @@ Legend: N sequences, M completion tokens packed, C the longest completion ([N, C
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
-from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.devices import is_out_of_memory, release_memory
+from rlhf_engine.errors import MemoryLimitError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, ValueLoss
 
 
@@ -125,8 +127,12 @@ def ppo_update(
 
     step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. Denominators are
     those of the whole minibatch, so that micro-batches add up to its exact gradient. With `target_kl`, a minibatch
-    whose approximate KL exceeds it is not applied and ends the update. Raises NonFiniteError, before the minibatch is
-    applied, naming the loss that is not finite.
+    whose approximate KL exceeds it is not applied and ends the update.
+
+    A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
+    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises
+    NonFiniteError, before the minibatch is applied, naming the loss that is not finite, and MemoryLimitError where not
+    even one sequence fits.
     """
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
@@ -137,7 +143,7 @@ def ppo_update(
             minibatches(experience.batch.n_sequences, options.num_mini_batches, generator)
         ):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            stats = _accumulate(model, experience, indices, options, dropout_seed)
+            stats, options = _accumulate_in_memory(model, experience, indices, options, dropout_seed)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
                 first_mismatch = stats["mismatch"]
@@ -155,7 +161,35 @@ def ppo_update(
         "optimizer_steps": float(len(applied)),
         "stopped_by_target_kl": float(stopped),
         "mismatch/update_max": first_mismatch,
+        "micro_batch_size": float(options.micro_batch_size),
     }
+
+
+def _accumulate_in_memory(
+    model: HydraModel,
+    experience: Experience,
+    indices: Sequence[int],
+    options: UpdateOptions,
+    dropout_seed: int,
+) -> tuple[dict[str, float], UpdateOptions]:
+    """`_accumulate`, with smaller micro-batches until it fits; the statistics, and the options that fitted."""
+    while True:
+        try:
+            return _accumulate(model, experience, indices, options, dropout_seed), options
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = min(options.micro_batch_size, len(indices))
+            if size == 1:
+                model.zero_grad(set_to_none=True)  # of the sequences before it
+                raise MemoryLimitError(
+                    "the update of a single sequence does not fit into memory; shorten answers, lower token_budget or "
+                    "lora_r, or switch gradient_checkpointing on"
+                ) from error
+        # here rather than above, where the error still holds the tensors of the failed pass
+        model.zero_grad(set_to_none=True)
+        release_memory(model.device)
+        options = dataclasses.replace(options, micro_batch_size=(size + 1) // 2)
 
 
 def _accumulate(

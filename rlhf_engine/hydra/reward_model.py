@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.loading import is_sequence_classifier, read_config
 
 _SCORE = ("score", "classifier")
 """Names of the module that reads the last hidden state in transformers' sequence classifiers."""
@@ -31,7 +32,9 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
     if "reward" in peft_io.head_names(folder):
         return peft_io.read_head(folder, "reward")
     adapter = folder / peft_io.WEIGHTS_FILE
-    files = [adapter] if adapter.is_file() else sorted(folder.glob("model*.safetensors"))
+    files = [adapter] if adapter.is_file() else []
+    if not files and is_sequence_classifier(read_config(folder)):
+        files = sorted(folder.glob("model*.safetensors"))
     found: dict[str, torch.Tensor] = {}
     for path in files:
         try:

@@ -38,6 +38,10 @@ class TrainerState:
     """Answers generated so far; the next one gets this id."""
     policy_version: int
     """Updates of the policy so far."""
+    micro_batch_size: int | None = None
+    """Sequences per forward and backward after running out of memory; None: as configured."""
+    token_budget: int | None = None
+    """Tokens per traversal after running out of memory; None: as configured."""
 
 
 def save_checkpoint(

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.algorithms.ppo import Experience, advantages, token_kl, token_rewards
 from rlhf_engine.config import PPOConfig
-from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.devices import is_out_of_memory, release_memory
+from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
@@ -60,7 +61,7 @@ def make_experience(
     """
     batch = rollout.batch
     roles = ["actor", "reference", "critic", *(["reward"] if scorer.uses_lane else [])]
-    scores = model.score(batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact")
+    scores = _score_in_memory(model, batch, roles, config)
     logprobs_M, ref_logprobs_M, all_values_M = scores.logprobs_M, scores.ref_logprobs_M, scores.values_M
     assert logprobs_M is not None
     assert ref_logprobs_M is not None
@@ -132,6 +133,24 @@ def make_experience(
             if mean is not None:
                 metrics[f"rewards/{name}"] = mean
     return ScoredRollout(experience=experience, metrics=metrics)
+
+
+def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str], config: PPOConfig) -> Scores:
+    """`HydraModel.score`, with the model's token budget halved until it fits."""
+    while True:
+        try:
+            return model.score(batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact")
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # a larger budget than all lanes of all tokens, or a smaller one than one sequence, changes nothing
+            budget = min(model.token_budget, len(roles) * batch.n_tokens)
+            if budget <= max(batch.lengths):
+                raise MemoryLimitError(
+                    "scoring a single sequence does not fit into memory; shorten answers or use a smaller model"
+                ) from error
+        release_memory(model.device)  # here rather than above, where the error still holds the failed pass's tensors
+        model.token_budget = budget // 2
 
 
 def _check_mismatch(

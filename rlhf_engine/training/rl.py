@@ -113,6 +113,8 @@ class PpoTrainer:
             self.state = load_checkpoint(resume, self.model, self.optimizer)
             if self.state.seed != config.seed:
                 raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+        if self.state.token_budget is not None:
+            self.model.token_budget = self.state.token_budget
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._watch: dict[str, dict[str, torch.Tensor]] | None = None
@@ -206,6 +208,8 @@ class PpoTrainer:
             step=state.step + 1,
             samples=state.samples + len(indices),
             policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
+            micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
+            token_budget=self._if_lowered(self.model.token_budget, config.token_budget),
         )
         tokens = rollout.batch.n_completion_tokens
         return {
@@ -264,6 +268,10 @@ class PpoTrainer:
         self.tokenizer.save_pretrained(temporary)
         put_in_place(temporary, self.output / FINAL_FOLDER)
 
+    @staticmethod
+    def _if_lowered(found: int, configured: int) -> int | None:
+        return found if found < configured else None
+
     def _sampling(self, seed: int) -> SamplingConfig:
         return SamplingConfig(
             max_completion_length=self.config.max_completion_length,
@@ -277,7 +285,7 @@ class PpoTrainer:
         return UpdateOptions(
             num_ppo_epochs=config.num_ppo_epochs,
             num_mini_batches=config.num_mini_batches,
-            micro_batch_size=config.per_device_train_batch_size,
+            micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
             cliprange=config.cliprange,
             cliprange_value=config.cliprange_value,
             vf_coef=config.vf_coef,

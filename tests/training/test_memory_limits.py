@@ -1,0 +1,212 @@
+"""Running out of memory: micro-batches and traversals shrink, the gradient and the dropout masks stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.errors import MemoryLimitError
+from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.training.rl import PpoTrainer
+from tests.conftest import random_batch, randomise, tiny_llama
+from tests.training.test_data import ppo_config, write_model
+
+LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
+TOKENS = sum(p + c for p, c in LENGTHS)
+OPTIONS = UpdateOptions(
+    num_ppo_epochs=1,
+    num_mini_batches=1,
+    micro_batch_size=7,
+    cliprange=0.2,
+    cliprange_value=0.2,
+    vf_coef=0.1,
+    entropy_coef=0.01,
+    temperature=1.0,
+    target_kl=None,
+)
+
+
+class LimitedMemory:
+    """A device on which a traversal of more than `limit` tokens, or the backward pass of one, does not fit."""
+
+    def __init__(self, monkeypatch, limit: int, *, in_backward: bool = False) -> None:
+        self.refused = 0
+        run = Backbone.run
+
+        def limited(backbone, tokens_T, *args):
+            n = len(tokens_T)
+            if n <= limit:
+                return run(backbone, tokens_T, *args)
+            if not in_backward:
+                self.refused += 1
+                raise torch.OutOfMemoryError(f"forward of {n} tokens")
+            hidden = run(backbone, tokens_T, *args)
+            if hidden.requires_grad:
+                hidden.register_hook(self._refuse)
+            return hidden
+
+        monkeypatch.setattr(Backbone, "run", limited)
+
+    def _refuse(self, gradient):
+        self.refused += 1
+        raise torch.OutOfMemoryError("backward")
+
+
+def make() -> tuple[HydraModel, Experience]:
+    slots = {name: SlotConfig(r=4, dropout=0.3) for name in ("actor", "critic")}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
+    randomise(model, "actor", "critic")
+    batch = random_batch(LENGTHS)
+    generator = torch.Generator().manual_seed(3)
+    scores = model.eval().score(batch, ("actor", "critic"))
+    experience = Experience(
+        batch=batch,
+        old_logprobs_M=scores.logprobs_M,
+        old_values_M=scores.values_M,
+        advantages_M=torch.randn(batch.n_completion_tokens, generator=generator),
+        returns_M=torch.randn(batch.n_completion_tokens, generator=generator),
+    )
+    return model.train(), experience
+
+
+def update(model: HydraModel, experience: Experience, options=OPTIONS):
+    """Gradients of one minibatch over all sequences, with LoRA dropout, and the update's statistics."""
+    found: dict[str, torch.Tensor] = {}
+
+    def step() -> dict[str, float]:
+        found.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad(set_to_none=True)
+        return {}
+
+    stats = ppo_update(model, experience, options, step, seed=0)
+    return found, stats
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_halved_micro_batch_gives_the_same_gradient_and_masks(monkeypatch, in_backward):
+    model, experience = make()
+    expected, stats = update(model, experience)
+    assert stats["micro_batch_size"] == 7
+    memory = LimitedMemory(monkeypatch, limit=TOKENS, in_backward=in_backward)  # two lanes of half the sequences
+    found, stats = update(model, experience)
+    assert memory.refused >= 1
+    assert stats["micro_batch_size"] < 7
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+def test_the_masks_matter_to_that_gradient():
+    model, experience = make()
+    with_dropout, _ = update(model, experience)
+    without, _ = update(model.eval(), experience)
+    name = next(n for n in with_dropout if n.endswith(".A"))
+    assert not torch.allclose(with_dropout[name], without[name], rtol=1e-2)
+
+
+def test_a_sequence_that_does_not_fit_ends_the_update(monkeypatch):
+    model, experience = make()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    LimitedMemory(monkeypatch, limit=30)  # two lanes of the longest sequence are 40 tokens
+    with pytest.raises(MemoryLimitError, match="the update of a single sequence does not fit into memory; shorten"):
+        update(model, experience)
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+
+
+def test_other_errors_are_not_taken_for_it(monkeypatch):
+    model, experience = make()
+
+    def fails(*args):
+        raise RuntimeError("expected scalar type Float but found Half")
+
+    monkeypatch.setattr(Backbone, "run", fails)
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        update(model, experience, dataclasses.replace(OPTIONS, micro_batch_size=4))
+
+
+def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
+    config = ppo_config(
+        write_model(tmp_path / "m"),
+        tmp_path / "run",
+        per_device_train_batch_size=4,
+        generation_batch_size=8,
+        resume_from_checkpoint="auto",
+    )
+    roomy = PpoTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "roomy")))
+    memory = LimitedMemory(monkeypatch, limit=36)
+    trainer = PpoTrainer(config)
+    first = trainer.step()
+    assert memory.refused >= 2  # the scoring pass and the first micro-batch
+    assert first["micro_batch_size"] < 4
+    assert trainer.model.token_budget < config.token_budget
+    refused = memory.refused
+    second = trainer.step()
+    assert memory.refused == refused  # learnt once
+    trainer.save()
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["micro_batch_size"] == first["micro_batch_size"]
+    resumed = PpoTrainer(config)
+    resumed.step()
+    assert memory.refused == refused
+    assert resumed.model.token_budget == trainer.model.token_budget
+    monkeypatch.undo()
+    for limited in (first, second):
+        free = roomy.step()
+        for name in ("reward", "kl", "policy/loss", "value/loss", "grad_norm/actor", "grad_norm/critic"):
+            assert limited[name] == pytest.approx(free[name], rel=2e-3, abs=1e-4), name
+
+
+_REAL = """
+import dataclasses, resource, sys
+import torch
+from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.config import parse_config, PPOConfig
+
+torch.set_num_threads(1)
+trainer = PpoTrainer(parse_config(PPOConfig, sys.argv[2:], prog="t"))
+trainer.step()  # sequence by sequence; threads, libraries and arenas are there
+trainer.config = dataclasses.replace(trainer.config, per_device_train_batch_size=64)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + int(sys.argv[1]) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print("micro_batch_size", trainer.step()["micro_batch_size"])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space through Linux's setrlimit")
+def test_a_real_allocation_failure_is_survived(tmp_path):
+    model = write_model(tmp_path / "m", hidden_size=192, intermediate_size=1536, num_hidden_layers=4)
+    config = ppo_config(model, tmp_path / "run")
+    arguments = {
+        "--model_name_or_path": config.model_name_or_path,
+        "--output_dir": config.output_dir,
+        "--dataset_name": config.dataset_name,
+        "--reward_funcs": f"{write_length_reward(tmp_path)}:length",
+        "--generation_batch_size": "64",
+        "--num_mini_batches": "1",
+        "--num_ppo_epochs": "1",
+        "--max_completion_length": "40",
+        "--per_device_train_batch_size": "1",
+        "--device": "cpu",
+    }
+    flags = [x for pair in arguments.items() for x in pair]
+    done = subprocess.run(
+        [sys.executable, "-c", _REAL, "60", *flags], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    size = float(done.stdout.split()[-1])
+    assert 1 <= size < 64
+
+
+def write_length_reward(folder):
+    path = folder / "length.py"
+    path.write_text("def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    return path
