@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
 INSTALLED := .venv/.installed
+QUANTISED := .venv/bitsandbytes/.installed
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
@@ -14,7 +15,11 @@ GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
 
-test: $(INSTALLED)
+# bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
+test: $(INSTALLED) $(QUANTISED)
+ifeq ($(ARGS),)
+	HF_HUB_OFFLINE=1 CI=1 PYTHONPATH=$(dir $(QUANTISED)) $(VENV)/python -m pytest tests/hydra/test_quantised.py
+endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "not long and not gpu" $(ARGS)
 
 test-long: $(INSTALLED)
@@ -37,6 +42,10 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 		if sys.version_info < (3, 10) else 0)'
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install -c constraints.txt -e ".[test]"
+	touch $@
+
+$(QUANTISED): $(INSTALLED)
+	$(VENV)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(dir $@) bitsandbytes
 	touch $@
 
 clean:

@@ -57,6 +57,42 @@ class PackedBatch:
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),
         )
 
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        prompt_lens: Sequence[int],
+        *,
+        sample_ids: Sequence[int] | None = None,
+    ) -> PackedBatch:
+        """Pack a padded batch, so that padding costs nothing.
+
+        input_ids, attention_mask: [N, L], padded on either side (1 or True marks a real token). prompt_lens: N numbers
+        of real prompt tokens. Raises ValueError for masks with a hole, an empty row or a prompt longer than its row.
+        """
+        if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask: expected the shape [N, L] of input_ids, got {tuple(attention_mask.shape)} and "
+                f"{tuple(input_ids.shape)}"
+            )
+        real = attention_mask.bool().cpu()
+        lengths = real.sum(1).tolist()
+        if len(prompt_lens) != len(lengths):
+            raise ValueError(f"prompt_lens: expected {len(lengths)} like the rows of input_ids, got {len(prompt_lens)}")
+        for i, (length, prompt) in enumerate(zip(lengths, prompt_lens, strict=True)):
+            if not 1 <= prompt <= length:
+                raise ValueError(f"prompt_lens[{i}]: expected 1 to {length}, the real tokens of its row, got {prompt}")
+            begin = int(real[i].int().argmax())
+            if not real[i, begin : begin + length].all():
+                raise ValueError(f"attention_mask[{i}]: expected real tokens without a gap between them")
+        return cls(
+            tokens_T=input_ids[real.to(input_ids.device)],
+            cu_seqlens=(0, *accumulate(lengths)),
+            prompt_lens=tuple(int(p) for p in prompt_lens),
+            sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(lengths))),
+        )
+
     def __post_init__(self) -> None:
         if not len(self.cu_seqlens) - 1 == len(self.prompt_lens) == len(self.sample_ids):
             raise ValueError(

@@ -107,7 +107,8 @@ class GatedOutput:
         self.gated = gated
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return _add_delta(self.gated, args[0], output)
+        # a copy where gradients flow: autograd refuses to change what a custom Function returned
+        return _add_delta(self.gated, args[0], output, copy=torch.is_grad_enabled())
 
 
 class GatedHead(GatedLayer):
@@ -122,13 +123,13 @@ class GatedHead(GatedLayer):
         return HeadLora(pair.A, pair.B, found.config.scale)
 
 
-def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     call = gate.current()
     arguments = None if call is None else gated.lora_arguments(call)
     if arguments is None:
         return y
     *lora, dropout = arguments
-    return lora_delta_(y, x, *lora, dropout=dropout)
+    return lora_delta_(y.clone() if copy else y, x, *lora, dropout=dropout)
 
 
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:

@@ -24,7 +24,7 @@ import transformers
 
 from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
-from rlhf_engine.hydra.loading import load_model
+from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import DEFAULT_TOKEN_BUDGET, HydraModel
 from rlhf_engine.hydra.roles import OFF, RoleSpec
 
@@ -82,10 +82,12 @@ def load_pretrained(
     backbones: Mapping[str, str | os.PathLike[str]] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    quantization: Quantization = "none",
     token_budget: int = DEFAULT_TOKEN_BUDGET,
 ) -> HydraModel:
     """Load what `save_pretrained` wrote. `base`, and `backbones` by name, override where frozen backbones lie.
 
+    dtype and quantization must be those of the saved model, or its backbones are others (their hashes differ).
     Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs).
     """
     folder = Path(folder)
@@ -110,6 +112,7 @@ def load_pretrained(
         backbones=sources,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         token_budget=token_budget,
     )
     _check_hashes(model, record)

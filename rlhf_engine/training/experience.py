@@ -77,7 +77,9 @@ def make_experience(
     for name, found in named.items():
         if found is not None and not found.isfinite().all():
             raise NonFiniteError(f"{name} are not finite; no update was made from this rollout")
-    dtype = model.backbone("base").dtype
+    base = model.backbone("base")
+    # quantised products round as coarsely as bf16, 8-bit ones by the batch that a row is in
+    dtype = torch.bfloat16 if base.quantized else base.dtype
     mismatch = _check_mismatch(logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
     if first_step_from_reference:
         _check_step0(logprobs_M, ref_logprobs_M, dtype)

@@ -1,0 +1,189 @@
+"""Memory that a kernel takes inside one call, above its inputs and results, in bytes.
+
+A trace sees what goes into an op and what comes out. Inside, our ops work in tiles: these formulas say how much that is,
+per backend, and are read off the implementations. Ops that exist in plain torch only (`sample`, `decode_attention`) are
+traced themselves, on meta tensors. Attention on CUDA adds what its backward kernel accumulates in fp32.
+
+Symbols: N rows, H hidden size, V vocabulary, r rank, K → M a linear, e bytes per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.logits import TILE_ELEMENTS
+
+_PLAIN_TORCH = ("sample", "decode_attention")
+_NATIVE_BLOCK, _NATIVE_PANEL, _NATIVE_ROWS = 512, 32, 16  # csrc/cpu/head.h: rows of W, rows of hidden, rows of scratch
+
+
+def workspace_bytes(func: Any, args: Sequence[Any], out: Any, device_type: str) -> int:
+    """Bytes that op `func` needs while it runs, beyond `args` and `out`, on a device."""
+    if func.namespace == "rlhf_kernels":
+        return _own_op(func._opname, args, device_type)
+    if device_type == "cuda" and func._opname.endswith("flash_attention_for_cpu_backward"):
+        return _flash_backward(args)
+    return 0
+
+
+def backend_of(op: str, device_type: str, dtype: torch.dtype) -> str:
+    """The backend that serves an op where the plan is for: on CUDA, also if there is none here."""
+    if device_type == "cuda":
+        offered = registry.report("cuda")[op]
+        return next(b for b in ("cuda", "triton", "reference") if not offered[b].endswith(f"no {b} implementation"))
+    return registry.resolve(op, "auto", torch.empty(0, dtype=dtype))
+
+
+def _own_op(name: str, args: Sequence[Any], device_type: str) -> int:
+    base = name.removesuffix("_backward")
+    if name in _PLAIN_TORCH:
+        return _traced_reference(name, args, device_type)
+    if base in ("lora_linear", "lora_delta"):
+        return _lora(name, args, device_type)
+    if base in ("linear_logprob", "linear_ppo_loss"):
+        return _head(name, args, device_type)
+    return 0  # the losses of values per token: nothing that grows with the model
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def _head(name: str, args: Sequence[Any], device_type: str) -> int:
+    """One sweep of the vocabulary; for a trained head (`needs` beyond hidden) also the gradient's."""
+    hidden, weight = args[0], args[1]
+    if name == "linear_logprob_backward":
+        needs, ahead = args[-2], False
+    elif name == "linear_ppo_loss":
+        needs = args[-2]
+        ahead = needs == "hidden" and args[-3] == 0.0
+    else:
+        needs, ahead = "", args[-2]
+    second = bool(needs) and not ahead
+    backend = backend_of("linear_ppo_loss", device_type, hidden.dtype)
+    n, h, v, e = *hidden.shape, weight.shape[0], hidden.element_size()
+    summed = n * h * 4 if ahead and name == "linear_ppo_loss" else 0  # E, of which the gradient is made
+    if backend == "triton":
+        rows, columns = _triton_tile(n, v)
+        tile = min(rows, n) * columns
+        gradient = (n * h * e + columns * h * 4 if "weight" in needs else 0) if second else 0
+        return summed + tile * 4 + (tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0) + gradient
+    if backend == "cpu":
+        e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 else 4
+        packed = _up(n, _NATIVE_PANEL) * h * e + _NATIVE_BLOCK * h * e * (2 if ahead or second else 1)
+        scratch = torch.get_num_threads() * _NATIVE_ROWS * h * e
+        own_sums = _up(n, _NATIVE_PANEL) * h * 4 if ahead or second else 0
+        gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
+        return max(summed + packed + scratch + own_sums - (n * h * 4 if summed else 0), summed + gathered)
+    tile = max(1, min(n, TILE_ELEMENTS // v)) * v
+    upcast = v * h * 4 if weight.dtype != torch.float32 else 0
+    return summed + upcast + 4 * (tile * (5 if needs else 4) + n * h)
+
+
+def _triton_tile(n_rows: int, n_vocab: int) -> tuple[int, int]:
+    """`tile_shape` of the Triton sweep, which cannot be imported where there is no Triton."""
+    rows, columns = min(4096, _power(n_rows)), min(8192, _power(n_vocab))
+    while rows * columns > max(2**20, n_rows * n_vocab // 32):
+        if rows > 1024 or columns <= 2048:
+            rows //= 2
+        else:
+            columns //= 2
+    return rows, columns
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
+    at = 1 if name.endswith("_backward") else 0  # dy comes first
+    x = args[at]
+    with_weight = "linear" in name
+    A, B = args[at + 2 + (0 if at or not with_weight else 1) - (0 if with_weight else 1) :][:2]
+    starts, ends = args[args.index(A) + 3], args[args.index(A) + 4]
+    n_on, rank = sum(ends) - sum(starts), max(a.shape[0] for a in A)
+    k, m = A[0].shape[1], B[0].shape[0]
+    backend = backend_of("lora", device_type, x.dtype)
+    if backend == "triton":
+        rank = max(16, _power(rank))
+        if at == 0:
+            return n_on * rank * 4
+        shares = -(-m // 64) * n_on * rank * 4 if rank <= 32 else 0  # dh from the read of dy that makes dB
+        return 2 * n_on * rank * 4 + max(shares, n_on * rank * 4)
+    if backend == "cpu":
+        sums = (k + m) * _up(rank, 16) * 4
+        return sums if at == 0 else sums * (len(A) + torch.get_num_threads())
+    wide = 0 if x.element_size() == 4 else 4
+    return n_on * (k + m) * wide + n_on * rank * 8
+
+
+# ---- what exists in plain torch only ---------------------------------------------------------------------------------
+
+_traces: dict[tuple[Any, ...], int] = {}
+
+
+def _traced_reference(name: str, args: Sequence[Any], device_type: str) -> int:
+    """Peak of the reference on meta tensors, less its results."""
+    backend = backend_of(name, device_type, args[0].dtype)
+    if backend != "reference":
+        return 0
+    described = tuple(
+        (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args
+    )
+    key = (name, device_type, *described)
+    if key not in _traces:
+        _traces[key] = _trace_on_meta(name, args)
+        if name == "decode_attention" and device_type == "cpu":
+            # where every row is live its cache is read in place; on a device it is gathered
+            keys, lengths = args[1], args[3]
+            n, positions = lengths.shape[0], keys.shape[1]
+            _traces[key] -= 2 * n * positions * keys.shape[2] * keys.shape[3] * keys.element_size()
+    return _traces[key]
+
+
+def _trace_on_meta(name: str, args: Sequence[Any]) -> int:
+    from rlhf_engine.planning.tracing import Tracker  # it imports this module
+
+    def bare(a: Any) -> Any:
+        if not isinstance(a, torch.Tensor):
+            return a
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
+        inputs = [bare(a) for a in args[:-1]]
+        if name == "sample":
+            from rlhf_kernels.logits import HeadOptions
+            from rlhf_kernels.sample import reference as sampling
+
+            inputs = [*inputs[:5], HeadOptions(*inputs[5:13]), *inputs[13:]]
+            run: Any = sampling.forward
+        else:
+            from rlhf_kernels.decode_attention import reference as attention
+
+            run = attention.forward
+        tracker = Tracker([a for a in inputs if isinstance(a, torch.Tensor)], device_type="cuda")
+        with tracker:
+            run(*inputs)
+    return tracker.timeline.peak
+
+
+# ---- attention on CUDA -----------------------------------------------------------------------------------------------
+
+
+def _flash_backward(args: Sequence[Any]) -> int:
+    """dq in fp32, and dk, dv of every query head before heads that share keys are added up."""
+    query, key = args[1], args[2]
+    n, heads, length, d = query.shape
+    rounded = n * heads * _up(length, 128) * (_up(d, 32) * 4 + 4)
+    shared = 0 if heads == key.shape[1] else 2 * n * heads * length * d * query.element_size()
+    return rounded + shared
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _power(n: int) -> int:
+    return 2 ** max(0, math.ceil(math.log2(max(1, n))))

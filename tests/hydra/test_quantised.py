@@ -1,0 +1,137 @@
+"""A base in 4 or 8 bits through bitsandbytes: off is the quantised model, LoRA and its gradients go on top."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, SlotConfig, hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.loading import load_model
+from rlhf_engine.rollout import SamplingConfig, generate
+from tests.conftest import VOCAB, random_batch, randomise, tiny_llama
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # bitsandbytes warns of every cast that it makes
+
+BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
+both = pytest.mark.parametrize("bits", ["4bit", "8bit"])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = LlamaConfig(  # bitsandbytes packs 64 weights at a time
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make(base, bits: str, **options) -> HydraModel:
+    model = HydraModel.from_pretrained(
+        base, roles=hydra_roles(), slots={"actor": SlotConfig(r=4)}, quantization=bits, **options
+    )
+    randomise(model, "actor", "critic")
+    return model.eval()
+
+
+def lane_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model._trunk_call(BATCH, model.backbone(), [slot], None)
+    return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
+
+
+def plain_logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(BATCH.tokens_T.view(3, 8), use_cache=False).logits
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_off_is_the_quantised_model(base, bits, dtype):
+    plain = load_model(base, dtype=dtype, device="cpu", quantization=bits).eval()
+    plain.set_attn_implementation("sdpa")
+    assert torch.equal(lane_logits(make(base, bits, dtype=dtype), None), plain_logits(plain))
+
+
+@both
+def test_a_slot_is_what_peft_makes_of_it(base, bits, tmp_path):
+    model = make(base, bits)
+    save_pretrained(model, tmp_path)
+    plain = load_model(base, dtype=torch.float32, device="cpu", quantization=bits)
+    theirs = PeftModel.from_pretrained(plain, tmp_path, is_trainable=True).eval()
+    torch.testing.assert_close(lane_logits(model, "actor"), plain_logits(theirs), rtol=1e-3, atol=1e-3)
+
+    (out,) = model(BATCH, (Logprobs(),))
+    out.logprob.sum().backward()
+    logprobs = theirs(BATCH.tokens_T.view(3, 8), use_cache=False).logits.flatten(0, 1).log_softmax(-1)
+    logprobs[BATCH.predict_rows_M].gather(1, BATCH.targets_M[:, None]).sum().backward()
+    modules = dict(theirs.base_model.model.named_modules())
+    for path, pair in model.backbone().slot("actor").items():
+        for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):
+            gradient = getattr(modules[path], half)["default"].weight.grad
+            relative = (ours.grad - gradient).norm() / gradient.norm()
+            # 8-bit products quantise the activations too, where rounding can move a whole step
+            assert relative < (1e-4 if bits == "4bit" else 0.05), f"{path}.{half} {relative}"
+
+
+@both
+def test_the_base_stays_while_adapters_train(base, bits):
+    model = make(base, bits).train()
+    before, off = model.backbone().base_hash(), lane_logits(model, None)
+    optimizer = torch.optim.AdamW(model.trainable_parameters("actor").values(), lr=1e-2)
+    for _ in range(2):
+        (out,) = model(BATCH, (Logprobs(),))
+        out.logprob.sum().backward()
+        optimizer.step()
+    assert model.backbone().base_hash(refresh=True) == before
+    assert torch.equal(lane_logits(model, None), off)
+    weights = [p for n, p in model.backbone().base_parameters() if n.endswith("q_proj.weight")]
+    assert all(p.dtype in (torch.uint8, torch.int8) and not p.requires_grad for p in weights)
+
+
+def test_it_generates_from_the_distribution_that_it_trains_on(base):
+    model = make(base, "4bit")
+    rollout = generate(model, [[5, 9, 11], [8, 12]], SamplingConfig(max_completion_length=9, eos_token_ids=(2,)))
+    again = model.score(rollout.batch, ("actor",)).logprobs_M
+    torch.testing.assert_close(rollout.logprobs_M, again, rtol=0, atol=1e-4)
+
+
+def test_a_saved_quantised_model_loads_quantised(base, tmp_path):
+    model = make(base, "4bit")
+    save_pretrained(model, tmp_path)
+    loaded = load_pretrained(tmp_path, quantization="4bit").eval()
+    assert torch.equal(lane_logits(loaded, "actor"), lane_logits(model, "actor"))
+    with pytest.raises(ValueError, match=r"expected an adapter of this base|expected the backbone with hash"):
+        load_pretrained(tmp_path)
+
+
+def test_a_quantised_base_is_not_trained(base):
+    with pytest.raises(ValueError, match=r"quantization: expected 'none' where backbones are trained .*got '4bit'"):
+        HydraModel.from_pretrained(
+            base,
+            roles=METHODS["full_ppo"](),
+            backbones=dict.fromkeys(("reference", "critic", "reward"), base),
+            quantization="4bit",
+        )
+    plain = load_model(base, dtype=torch.float32, device="cpu", quantization="8bit")
+    with pytest.raises(
+        ValueError, match="source: expected weights that can be trained for full fine-tuning, got quant"
+    ):
+        HydraModel.from_pretrained(
+            plain,
+            roles=METHODS["full_ppo"](),
+            backbones={name: tiny_llama() for name in ("reference", "critic", "reward")},
+        )
