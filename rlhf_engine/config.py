@@ -41,7 +41,7 @@ class _ModelOptions(_RunOptions):
     """The base model."""
 
     model_name_or_path: str = required("folder of the base model")
-    dtype: Dtype = option("float32", "dtype of the base weights and activations; adapters and heads train in float32")
+    dtype: Dtype = option("float32", "dtype of the base weights and activations")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
 
     def __post_init__(self) -> None:
@@ -59,6 +59,7 @@ class _TrainingOptions(_ModelOptions):
     dataset_name: str = required("path of the training data, JSON or JSONL")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
+    adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"

@@ -85,6 +85,7 @@ class HydraModel(nn.Module):
         self.backbones = nn.ModuleDict(dict(backbones))
         self.roles = dict(roles)
         self.token_budget = token_budget
+        self.adapter_dtype = adapter_dtype
         slots = dict(slots or {})
         self._check_names(slots)
         self._generator = torch.Generator().manual_seed(seed)

@@ -65,6 +65,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         "backbones": backbones,
         "roles": {name: dataclasses.asdict(role) for name, role in model.roles.items()},
         "slots": slots,
+        "adapter_dtype": str(model.adapter_dtype).removeprefix("torch."),
         "trained_heads": sorted(model.trained_heads),
         "versions": {
             "rlhf_engine": __version__,
@@ -114,6 +115,7 @@ def load_pretrained(
         device=device,
         quantization=quantization,
         token_budget=token_budget,
+        adapter_dtype=getattr(torch, record["adapter_dtype"]),
     )
     _check_hashes(model, record)
     peft_io.load_heads(model.heads, folder)
@@ -184,7 +186,8 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if record.get("format") == 1:  # one frozen backbone, before there were others
         base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
         slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}
-        return {**record, "format": _FORMAT, "backbones": {"base": base}, "slots": slots}
+        found = {"format": _FORMAT, "backbones": {"base": base}, "slots": slots, "adapter_dtype": "float32"}
+        return {**record, **found}
     if record.get("format") != _FORMAT:
         raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
     return record

@@ -63,6 +63,7 @@ def build_ppo_model(config: PPOConfig) -> HydraModel:
         device=device,
         quantization=quantization,
         token_budget=config.token_budget,
+        adapter_dtype=DTYPES[config.adapter_dtype],
         seed=config.seed,
     )
     if head is not None:

@@ -26,7 +26,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     expected = dict(
         REQUIRED, method="hydra_ppo", dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
-        critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False,
+        critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
         eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
         max_completion_length=64, temperature=1.0, reward_funcs=["lane"], reward_weights=None,
         missing_eos_penalty=None, beta=0.05, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2,

@@ -1,0 +1,129 @@
+"""bench/vs_trl_ppo.py without TRL: our arm end to end on a tiny model, its numbers, and wrong requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCH))  # as `python bench/vs_trl_ppo.py` has it
+    try:
+        import vs_trl_ppo
+
+        yield vs_trl_ppo
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+def worker_answer(step_seconds: list[float], *, peak: int = 100) -> dict[str, Any]:
+    ends = [0.0]
+    for seconds in step_seconds:
+        ends.append(ends[-1] + seconds)
+    memory = {"rss": 10, "peak_rss": 20}
+    return {"ends": ends, "before": memory, "after": {"rss": 50, "peak_rss": peak}, "reward": [0.5], "threads": 2}
+
+
+def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
+    arguments = ["--quick", "--skip-trl", "--arms", "ours-fp32", "trl-fp32", "gemm-fp32", "--threads", "1"]
+    assert script.main([*arguments, "--batch", "2", "--micro-batch", "1", "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["order"] == ["ours-fp32", "gemm-fp32"]
+    assert result["setting"]["hidden"] == 64
+    assert (result["setting"]["batch"], result["setting"]["micro_batch"]) == (2, 1), "flags win over --quick"
+    assert {"torch", "transformers", "peft", "python"} <= set(result["versions"]["ours"])
+    assert result["machine"]["device_name"]
+    assert result["kernel_backends"]["float32"]["gae"]["reference"] == "available"
+    assert result["targets"] == [], "a tiny model says nothing of them"
+    ours, gemm = result["runs"]
+    assert (ours["round"], ours["arm"], ours["threads"]) == (0, "ours-fp32", 1)
+    assert len(ours["seconds_of_batches"]) == len(ours["reward"]) == result["setting"]["steps"] == 2
+    assert ours["seconds_per_sample"] == pytest.approx(ours["seconds_of_batches"][1] / 2)
+    assert ours["seconds_per_sample_with_first"] == pytest.approx(sum(ours["seconds_of_batches"]) / 4)
+    assert ours["tokens_per_second"] == pytest.approx(8 / ours["seconds_per_sample"])
+    for run in (ours, gemm):
+        phases = sum(run[f"{phase}_seconds_per_sample"] for phase in ("generate", "score", "update"))
+        assert 0.8 * run["seconds_per_sample"] < phases <= run["seconds_per_sample"]
+        assert 0 < run["rss_before_training_bytes"] <= run["peak_rss_before_training_bytes"] <= run["peak_rss_bytes"]
+        assert result["medians"][run["arm"]]["seconds_per_sample"] == run["seconds_per_sample"]
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    captured = capsys.readouterr()
+    assert "ours-fp32" in captured.out
+    assert "round 1/1  ours-fp32: " in captured.err
+
+
+def test_the_floor_multiplies_what_the_formula_says(script):
+    """Per sample and layer 2·(4H² + 3HI) flops per row of the trunk; 2HV per row of the LM head."""
+    import trl_ppo_arms
+
+    s = script.Setting(**script.QUICK)
+    found = trl_ppo_arms.run_gemm(s, script.ARMS["gemm-fp32"], Path(), Path())
+    block, first_qkv = 2 * (4 * 64**2 + 3 * 64 * 128), 2 * 3 * 64**2
+    rows = (8 + 7) + 3 * 16 + 2 * 2 * 16  # generate, score, update forward and backward
+    head_rows = 8 + 2 * 8 + 2 * 8
+    per_sample = rows * s.layers * block - 2 * 16 * first_qkv + head_rows * 2 * 64 * s.vocab
+    assert found["flops"] == s.batch * per_sample
+
+
+def test_medians_and_targets(script):
+    setting = script.Setting(steps=3)
+    runs = [
+        {"round": i, "arm": arm, "others_cores": None, **script.derive(setting, worker_answer(seconds, peak=peak))}
+        for i in range(3)
+        for arm, seconds, peak in (
+            ("trl-fp32", [9.0, 3.0, 1.0], 100),
+            ("ours-fp32", [9.0, 1.0, [1.0, 0.9, 50.0][i]], 51),
+            ("ours-bf16", [9.0, 0.5, 0.5], 40),
+        )
+    ]
+    found = script.medians(runs)
+    assert found["trl-fp32"]["seconds_per_sample"] == pytest.approx(4.0 / 32)
+    assert found["ours-fp32"]["seconds_per_sample"] == pytest.approx(2.0 / 32), "one bad round does not move it"
+    faster, memory, bf16 = script.targets(setting, found)
+    assert (faster["got"], faster["met"]) == (pytest.approx(2.0), True)
+    assert (memory["got"], memory["met"]) == (pytest.approx(0.51), False)
+    assert (bf16["got"], bf16["met"]) == (pytest.approx(4.0), True)
+    with pytest.raises(RuntimeError, match="expected 3 batches, got 2"):
+        script.derive(setting, worker_answer([1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--trl-python: expected the python of an environment with TRL, or --skip-trl"),
+        (["--skip-trl", "--arms", "trl-fp32"], "--arms: expected one that is not left out by --skip-trl"),
+        (["--skip-trl", "--hidden", "100"], "hidden: expected a multiple of 64, got 100"),
+        (["--skip-trl", "--micro-batch", "5"], "micro_batch: expected a divisor of batch / mini_batches .16., got 5"),
+        (["--skip-trl", "--mini-batches", "3"], "mini_batches: expected a divisor of batch .16., got 3"),
+        (["--skip-trl", "--steps", "1"], "steps: expected at least 2, got 1"),
+        (["--skip-trl", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--skip-trl", "--arms", "theirs"], "invalid choice: 'theirs'"),
+        (["--skip-trl", "--output", __file__], "--output: expected a folder, got the file"),
+    ],
+)
+def test_wrong_requests_are_refused(script, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        script.main(flags)
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_trl_needs_its_own_environment_with_the_same_torch(script, capsys):
+    assert script.main(["--quick", "--trl-python", "/nowhere/python"]) == 2
+    assert "expected a Python interpreter, got '/nowhere/python'" in capsys.readouterr().err
+    ours = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "peft": "0.21.2"}
+    script.check_versions(ours, {**ours, "torch": "2.13.0", "trl": "1.12.0"}, "python")
+    with pytest.raises(ValueError, match=r"expected trl==1\.12\.0 .*, got None"):
+        script.check_versions(ours, ours, "python")
+    with pytest.raises(ValueError, match=r"expected peft==0\.21\.2 as in this environment, got 0\.20\.0"):
+        script.check_versions(ours, {**ours, "peft": "0.20.0", "trl": "1.12.0"}, "python")

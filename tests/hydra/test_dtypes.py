@@ -1,0 +1,145 @@
+"""Base and adapters in fp32 or bf16, and autocast: PEFT's numbers within the dtype, finite gradients, equal rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel
+
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, load_pretrained, save_pretrained
+from rlhf_engine.hydra.backbone import head_logits
+from tests.conftest import random_batch, randomise
+from tests.hydra.architectures import plain_model
+
+ROLES = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
+BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
+FAMILIES = ("llama", "gemma2", "gpt2", "qwen3_moe")
+
+
+def make(name: str, base: torch.dtype, adapters: torch.dtype) -> HydraModel:
+    slots = {"actor": SlotConfig(r=4)}
+    model = HydraModel.from_pretrained(plain_model(name).to(base), roles=ROLES, slots=slots, adapter_dtype=adapters)
+    randomise(model, "actor")
+    return model.eval()
+
+
+def lane_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model._trunk_call(BATCH, model.backbone(), [slot], None)
+    return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative error of the typical row: a mixture's routing may flip in single rows for rounding alone."""
+    a, b = a.flatten(0, -2).double(), b.flatten(0, -2).double()
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())
+
+
+def truth_dtype(name: str) -> torch.dtype:
+    """torch's grouped products of experts know no float64."""
+    return torch.float32 if name == "qwen3_moe" else torch.float64
+
+
+def peft_logits(name: str, folder, *, base: torch.dtype, run: torch.dtype, autocast: bool = False, **options):
+    """Logits [3, 8, V] of plain PEFT on a base rounded to `base` and computed in `run`."""
+    plain = plain_model(name).to(base).to(run)
+    theirs = PeftModel.from_pretrained(plain, folder, **options).eval()
+    if run == torch.float64:
+        theirs = theirs.double()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return theirs(BATCH.tokens_T.view(3, 8), use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_a_bf16_base_is_as_close_to_the_truth_as_peft_is(name, adapters, tmp_path):
+    model = make(name, torch.bfloat16, adapters)
+    assert {p.dtype for p in model.backbone().slot("actor").parameters()} == {adapters}
+    save_pretrained(model, tmp_path)
+    truth = peft_logits(name, tmp_path, base=torch.bfloat16, run=truth_dtype(name))
+    wide = adapters == torch.float32
+    theirs = peft_logits(name, tmp_path, base=torch.bfloat16, run=torch.bfloat16, autocast_adapter_dtype=wide)
+    assert distance(lane_logits(model, "actor"), truth) <= 1.5 * distance(theirs, truth) + 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_autocast_is_as_close_to_the_truth_as_peft_under_autocast(name, tmp_path):
+    model = make(name, torch.float32, torch.float32)
+    save_pretrained(model, tmp_path)
+    truth = peft_logits(name, tmp_path, base=torch.float32, run=truth_dtype(name))
+    theirs = peft_logits(name, tmp_path, base=torch.float32, run=torch.float32, autocast=True)
+    plain = lane_logits(model, "actor")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = lane_logits(model, "actor")
+    assert distance(plain, truth) < 1e-5
+    assert 1e-5 < distance(ours, truth) <= 1.5 * distance(theirs, truth) + 1e-3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("base", "adapters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_every_combination_trains(name, base, adapters, autocast):
+    """Gradients are finite, in the adapters' dtype, and point where those of float32 point."""
+    directions = []
+    for combination in ((base, adapters), (torch.float32, torch.float32)):
+        model = make(name, *combination).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, reference = model(BATCH, (Logprobs(), Logprobs(role="reference")))
+        assert out.logprob.dtype == reference.logprob.dtype == torch.float32
+        out.logprob.sum().backward()
+        gradients = [p.grad for p in model.backbone().slot("actor").parameters()]
+        assert {g.dtype for g in gradients} == {combination[1]}
+        directions.append(torch.cat([g.flatten().double() for g in gradients]))
+        assert directions[-1].isfinite().all()
+    assert torch.cosine_similarity(*directions, dim=0) > 0.9
+
+
+def test_adapters_keep_their_dtype_on_disk(tmp_path):
+    model = make("llama", torch.bfloat16, torch.bfloat16)
+    save_pretrained(model, tmp_path / "saved")
+    plain_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    loaded = load_pretrained(tmp_path / "saved", base=tmp_path / "base", dtype=torch.bfloat16).eval()
+    for ours, theirs in zip(loaded.backbone().slots.parameters(), model.backbone().slots.parameters(), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, theirs)
+
+
+# ---- padded batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_packed(side):
+    ragged = random_batch(((3, 5), (1, 4), (2, 9)))
+    rows = ragged.tokens_T.split(ragged.lengths)
+    width = max(ragged.lengths)
+    tokens, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        tokens[i, place], mask[i, place] = row, True
+    packed = PackedBatch.from_padded(tokens, mask.long(), ragged.prompt_lens)
+    assert torch.equal(packed.tokens_T, ragged.tokens_T)
+    assert (packed.cu_seqlens, packed.prompt_lens) == (ragged.cu_seqlens, ragged.prompt_lens)
+    assert packed.sample_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompt_lens", "message"),
+    [
+        ([[1, 1, 0]], [1, 1], r"prompt_lens: expected 1 like the rows of input_ids, got 2"),
+        ([[1, 0, 1]], [1], r"attention_mask\[0\]: expected real tokens without a gap"),
+        ([[0, 0, 0]], [1], r"prompt_lens\[0\]: expected 1 to 0, the real tokens of its row, got 1"),
+        ([[1, 1, 0]], [3], r"prompt_lens\[0\]: expected 1 to 2, the real tokens of its row, got 3"),
+        ([[1, 1, 0, 0]], [1], r"attention_mask: expected the shape \[N, L\] of input_ids, got \(1, 4\) and \(1, 3\)"),
+    ],
+)
+def test_padded_batches_that_cannot_be_packed(mask, prompt_lens, message):
+    with pytest.raises(ValueError, match=message):
+        PackedBatch.from_padded(torch.full((1, 3), 5), torch.tensor(mask), prompt_lens)
