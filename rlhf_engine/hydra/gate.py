@@ -78,10 +78,17 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], cont
     return contextlib.nullcontext(), enter(current())
 
 
-@lru_cache(maxsize=512)
 def lora_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:
     """The kernel's segment table for a layer that has adapters of the slots in `present`."""
+    # the compiler traces through a cache, and says so
+    return _make_segments(table, present) if torch.compiler.is_compiling() else _cached_segments(table, present)
+
+
+def _make_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:
     kept = [
         (a, b, present.index(s)) for a, b, s in zip(table.starts, table.ends, table.slots, strict=True) if s in present
     ]
     return Segments(starts=tuple(k[0] for k in kept), ends=tuple(k[1] for k in kept), slots=tuple(k[2] for k in kept))
+
+
+_cached_segments = lru_cache(maxsize=512)(_make_segments)
