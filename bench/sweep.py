@@ -1,0 +1,221 @@
+#!/usr/bin/env python
+"""A grid of runs, one record each; stopped at any point, it goes on where it was.
+
+    python bench/sweep.py bench/sweeps/sharing_demo.yaml --out bench/results/cpu/sharing_demo
+    python bench/sweep.py bench/sweeps/sharing_stories.yaml --out DIR -- --model_name_or_path MODEL
+    python bench/sweep.py GRID.yaml --out DIR --summary               # only the table and the plot of what is there
+
+A grid file names the command (`train` or `demo`), flags that all runs share, the axes of the grid, the metrics whose
+curves are kept and the numbers that the table compares:
+
+    command: train
+    flags: {config: examples/stories260k.yaml}
+    grid: {method: [lora_ppo, hydra_ppo], seed: [0, 1, 2]}
+    curves: [reward, kl]
+    final: [eval/reward, eval/kl]
+
+Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
+in runs/sweeps/<grid>/<run>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
+A `train` run that was stopped resumes from its last checkpoint. Writes OUT/summary.md and OUT/curves.png: lines are
+means over the seeds, bands span them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_engine.report import smooth
+from rlhf_engine.training.metrics import read_metrics, write_json_atomic
+
+WORK = Path("runs/sweeps")
+SEED = "seed"
+_FIELDS = {"command", "flags", "grid", "curves", "final"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A grid file."""
+
+    name: str
+    command: str
+    flags: dict[str, Any]
+    axes: dict[str, list[Any]]
+    curves: list[str]
+    final: list[str]
+
+    @classmethod
+    def read(cls, path: Path) -> Grid:
+        """Raises ValueError for fields that are missing, unknown or empty."""
+        found = yaml.safe_load(path.read_text())
+        if not isinstance(found, dict) or not set(found) <= _FIELDS or not found.get("grid"):
+            raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")
+        if found.get("command") not in ("train", "demo"):
+            raise ValueError(f"{path}: expected command train or demo, got {found.get('command')!r}")
+        for axis, values in found["grid"].items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
+        return cls(
+            name=path.stem,
+            command=found["command"],
+            flags=found.get("flags") or {},
+            axes=found["grid"],
+            curves=found.get("curves") or [],
+            final=found.get("final") or [],
+        )
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Every point of the grid; the seed turns slowest, so that a stopped sweep has compared something."""
+        names = sorted(self.axes, key=lambda axis: axis != SEED)
+        points = itertools.product(*(self.axes[name] for name in names))
+        return [dict(zip(names, point, strict=True)) for point in points]
+
+    def run_name(self, point: Mapping[str, Any]) -> str:
+        """A file's name for a point, in the order of the grid file."""
+        return "_".join(f"{axis}-{point[axis]}".replace("/", "-") for axis in self.axes)
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """--name value …"""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path) -> None:
+    """One run in a process of its own, and its record."""
+    folder = WORK / grid.name / grid.run_name(point)
+    shown = [grid.command, *flags_of(grid.flags), *flags_of(point)]
+    argv = [*shown, "--output_dir", str(folder), *extra]
+    if grid.command == "train":
+        argv += ["--resume_from_checkpoint", "auto"]
+    elif folder.exists():
+        shutil.rmtree(folder)  # a demo begins with its supervised stage, which keeps no checkpoints
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "rlhf_engine.cli", *argv], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
+        )
+    inner = folder if grid.command == "train" else folder / "ppo"
+    rows = read_metrics(inner / "metrics.jsonl")
+    facts = json.loads((inner / "run.json").read_text())
+    final: dict[str, Any] = dict(rows[-1])
+    if grid.command == "demo":
+        final |= json.loads((folder / "result.json").read_text())
+    lacking = [name for name in grid.final if name not in final]
+    if lacking:
+        raise SystemExit(f"final: expected names among {sorted(final)}, got {lacking}")
+    write_json_atomic(
+        record_path,
+        {
+            "run": point,
+            "command": "rlhf-engine " + " ".join(shown),
+            "final": {name: final[name] for name in grid.final},
+            "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
+            "seconds": time.perf_counter() - began,
+            "git_commit": facts["git_commit"],
+            "versions": facts["versions"],
+            "device": facts["device_name"],
+            "resumed_at_step": facts["resumed_at_step"],
+        },
+    )
+    shutil.rmtree(folder)
+
+
+def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Records by everything but their seed."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        name = " ".join(str(record["run"][axis]) for axis in grid.axes if axis != SEED)
+        found.setdefault(name, []).append(record)
+    return found
+
+
+def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
+    """summary.md and curves.png; returns the table."""
+    lines = [
+        f"| {' '.join(axis for axis in grid.axes if axis != SEED)} | runs | " + " | ".join(grid.final) + " |",
+        "|---" * (2 + len(grid.final)) + "|",
+    ]
+    for name, members in groups(grid, records).items():
+        cells = []
+        for metric in grid.final:
+            values = [member["final"][metric] for member in members]
+            spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):.4g}{spread} ({', '.join(f'{v:.4g}' for v in values)})")
+        lines.append(f"| {name} | {len(members)} | " + " | ".join(cells) + " |")
+    table = "\n".join(lines)
+    commits = sorted({record["git_commit"]["commit"][:12] for record in records if record["git_commit"]})
+    caption = f"Mean ± standard deviation (each run) of the grid's runs, commit {', '.join(commits)}."
+    (out / "summary.md").write_text(f"# {grid.name}\n\n{caption}\n\n{table}\n")
+    if grid.curves:
+        plot(grid, records, out / "curves.png")
+    return table
+
+
+def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
+    """One panel per curve: smoothed mean of each group's runs over the steps, within the span of its runs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.0 * len(grid.curves), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, metric in enumerate(grid.curves):
+        axes = figure.add_subplot(1, len(grid.curves), i + 1)
+        for name, members in groups(grid, records).items():
+            steps = members[0]["curves"]["step"]
+            lines = [smooth(member["curves"][metric]) for member in members]
+            columns = list(zip(*lines, strict=True))
+            (drawn,) = axes.plot(steps, [statistics.fmean(column) for column in columns], label=name)
+            axes.fill_between(
+                steps,
+                [min(c) for c in columns],
+                [max(c) for c in columns],
+                color=drawn.get_color(),
+                alpha=0.2,
+                linewidth=0,
+            )
+        axes.set_title(metric, fontsize=11)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    extra = argv[argv.index("--") + 1 :] if "--" in argv else []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("grid", type=Path, help="YAML file of the grid")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--summary", action="store_true", help="start no runs")
+    arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
+    grid = Grid.read(arguments.grid)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    records = []
+    points = grid.runs()
+    for number, point in enumerate(points, start=1):
+        path = arguments.out / f"{grid.run_name(point)}.json"
+        if not path.exists() and not arguments.summary:
+            print(f"[{number}/{len(points)}] {grid.run_name(point)}", file=sys.stderr)
+            run_point(grid, point, extra, path)
+        if path.exists():
+            records.append(json.loads(path.read_text()))
+    if not records:
+        raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")
+    print(summarise(grid, records, arguments.out))
+
+
+if __name__ == "__main__":
+    main()
