@@ -117,7 +117,7 @@ class PpoTrainer:
             self.model.token_budget = self.state.token_budget
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
-        self._watch: dict[str, dict[str, torch.Tensor]] | None = None
+        self._watch: dict[str, list[int]] | None = None
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -365,12 +365,10 @@ class PpoTrainer:
         return found
 
     def _begin_watch(self, factor: float) -> None:
-        """Before the first update: remember the trained tensors, to see that training does something."""
+        """Before the first update: fingerprints of the trained tensors, to see that training does something."""
         if self.state.step == 0 and factor > 0:
-            self._watch = {
-                role: {name: p.detach().clone() for name, p in group.items()}
-                for role, group in self.optimizer.groups.items()
-            }
+            groups = self.optimizer.groups
+            self._watch = {role: [_fingerprint(p) for p in group.values()] for role, group in groups.items()}
 
     def _end_watch(self, update: dict[str, float], train_actor: bool) -> None:
         """After the first update: a role with a gradient and a learning rate must have moved some tensor."""
@@ -381,12 +379,17 @@ class PpoTrainer:
                 continue
             if update.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
-            after = self.optimizer.groups[role]
-            if all(torch.equal(after[name], tensor) for name, tensor in before.items()):
+            if [_fingerprint(p) for p in self.optimizer.groups[role].values()] == before:
                 raise EngineError(
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
         self._watch = None
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's bit patterns: no copy, and no update leaves it the same in every tensor of a role."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(integers).sum(dtype=torch.int64))
 
 
 class _Clock:
