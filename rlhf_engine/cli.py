@@ -1,4 +1,4 @@
-"""The command line: `rlhf-engine demo | sft | train | generate | doctor | bench`.
+"""The command line: `rlhf-engine demo | sft | train | generate | plan | doctor | bench`.
 
 Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine import __version__
-from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PlanConfig, PPOConfig, SFTConfig, parse_config
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
@@ -23,6 +23,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
   train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
+  plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
   doctor     versions, device, and which kernel backend serves which op
   bench      time, memory and error of the kernels: bench [OP] [--quick]
 
@@ -234,11 +235,22 @@ def _bench(argv: Sequence[str]) -> int:
     return 0
 
 
+def _plan(argv: Sequence[str]) -> int:
+    config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
+    _prepare("auto")
+    from rlhf_engine.planning.report import run_plan
+
+    with _as_request_errors():
+        run_plan(config)
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": _demo,
     "sft": _sft,
     "train": _train,
     "generate": _generate,
+    "plan": _plan,
     "doctor": _doctor,
     "bench": _bench,
 }

@@ -5,6 +5,7 @@
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
     DemoConfig      rlhf-engine demo       everything on a small built-in task
     BenchConfig     rlhf-engine bench      how fast, how large, how exact the kernels are
+    PlanConfig      rlhf-engine plan       how much memory PPO will take, before anything is downloaded
 
 Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 `parse_config(cls, argv)` reads flags and `--config`.
@@ -21,7 +22,7 @@ from typing import Literal
 from rlhf_engine.config_parser import Options, option, parse_config, required
 from rlhf_engine.errors import ConfigError
 
-__all__ = ["BenchConfig", "DemoConfig", "GenerateConfig", "PPOConfig", "SFTConfig", "parse_config"]
+__all__ = ["BenchConfig", "DemoConfig", "GenerateConfig", "PPOConfig", "PlanConfig", "SFTConfig", "parse_config"]
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
@@ -134,7 +135,9 @@ class PPOConfig(_TrainingOptions):
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
-    token_budget: int = option(16384, "most tokens of all lanes together in one traversal of the trunk", ge=1)
+    token_budget: int | None = option(
+        None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
+    )
     rollout_mismatch_bound: float | None = option(
         None,
         "largest mean |log ratio| between rollout and recomputation at equal weights (a single token: 100 times "
@@ -294,6 +297,61 @@ class BenchConfig(Options):
                 _not_empty(name, getattr(self, name))
         if self.quick and self.full:
             raise ConfigError("full: expected either quick or full, got both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(Options):
+    """How much memory each method takes, and the largest batches that fit, from a model's config alone."""
+
+    model: str = required("a preset such as llama-7b, or a folder with config.json; weights are not needed")
+    method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"] = option(
+        "all", "one method of train, or all five side by side"
+    )
+    batch: int = option(64, "prompts per step (generation_batch_size of train)", ge=1)
+    gpu: str = option("80GB", "memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB")
+    reserve: str = option("1GB", "of it, left to the driver, libraries and fragmentation")
+    device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
+    dtype: Dtype = option("float32", "dtype of the base weights and activations")
+    adapter_dtype: Dtype = option("float32", "dtype of the adapters; train uses float32")
+    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_target_modules: str | list[str] = option(
+        "all-linear", "all-linear, or the last part of the names of the linears to adapt"
+    )
+    max_prompt_length: int = option(128, "tokens of every prompt", ge=1)
+    max_completion_length: int = option(64, "tokens of every answer", ge=1)
+    num_mini_batches: int = option(4, "optimizer steps per epoch over the batch", ge=1)
+    per_device_train_batch_size: int = option(16, "sequences per forward and backward", ge=1)
+    token_budget: int = option(16384, "most tokens of all lanes together in one traversal of the trunk", ge=1)
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    json: bool = option(False, "print one JSON object per method, each on a line of its own")
+    out: str | None = option(None, "path of a bar chart to write, .png")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("model", "lora_target_modules", "out"):
+            if getattr(self, name) is not None:
+                _not_empty(name, getattr(self, name))
+        if self.out is not None and not self.out.endswith(".png"):
+            raise ConfigError(f"out: expected the path of a .png file, got {self.out!r}")
+        if self.budget_bytes <= 0:
+            raise ConfigError(f"reserve: expected less than gpu ({self.gpu}), got {self.reserve!r}")
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that a plan may use."""
+        return parse_size("gpu", self.gpu) - parse_size("reserve", self.reserve)
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of `80GB`, `24 GiB`, `500MB`, `0GB`. Raises ConfigError, naming the option, for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _not_empty(name: str, value: str | list[str]) -> None:

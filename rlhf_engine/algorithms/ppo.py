@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.gae import gae, whiten
@@ -210,38 +211,67 @@ def _accumulate(
         part = experience.batch.select(chosen)
         rows = experience.batch.select_completion_rows(chosen)
         policy, value = _outputs(experience, part, rows, denom, options)
+        found = _backward(model, part, (policy, value) if options.train_actor else (value,), options, dropout_seed)
+        value_out = found.results[-1]
+        sums = {"loss": found.loss, "value/loss": value_out.loss, "value/clip_ratio": value_out.clip_fraction}
         if options.train_actor:
-            policy_out, value_out = model(part, (policy, value), dropout_seed=dropout_seed)
-            loss = policy_out.loss + options.vf_coef * value_out.loss
+            policy_out = found.results[0]
             worst.append((policy_out.logprob - experience.old_logprobs_M[rows]).abs().max())
-        else:
-            (value_out,) = model(part, (value,), dropout_seed=dropout_seed)
-            loss = options.vf_coef * value_out.loss
-        loss.backward()
-        if not options.train_actor:
-            # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
-            for p in model.trainable_parameters("actor").values():
-                p.grad = None
-        found = {"loss": loss, "value/loss": value_out.loss, "value/clip_ratio": value_out.clip_fraction}
-        if options.train_actor:
-            found |= {
+            sums |= {
                 "policy/loss": policy_out.policy_loss,
                 "entropy": policy_out.entropy,
                 "clip_ratio": policy_out.clip_fraction,
                 "approx_kl": policy_out.approx_kl,
             }
-        for name, tensor in found.items():
+        for name, tensor in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(tensor)) + tensor.detach()
         value_sums.append(torch.stack([getattr(value_out, f).double() for f in _VALUE_SUMS]))
     stats = {name: float(tensor) for name, tensor in totals.items()}
     stats.setdefault("approx_kl", 0.0)
-    sums = dict(zip(_VALUE_SUMS, torch.stack(value_sums).sum(0), strict=True))
-    stats["value/explained_variance"] = float(explained_variance(**sums))
+    moments = dict(zip(_VALUE_SUMS, torch.stack(value_sums).sum(0), strict=True))
+    stats["value/explained_variance"] = float(explained_variance(**moments))
     stats["mismatch"] = float(torch.stack(worst).max()) if worst else 0.0
     return stats
 
 
 _VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
+
+
+class _Backward(NamedTuple):
+    """What a micro-batch gave beside its gradients."""
+
+    loss: torch.Tensor
+    """0-d, the weighted sum whose gradient was taken"""
+    results: list[Any]
+    """of the outputs, in their order"""
+
+
+def _backward(
+    model: HydraModel,
+    part: PackedBatch,
+    outputs: Sequence[PolicyLoss | ValueLoss],
+    options: UpdateOptions,
+    dropout_seed: int,
+) -> _Backward:
+    """Add a micro-batch's gradients: of all outputs at once where their lanes share a traversal, else one by one.
+
+    One by one, only one graph is alive at a time; together they would cost memory for nothing.
+    """
+    together = model.runs_together(part, [output.role for output in outputs])
+    losses: list[torch.Tensor] = []
+    results: list[Any] = []
+    for group in [outputs] if together else [[output] for output in outputs]:
+        found = model(part, group, dropout_seed=dropout_seed)
+        weights = [1.0 if isinstance(output, PolicyLoss) else options.vf_coef for output in group]
+        loss = torch.stack([weight * out.loss for weight, out in zip(weights, found, strict=True)]).sum()
+        loss.backward()
+        losses.append(loss.detach())
+        results.extend(found)
+    if not options.train_actor:
+        # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
+        for p in model.trainable_parameters("actor").values():
+            p.grad = None
+    return _Backward(loss=torch.stack(losses).sum(), results=results)
 
 
 def _outputs(

@@ -43,7 +43,9 @@ from rlhf_engine.hydra.roles import (
     trainable_slots,
 )
 
-DEFAULT_TOKEN_BUDGET = 16384
+_CUDA_TOKEN_BUDGET = 16384
+_CPU_HIDDEN_BUDGET = 2**19
+"""Numbers in the hidden states of one traversal on a CPU: beyond, caches are full and one call only costs memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,18 +75,21 @@ class HydraModel(nn.Module):
         *,
         roles: Roles,
         slots: Mapping[str, SlotConfig] | None = None,
-        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        token_budget: int | None = None,
         adapter_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         super().__init__()
         if not roles:
             raise ValueError("roles: expected at least one role, got none")
-        if token_budget < 1:
+        if token_budget is not None and token_budget < 1:
             raise ValueError(f"token_budget: expected a positive number of tokens, got {token_budget}")
         self.backbones = nn.ModuleDict(dict(backbones))
         self.roles = dict(roles)
-        self.token_budget = token_budget
+        first = next(iter(backbones.values()))
+        self.token_budget = (
+            token_budget if token_budget is not None else default_token_budget(first.device, first.hidden_size)
+        )
         self.adapter_dtype = adapter_dtype
         slots = dict(slots or {})
         self._check_names(slots)
@@ -111,7 +116,7 @@ class HydraModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         quantization: Quantization = "none",
-        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        token_budget: int | None = None,
         adapter_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> HydraModel:
@@ -310,13 +315,20 @@ class HydraModel(nn.Module):
             parts.append(_scores(dict(zip(requests, self(part, tuple(requests.values())), strict=True))))
         return parts[0] if len(parts) == 1 else _join(parts)
 
+    def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
+        """Whether one traversal of one trunk serves all the named roles for this batch, within the token budget."""
+        lanes = fold_lanes(self.roles, roles)
+        return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
+
+    def _fits(self, batch: PackedBatch, n_lanes: int) -> bool:
+        return batch.n_tokens * n_lanes <= self.token_budget
+
     def _traverse(self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None) -> list[torch.Tensor]:
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
         found: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(lane.backbone for lane in lanes):
             group = [lane for lane in lanes if lane.backbone == name]
-            together = batch.n_tokens * len(group) <= self.token_budget
-            calls = [group] if together else [[lane] for lane in group]
+            calls = [group] if self._fits(batch, len(group)) else [[lane] for lane in group]
             for call in calls:
                 hidden = self._trunk_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
                 found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
@@ -419,6 +431,11 @@ class HydraModel(nn.Module):
                     f"batch: expected sequences of at most {limit} tokens (the context of backbone {lane.backbone!r}), "
                     f"got one of {longest}"
                 )
+
+
+def default_token_budget(device: torch.device, hidden_size: int) -> int:
+    """Most tokens of all lanes in one traversal, where nothing else is asked for; measured by bench/lanes.py."""
+    return _CUDA_TOKEN_BUDGET if device.type == "cuda" else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

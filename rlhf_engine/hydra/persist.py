@@ -25,7 +25,7 @@ import transformers
 from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
-from rlhf_engine.hydra.model import DEFAULT_TOKEN_BUDGET, HydraModel
+from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import OFF, RoleSpec
 
 _FORMAT = 2
@@ -84,7 +84,7 @@ def load_pretrained(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     quantization: Quantization = "none",
-    token_budget: int = DEFAULT_TOKEN_BUDGET,
+    token_budget: int | None = None,
 ) -> HydraModel:
     """Load what `save_pretrained` wrote. `base`, and `backbones` by name, override where frozen backbones lie.
 

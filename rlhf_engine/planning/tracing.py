@@ -1,11 +1,11 @@
 """What the engine's own code allocates, found by running it on tensors without data.
 
-Everything runs under `FakeTensorMode`: shapes, dtypes, views and autograd are real, memory is not. `Tracker` watches every
-op below autograd and keeps the sum of the storages that are alive, so that what autograd saves, what a backward pass adds
-and what is freed when come from the code itself. Three things are outside of a trace:
+Everything runs under `FakeTensorMode`: shapes, dtypes, views and autograd are real, memory is not. `Tracker` watches
+every op below autograd and keeps the sum of the storages that are alive, so that what autograd saves, what a backward
+pass adds and what is freed when come from the code itself. Three things are outside of a trace:
 
 * memory that a kernel takes inside one call: added by `workspace`;
-* numbers that the code reads from tensors: the tracker answers 0, False is never the answer to a check;
+* numbers that the code reads from tensors: the tracker answers such that checks pass and indices are 0;
 * depth: two shallow copies of the model are traced and the layers between are extrapolated (`extrapolated_peak`).
 
 Bytes throughout.
@@ -14,16 +14,20 @@ Bytes throughout.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_engine.planning.workspace import workspace_bytes
 
+_READS = frozenset(
+    (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default)
+)
 _ROUNDING = {"cuda": 512, "cpu": 64}
 """A block is a multiple of this, by device."""
 
@@ -41,54 +45,63 @@ class Event:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """Events in stretches: the tracker begins a new one where a backward pass begins or ends, and on request."""
+    """Everything that allocated, in order."""
 
-    stretches: list[list[Event]] = field(default_factory=lambda: [[]])
+    events: list[Event] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
         """Most bytes alive at once."""
-        return max((event.live for stretch in self.stretches for event in stretch), default=0)
+        return max((event.live for event in self.events), default=0)
 
 
 class Tracker(TorchDispatchMode):
     """Counts the bytes alive in storages made while it is on. Storages of `known` tensors do not count."""
 
-    def __init__(self, known: Iterable[torch.Tensor] = (), *, device_type: str = "cuda") -> None:
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor] = (),
+        *,
+        device_type: str = "cuda",
+        answers: Mapping[type, Any] | None = None,
+    ) -> None:
+        """answers: what a bool, int or float read from a tensor is taken for, if not True, 0 and 1."""
         super().__init__()
+        self._answers = {bool: True, int: 0, float: 1.0, **(answers or {})}
         self.timeline = Timeline()
         self.live = 0
         self._device_type = device_type
         self._rounding = _ROUNDING[device_type]
         self._known: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known}
-        self._backward = False
-
-    def cut(self) -> None:
-        """Begin a new stretch."""
-        if self.timeline.stretches[-1]:
-            self.timeline.stretches.append([])
+        self._sums: dict[int, int] = {}  # of integers that came from a list, by storage
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _answer(args[0].dtype)
-        if func is torch.ops.aten.allclose.default:
+        if func in _READS:
+            dtype = args[0].dtype
+            return self._answers[bool if dtype is torch.bool else float if dtype.is_floating_point else int]
+        if func in (torch.ops.aten.allclose.default, torch.ops.aten.equal.default):
             return True
+        if func is torch.ops.aten.repeat_interleave.Tensor:
+            # the one result whose size depends on numbers; these came from a list on the host
+            kwargs = {**kwargs, "output_size": self._sums[args[0].untyped_storage()._cdata]}
+        if func.namespace == "aten":
+            with self:  # inside of a kernel, ops made of others arrive whole
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
-        backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-        if backward != self._backward:
-            self._backward = backward
-            self.cut()
+        if func is torch.ops.aten.lift_fresh.default and args[0].dtype is torch.int64 and args[0].dim() == 1:
+            with unset_fake_temporarily():
+                self._sums[out.untyped_storage()._cdata] = sum(args[0].tolist())
         added = sum(self._hold(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         inside = workspace_bytes(func, args, out, self._device_type)
         if added or inside:
-            self.timeline.stretches[-1].append(Event(op=str(func), added=added, live=self.live + inside))
-            if func.namespace == "rlhf_kernels" and func._opname == "sample":
-                self.cut()  # a decoding step ends
+            self.timeline.events.append(Event(op=str(func), added=added, live=self.live + inside))
         return out
 
     def _hold(self, tensor: torch.Tensor) -> int:
@@ -101,16 +114,12 @@ class Tracker(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             del self._known[key]
+            self._sums.pop(key, None)
             self.live -= size
 
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         return size
-
-
-def _answer(dtype: torch.dtype) -> float | int | bool:
-    """What a number read from a tensor without data is taken for: checks pass, indices are 0, ratios 1."""
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
 
 
 def traced(run: Callable[[], object], known: Iterable[torch.Tensor], device_type: str) -> Timeline:
@@ -125,31 +134,76 @@ def traced(run: Callable[[], object], known: Iterable[torch.Tensor], device_type
 def extrapolated_peak(short: Timeline, long: Timeline, layers: tuple[int, int], n_layers: int) -> int | None:
     """Peak of a model of `n_layers` layers from timelines of two shallow ones of `layers` layers each.
 
-    Within a stretch (a forward pass, a backward pass) every layer repeats the same events, and its level is a linear
-    function of how many layers came before and of how many there are. So an event near the beginning and the same event
-    near the end bound all layers between. Events are matched from both ends by op and size; None if that does not
-    cover the shorter timeline, which means that layers differ.
+    The longer timeline is the shorter one with more of the same inserted in every pass over the layers, forward or
+    backward. Within a pass the level at an event is a linear function of how many layers came before it and of how
+    many there are. So an event of the first layers (matched up to the insertion) and of the last layers (matched
+    backwards from its end) bound those of all layers between. None if one timeline is not the other with insertions:
+    layers differ.
     """
-    if len(short.stretches) != len(long.stretches):
+    few, many = short.events, long.events
+    inserted = _insertions(few, many)
+    if inserted is None:
         return None
+    pairs: list[tuple[Event, Event]] = []
+    i = j = 0
+    for at, begin, end in [*inserted, (len(few), len(many), len(many))]:
+        pairs += zip(few[i:at], many[j:begin], strict=True)
+        back = _matching_backwards(few[:at], many[:end])
+        pairs += zip(few[at - back : at], many[end - back : end], strict=True)
+        i, j = at, end
     factor = (n_layers - layers[0]) / (layers[1] - layers[0])
-    peak = 0.0
-    for few, many in zip(short.stretches, long.stretches, strict=True):
-        ahead = _common(few, many)
-        behind = _common(few[::-1], many[::-1])
-        if ahead + behind < len(few):
-            return None
-        pairs = [*zip(few[:ahead], many[:ahead], strict=True)]
-        pairs += zip(few[len(few) - behind :], many[len(many) - behind :], strict=True)
-        peak = max([peak, *(a.live + (b.live - a.live) * factor for a, b in pairs)])
-    return round(peak)
+    return round(max((a.live + (b.live - a.live) * factor for a, b in pairs), default=0))
 
 
-def _common(a: Sequence[Event], b: Sequence[Event]) -> int:
-    """Length of the common beginning, by op and size."""
+def _matching_backwards(few: Sequence[Event], many: Sequence[Event]) -> int:
+    """How many events at the ends match and differ by the same number of bytes."""
+    growth = many[-1].live - few[-1].live if few and many else 0
     n = 0
-    for x, y in zip(a, b, strict=False):
-        if (x.op, x.added) != (y.op, y.added):
+    for a, b in zip(reversed(few), reversed(many), strict=False):
+        if not _same(a, b) or b.live - a.live != growth:
             break
         n += 1
     return n
+
+
+def _insertions(few: Sequence[Event], many: Sequence[Event]) -> list[tuple[int, int, int]] | None:
+    """Where `many` has more: (place in `few`, first and after the last of the events that only `many` has).
+
+    Two timelines that match event by event differ by the same number of bytes until something is inserted.
+    """
+    found = []
+    i = j = 0
+    growth = None
+    while i < len(few) or j < len(many):
+        matches = i < len(few) and j < len(many) and _same(few[i], many[j])
+        if matches and growth in (None, many[j].live - few[i].live):
+            growth = many[j].live - few[i].live
+            i, j = i + 1, j + 1
+            continue
+        end = _end_of_insertion(few[i:], many, j)
+        if end is None:
+            if not matches:
+                return None
+            growth = many[j].live - few[i].live
+            continue
+        found.append((i, j, end))
+        j, growth = end, None
+    return found
+
+
+def _end_of_insertion(rest: Sequence[Event], many: Sequence[Event], begin: int) -> int | None:
+    """Where `many` goes on like `rest`, for more events than were inserted; None if it does not."""
+    if not rest:
+        return len(many)
+    for end in range(begin + 1, len(many) - len(rest) + 1):
+        ahead = rest[: end - begin + _MARGIN]
+        if all(_same(a, b) for a, b in zip(ahead, many[end : end + len(ahead)], strict=True)):
+            return end
+    return None
+
+
+_MARGIN = 8
+
+
+def _same(a: Event, b: Event) -> bool:
+    return a.op == b.op and a.added == b.added

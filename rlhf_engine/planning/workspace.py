@@ -1,8 +1,8 @@
 """Memory that a kernel takes inside one call, above its inputs and results, in bytes.
 
-A trace sees what goes into an op and what comes out. Inside, our ops work in tiles: these formulas say how much that is,
-per backend, and are read off the implementations. Ops that exist in plain torch only (`sample`, `decode_attention`) are
-traced themselves, on meta tensors. Attention on CUDA adds what its backward kernel accumulates in fp32.
+A trace sees what goes into an op and what comes out. Inside, our ops work in tiles: these formulas say how much that
+is, per backend, and are read off the implementations. Ops that exist in plain torch only (`sample`,
+`decode_attention`) are traced themselves. Attention on CUDA adds what its backward kernel accumulates in fp32.
 
 Symbols: N rows, H hidden size, V vocabulary, r rank, K → M a linear, e bytes per element.
 """
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from rlhf_kernels import registry
-from rlhf_kernels.logits import TILE_ELEMENTS
+from rlhf_kernels.decode_attention import reference as attention
+from rlhf_kernels.logits import TILE_ELEMENTS, HeadOptions
+from rlhf_kernels.sample import reference as sampling
 
-_PLAIN_TORCH = ("sample", "decode_attention")
+_PLAIN_TORCH: dict[str, Any] = {"sample": sampling.forward, "decode_attention": attention.forward}
 _NATIVE_BLOCK, _NATIVE_PANEL, _NATIVE_ROWS = 512, 32, 16  # csrc/cpu/head.h: rows of W, rows of hidden, rows of scratch
 
 
@@ -64,7 +66,7 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
         needs, ahead = "", args[-2]
     second = bool(needs) and not ahead
     backend = backend_of("linear_ppo_loss", device_type, hidden.dtype)
-    n, h, v, e = *hidden.shape, weight.shape[0], hidden.element_size()
+    (n, h), v, e = hidden.shape, weight.shape[0], hidden.element_size()
     summed = n * h * 4 if ahead and name == "linear_ppo_loss" else 0  # E, of which the gradient is made
     if backend == "triton":
         rows, columns = _triton_tile(n, v)
@@ -97,24 +99,33 @@ def _triton_tile(n_rows: int, n_vocab: int) -> tuple[int, int]:
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 
 
+_LORA_ARGUMENTS = {
+    "lora_linear": (0, 3),
+    "lora_linear_backward": (1, 3),
+    "lora_delta": (0, 1),
+    "lora_delta_backward": (1, 2),
+}
+"""Places of x and of the list of A among the arguments of each op; B, scales, starts and ends follow A."""
+
+
 def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
-    at = 1 if name.endswith("_backward") else 0  # dy comes first
-    x = args[at]
-    with_weight = "linear" in name
-    A, B = args[at + 2 + (0 if at or not with_weight else 1) - (0 if with_weight else 1) :][:2]
-    starts, ends = args[args.index(A) + 3], args[args.index(A) + 4]
+    """h and dh [rows that are on, r] and partial sums of dA and dB."""
+    at_x, at_A = _LORA_ARGUMENTS[name]
+    x, (A, B, _, starts, ends) = args[at_x], args[at_A : at_A + 5]
+    backward = name.endswith("_backward")
     n_on, rank = sum(ends) - sum(starts), max(a.shape[0] for a in A)
     k, m = A[0].shape[1], B[0].shape[0]
     backend = backend_of("lora", device_type, x.dtype)
     if backend == "triton":
         rank = max(16, _power(rank))
-        if at == 0:
+        if not backward:
             return n_on * rank * 4
-        shares = -(-m // 64) * n_on * rank * 4 if rank <= 32 else 0  # dh from the read of dy that makes dB
-        return 2 * n_on * rank * 4 + max(shares, n_on * rank * 4)
+        # up to rank 32, dh is made from the read of dy that makes dB: one share per tile of 256 columns
+        shares = -(-m // 256) * n_on * rank * 4 if rank <= 32 else n_on * rank * 4
+        return 2 * n_on * rank * 4 + shares
     if backend == "cpu":
         sums = (k + m) * _up(rank, 16) * 4
-        return sums if at == 0 else sums * (len(A) + torch.get_num_threads())
+        return sums * (len(A) + torch.get_num_threads()) if backward else sums
     wide = 0 if x.element_size() == 4 else 4
     return n_on * (k + m) * wide + n_on * rank * 8
 
@@ -125,47 +136,34 @@ _traces: dict[tuple[Any, ...], int] = {}
 
 
 def _traced_reference(name: str, args: Sequence[Any], device_type: str) -> int:
-    """Peak of the reference on meta tensors, less its results."""
-    backend = backend_of(name, device_type, args[0].dtype)
-    if backend != "reference":
+    """Peak of the reference without data, less its results."""
+    if backend_of(name, device_type, args[0].dtype) != "reference":
         return 0
-    described = tuple(
-        (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args
-    )
+    described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
     key = (name, device_type, *described)
     if key not in _traces:
-        _traces[key] = _trace_on_meta(name, args)
-        if name == "decode_attention" and device_type == "cpu":
-            # where every row is live its cache is read in place; on a device it is gathered
-            keys, lengths = args[1], args[3]
-            n, positions = lengths.shape[0], keys.shape[1]
-            _traces[key] -= 2 * n * positions * keys.shape[2] * keys.shape[3] * keys.element_size()
+        _traces[key] = _trace_reference(name, args)
+        if name == "decode_attention" and device_type == "cuda":
+            # the CPU reads its cache in place where every row is live, a device gathers it
+            keys, n = args[1], args[3].shape[0]
+            _traces[key] += 2 * n * math.prod(keys.shape[1:]) * keys.element_size()
     return _traces[key]
 
 
-def _trace_on_meta(name: str, args: Sequence[Any]) -> int:
+def _trace_reference(name: str, args: Sequence[Any]) -> int:
     from rlhf_engine.planning.tracing import Tracker  # it imports this module
 
-    def bare(a: Any) -> Any:
-        if not isinstance(a, torch.Tensor):
-            return a
-        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
-        inputs = [bare(a) for a in args[:-1]]
-        if name == "sample":
-            from rlhf_kernels.logits import HeadOptions
-            from rlhf_kernels.sample import reference as sampling
-
-            inputs = [*inputs[:5], HeadOptions(*inputs[5:13]), *inputs[13:]]
-            run: Any = sampling.forward
-        else:
-            from rlhf_kernels.decode_attention import reference as attention
-
-            run = attention.forward
-        tracker = Tracker([a for a in inputs if isinstance(a, torch.Tensor)], device_type="cuda")
-        with tracker:
-            run(*inputs)
+    if name == "sample":
+        inputs = [*args[:5], HeadOptions(*args[5:13]), *args[13:-1]]
+        # False: not every row is greedy
+        tracker = Tracker([a for a in args if isinstance(a, torch.Tensor)], device_type="cpu", answers={bool: False})
+    else:
+        inputs = list(args[:-1])
+        positions = args[1].shape[1]  # every row is as long as its cache
+        known = [a for a in args if isinstance(a, torch.Tensor)]
+        tracker = Tracker(known, device_type="cpu", answers={int: positions})
+    with torch.no_grad(), tracker:
+        _PLAIN_TORCH[name](*inputs)
     return tracker.timeline.peak
 
 

@@ -113,6 +113,7 @@ class PpoTrainer:
             self.state = load_checkpoint(resume, self.model, self.optimizer)
             if self.state.seed != config.seed:
                 raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+        self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
         # the actor starts as the reference unless it brings weights of its own
@@ -209,7 +210,7 @@ class PpoTrainer:
             samples=state.samples + len(indices),
             policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
-            token_budget=self._if_lowered(self.model.token_budget, config.token_budget),
+            token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
         )
         tokens = rollout.batch.n_completion_tokens
         return {

@@ -104,6 +104,24 @@ def test_a_halved_micro_batch_gives_the_same_gradient_and_masks(monkeypatch, in_
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item(), msg=name)
 
 
+def test_lanes_that_run_apart_give_the_same_gradient_with_one_graph_at_a_time(monkeypatch):
+    model, experience = make()
+    expected, _ = update(model, experience)
+    calls: list[tuple[str, ...]] = []
+    forward = HydraModel.forward
+
+    def counted(self, batch, outputs, **options):
+        calls.append(tuple(output.role for output in outputs))
+        return forward(self, batch, outputs, **options)
+
+    monkeypatch.setattr(HydraModel, "forward", counted)
+    model.token_budget = TOKENS  # room for one lane
+    found, _ = update(model, experience)
+    assert calls == [("actor",), ("critic",)]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
 def test_the_masks_matter_to_that_gradient():
     model, experience = make()
     with_dropout, _ = update(model, experience)
@@ -146,7 +164,7 @@ def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
     first = trainer.step()
     assert memory.refused >= 2  # the scoring pass and the first micro-batch
     assert first["micro_batch_size"] < 4
-    assert trainer.model.token_budget < config.token_budget
+    assert trainer.model.token_budget < roomy.model.token_budget
     refused = memory.refused
     second = trainer.step()
     assert memory.refused == refused  # learnt once

@@ -1,0 +1,498 @@
+"""State, peaks and largest batches of a method, in bytes, from a model's config alone.
+
+State, with P bytes of a backbone, S adapter parameters in a slot, d the width of the hidden states and a the bytes per
+adapter parameter; counted on a model without data:
+
+    frozen_weights, trained_weights   Σ P over backbones, less the LM head where no role reads it
+    adapters    n_slots · S · a             heads   2 (d + 1) · 4
+    gradients   trained parameters in their own dtype      optimizer   2 moments likewise, 4 bytes a tensor for its step
+    first_update_copy   trained parameters once more, during the first update only
+
+Peaks, each = what is resident in the phase + the traced peak of what the phase allocates:
+
+    generation   weights, adapters, heads, optimizer + `generate` of `batch` prompts: prefill and last decoding step
+    inference    the same + `HydraModel.score` of these answers by all roles (the loop's "scoring")
+    update       the same + first_update_copy + `ppo_update`: gradients, activations of a micro-batch, backward pass
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.loading import context_length
+from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
+from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak, traced
+from rlhf_engine.rollout import SamplingConfig, generate
+
+_TRACED_ROWS = 64
+"""Sequences up to which every number is traced: a trace takes time per sequence."""
+
+PHASES = ("generation", "inference", "update")
+_ROLES = ("actor", "reference", "critic", "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan is made for; names as in PPOConfig."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    adapter_dtype: torch.dtype
+    device_type: str
+    """`cuda` or `cpu`: which kernels run."""
+    slot: SlotConfig
+    prompt_length: int
+    """Tokens; every prompt has as many."""
+    completion_length: int
+    """Tokens; every answer has as many."""
+    batch: int
+    """Prompts per step (generation_batch_size)."""
+    num_mini_batches: int
+    micro_batch: int
+    """Sequences per forward and backward (per_device_train_batch_size)."""
+    token_budget: int
+    gradient_checkpointing: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.prompt_length + self.completion_length
+
+    @property
+    def update_rows(self) -> int:
+        """Sequences of a micro-batch: no more than a minibatch has."""
+        return min(self.micro_batch, -(-self.batch // self.num_mini_batches))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a minibatch."""
+        return -(-max(1, self.batch // self.num_mini_batches) // self.update_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One method's memory, bytes."""
+
+    method: str
+    state_bytes: dict[str, int]
+    """By part, see the module's docstring."""
+    peak_bytes: dict[str, int]
+    """By phase."""
+    activation_bytes: dict[str, int]
+    """By phase: what its peak adds to the resident state, without gradients and KV cache."""
+    kv_cache_bytes: int
+    max_batch: dict[str, int]
+    """Largest numbers that fit the budget, 0 if not even one does. `generation`: prompts per step that can be
+    generated and scored. `update`: sequences of a micro-batch."""
+
+    @property
+    def peak(self) -> int:
+        """Of all phases."""
+        return max(self.peak_bytes.values())
+
+
+class Planner:
+    """Predicts one method. What was traced is kept, so that a search does not repeat it."""
+
+    def __init__(self, method: str, setting: Setting, shared: dict[Any, Any] | None = None) -> None:
+        """shared: numbers that methods have in common; the same dict for every planner of one setting."""
+        self.method, self.setting = method, setting
+        self._shared: dict[Any, Any] = {} if shared is None else shared
+        self.roles = METHODS[method]()
+        _check(setting)
+        self._modes: dict[int, FakeTensorMode] = {}
+        self._models: dict[int, HydraModel] = {}
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def state_bytes(self) -> dict[str, int]:
+        """By part; counted on the whole model."""
+        backbones = list(dict.fromkeys(role.backbone for role in self.roles.values()))
+        slots = {(r.backbone, r.slot): r.trainable for r in self.roles.values() if r.slot is not None}
+        heads = {r.head: r.trainable for r in self.roles.values() if r.head != LM_HEAD}
+        shapes = {headed: self._shape(headed) for headed in {needs_lm_head(self.roles, name) for name in backbones}}
+        frozen = trained = trained_tensors = 0
+        for name in backbones:
+            shape = shapes[needs_lm_head(self.roles, name)]
+            if base_is_trained(self.roles, name):
+                trained += shape.weight_bytes
+                trained_tensors += shape.tensors
+            else:
+                frozen += shape.weight_bytes
+        any_shape = next(iter(shapes.values()))
+        slot_bytes = any_shape.slot_parameters * self.setting.adapter_dtype.itemsize
+        head_bytes = 4 * (any_shape.hidden_size + 1)
+        moved = trained + slot_bytes * sum(slots.values()) + head_bytes * sum(heads.values())
+        trained_tensors += any_shape.slot_tensors * sum(slots.values()) + 2 * sum(heads.values())
+        return {
+            "frozen_weights": frozen,
+            "trained_weights": trained,
+            "adapters": slot_bytes * len(slots),
+            "heads": head_bytes * len(heads),
+            "gradients": moved,
+            "optimizer": 2 * moved + 4 * trained_tensors,
+            "first_update_copy": moved,
+        }
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay through all phases."""
+        parts = ("frozen_weights", "trained_weights", "adapters", "heads", "optimizer")
+        return sum(self.state_bytes[part] for part in parts)
+
+    def _shape(self, lm_head: bool) -> _Shape:
+        if ("shape", lm_head) not in self._shared:
+            self._shared["shape", lm_head] = self._counted(lm_head)
+        found: _Shape = self._shared["shape", lm_head]
+        return found
+
+    def _counted(self, lm_head: bool) -> _Shape:
+        with FakeTensorMode(), Tracker():
+            backbone = Backbone(_plain(self.setting.config, self.setting.dtype, lm_head))
+            slot = backbone.add_slot(
+                "counted",
+                self.setting.slot,
+                trainable=False,
+                dtype=self.setting.adapter_dtype,
+                generator=torch.Generator().manual_seed(0),
+            )
+            weights = dict(backbone.base_parameters()).values()
+            return _Shape(
+                weight_bytes=sum(p.numel() * p.element_size() for p in weights),
+                tensors=len(weights),
+                hidden_size=backbone.hidden_size,
+                slot_parameters=sum(p.numel() for p in slot.parameters()),
+                slot_tensors=len(list(slot.parameters())),
+            )
+
+    # ---- peaks -----------------------------------------------------------------------------------------------------
+
+    def peak(self, phase: str, rows: int | None = None) -> int:
+        """Peak of a phase. rows: prompts (generation, inference) or sequences of a micro-batch (update)."""
+        s = self.setting
+        rows = rows or (s.update_rows if phase == "update" else s.batch)
+        resident = self.resident
+        if phase == "generation":
+            return resident + self._traced("generation", rows, 1)
+        if phase == "inference":
+            return resident + self._traced("inference", *self._scored_together(rows))
+        resident += self.state_bytes["first_update_copy"]
+        step = self.state_bytes["gradients"]  # while AdamW runs in place
+        return resident + max(step, self._traced("update", rows, min(2, s.micro_batches)))
+
+    def _scored_together(self, rows: int) -> tuple[int, int]:
+        """(sequences per traversal, traversals to trace: two where there are more, for what the first leaves)."""
+        n_lanes = len({(r.backbone, r.slot) for r in self.roles.values()})
+        together = max(1, min(rows, self.setting.token_budget // n_lanes // self.setting.length))
+        return together, 2 if rows > together else 1
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Keys and values of every layer for `batch` rows of full length, as generation allocates them."""
+        return self._cache_bytes(self.setting.batch)
+
+    def _cache_bytes(self, rows: int) -> int:
+        config = self.setting.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        values = config.num_hidden_layers * rows * self.setting.length * heads * size
+        return 2 * values * self.setting.dtype.itemsize
+
+    def _traced(self, phase: str, rows: int, repeats: int) -> int:
+        """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows."""
+        if rows > _TRACED_ROWS:
+            half = self._traced(phase, _TRACED_ROWS // 2, repeats)
+            whole = self._traced(phase, _TRACED_ROWS, repeats)
+            return whole + -(-(whole - half) * (rows - _TRACED_ROWS) // (_TRACED_ROWS - _TRACED_ROWS // 2))
+        key = (phase, rows, repeats, self._lanes(phase))
+        if key not in self._shared:
+            self._shared[key] = self._trace(phase, rows, repeats)
+        found: int = self._shared[key]
+        return found
+
+    def _lanes(self, phase: str) -> tuple[Any, ...]:
+        """What a phase runs, whatever its backbones and slots are called: methods that agree in it cost the same."""
+        names = {"generation": ("actor",), "update": ("actor", "critic")}.get(phase, _ROLES)
+        backbones: dict[str, int] = {}
+        slots: dict[str | None, int] = {}
+        lanes = []
+        for name in names:
+            role = self.roles[name]
+            number = backbones.setdefault(role.backbone, len(backbones))
+            slot = None if role.slot is None else slots.setdefault(role.slot, len(slots))
+            whole = base_is_trained(self.roles, role.backbone)
+            lanes.append((number, slot, role.head == LM_HEAD, role.trainable, whole))
+        return tuple(lanes)
+
+    def _trace(self, phase: str, rows: int, repeats: int) -> int:
+        n_layers = self.setting.config.get_text_config().num_hidden_layers
+        period = layer_period(self.setting.config)
+        if period is not None and 3 * period < n_layers:
+            layers = (2 * period, 3 * period)
+            short, long = (self._timeline(phase, rows, repeats, n) for n in layers)
+            peak = extrapolated_peak(short, long, layers, n_layers)
+            if peak is not None:
+                return peak
+        return self._timeline(phase, rows, repeats, n_layers).peak
+
+    def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int) -> Timeline:
+        if n_layers not in self._models:
+            mode = FakeTensorMode()
+            with mode, Tracker():
+                self._models[n_layers] = build_model(self.method, self.setting, n_layers)
+            self._modes[n_layers] = mode
+        model = self._models[n_layers]
+        run = {"generation": _generation, "inference": _inference, "update": _update}[phase]
+        try:
+            with self._modes[n_layers]:
+                return run(model, self.setting, rows, repeats)
+        except DynamicOutputShapeException as error:
+            name = type(model.backbone().model).__name__
+            raise ConfigError(
+                f"model: expected an architecture whose memory follows from shapes, got {name}, where {error} depends "
+                "on the data"
+            ) from error
+
+    # ---- what fits -------------------------------------------------------------------------------------------------
+
+    def predict(self, budget: int) -> Prediction:
+        """Everything, with the largest batches within `budget` bytes."""
+        peaks = {phase: self.peak(phase) for phase in PHASES}
+        held = {phase: self.resident for phase in PHASES}
+        held["generation"] += self.kv_cache_bytes
+        held["update"] += self.state_bytes["first_update_copy"] + self.state_bytes["gradients"]
+        return Prediction(
+            method=self.method,
+            state_bytes=self.state_bytes,
+            peak_bytes=peaks,
+            activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in PHASES},
+            kv_cache_bytes=self.kv_cache_bytes,
+            max_batch=self.max_batch(budget),
+        )
+
+    def max_batch(self, budget: int) -> dict[str, int]:
+        """Largest numbers whose peaks are within `budget` bytes."""
+
+        def rollout(n: int) -> int:
+            return max(self.peak("generation", n), self.peak("inference", n))
+
+        together = self._together()
+        update = largest_fitting(lambda n: self.peak("update", n), budget, above=together)
+        return {"generation": largest_fitting(rollout, budget), "update": update}
+
+    def _together(self) -> int:
+        """Sequences up to which the update's lanes share a traversal; beyond, peaks drop before they rise again."""
+        trained = {(r.backbone, r.slot) for r in self.roles.values() if r.trainable}
+        most = max(sum(b == name for b, _ in trained) for name, _ in trained)
+        return self.setting.token_budget // (most * self.setting.length) if most > 1 else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    weight_bytes: int
+    tensors: int
+    hidden_size: int
+    slot_parameters: int
+    slot_tensors: int
+
+
+def largest_fitting(peak: Callable[[int], int], budget: int, *, above: int = 0) -> int:
+    """Largest n with peak(n) ≤ budget, 0 if there is none. peak rises up to n = `above` and from `above` + 1 on."""
+    found = _rising(peak, budget, above + 1, None)
+    return found or (_rising(peak, budget, 1, above) or 0 if above else 0)
+
+
+def _rising(peak: Callable[[int], int], budget: int, first: int, last: int | None) -> int | None:
+    """Largest n in first … last with peak(n) ≤ budget: a line through two points first, then bisection."""
+    if peak(first) > budget:
+        return None
+    low, high = first, None if last is None else last + 1
+    step = 1
+    while high is None or high - low > 1:
+        probe = low + step
+        if low > first:
+            slope = (peak(low) - peak(first)) / (low - first)
+            if slope > 0:
+                probe = low + max(1, int((budget - peak(low)) / slope))
+        if high is not None and not low < probe < high:
+            probe = (low + high) // 2
+        if peak(probe) <= budget:
+            low, step = probe, 2 * step
+            if low >= _MOST_ROWS:
+                return low
+        else:
+            high = probe
+            # right beside a good guess lies the answer
+            if high - low > 2 and peak(high - 1) <= budget:
+                return high - 1
+    return low
+
+
+_MOST_ROWS = 2**20
+"""A search ends here: nothing that grows would still fit."""
+
+
+# ---- models without data ---------------------------------------------------------------------------------------------
+
+
+def _check(setting: Setting) -> None:
+    limit = context_length(setting.config)
+    if setting.length > limit:
+        raise ConfigError(
+            f"max_completion_length: expected prompt and answer within the model's context of {limit} tokens, got "
+            f"{setting.prompt_length} + {setting.completion_length}"
+        )
+
+
+def layer_period(config: PreTrainedConfig) -> int | None:
+    """After how many layers a model repeats itself; None where a config does not say so plainly."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if getattr(text, "first_k_dense_replace", None) or getattr(text, "mlp_only_layers", None):
+        return None
+    if not kinds:
+        return 1
+    for period in range(1, len(kinds) // 2 + 1):
+        if len(kinds) % period == 0 and all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return period
+    return None
+
+
+def shallow(config: PreTrainedConfig, n_layers: int) -> PreTrainedConfig:
+    """The config of a model with the first `n_layers` layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if text.num_hidden_layers != n_layers:
+        kinds = getattr(text, "layer_types", None)
+        text.num_hidden_layers = n_layers
+        if kinds:
+            text.layer_types = list(kinds[:n_layers])
+    return config
+
+
+def _plain(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> PreTrainedModel:
+    """As `loading.load_model` makes it, with random weights."""
+    config = copy.deepcopy(config)
+    loader: Any = AutoModelForCausalLM
+    headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if headless:
+        loader = AutoModelForSequenceClassification
+        config.num_labels = 1
+    model: PreTrainedModel = loader.from_config(config, dtype=dtype)
+    if headless:
+        model.score = nn.Identity()
+    return model
+
+
+def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
+    """The method's model with `n_layers` layers, as `training.build` makes it, with random weights."""
+    roles = METHODS[method]()
+    config = shallow(setting.config, n_layers)
+    model = HydraModel(
+        {
+            name: Backbone(
+                _plain(config, setting.dtype, needs_lm_head(roles, name)), frozen=not base_is_trained(roles, name)
+            )
+            for name in dict.fromkeys(role.backbone for role in roles.values())
+        },
+        roles=roles,
+        slots={role.slot: setting.slot for role in roles.values() if role.slot is not None},
+        token_budget=setting.token_budget,
+        adapter_dtype=setting.adapter_dtype,
+    )
+    if setting.gradient_checkpointing:
+        for name in {role.backbone for role in roles.values() if role.trainable}:
+            model.backbone(name).enable_gradient_checkpointing()
+    return model.eval()
+
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+
+def _known(model: HydraModel) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeline:
+    """Prefill with a cache of full capacity, and the last decoding step. A traced token is always 0."""
+
+    def prefill() -> object:
+        ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
+        return generate(model, [[0] * s.prompt_length] * rows, ends)
+
+    found = traced(prefill, _known(model), s.device_type)
+    if s.completion_length > 1:
+
+        def last_step() -> object:
+            goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
+            return generate(model, [[0] * (s.length - 2)] * rows, goes_on)
+
+        whole = traced(last_step, _known(model), s.device_type)
+        drawn = next(i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample"))
+        found.events += whole.events[drawn + 1 :]
+    return found
+
+
+def _batch(s: Setting, rows: int) -> PackedBatch:
+    return PackedBatch.from_lists([[0] * s.prompt_length] * rows, [[0] * s.completion_length] * rows)
+
+
+def _inference(model: HydraModel, s: Setting, rows: int, repeats: int) -> Timeline:
+    batch = _batch(replace(s, batch=rows * repeats), rows * repeats)
+    return traced(lambda: model.score(batch, _ROLES), _known(model), s.device_type)
+
+
+def _update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Timeline:
+    """One minibatch of `repeats` micro-batches. The optimizer's state is counted elsewhere, its step is in place."""
+    n = rows * repeats
+    batch = _batch(s, n)
+    per_token = torch.zeros(batch.n_completion_tokens)
+    experience = Experience(
+        batch=batch,
+        old_logprobs_M=per_token,
+        old_values_M=per_token,
+        advantages_M=per_token,
+        returns_M=per_token,
+    )
+    options = UpdateOptions(
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        micro_batch_size=rows,
+        cliprange=0.2,
+        cliprange_value=0.2,
+        vf_coef=0.1,
+        entropy_coef=0.0,
+        temperature=1.0,
+        target_kl=None,
+    )
+
+    def clear() -> dict[str, float]:
+        model.zero_grad(set_to_none=True)
+        return {}
+
+    model.train()
+    try:
+        return traced(lambda: ppo_update(model, experience, options, clear, seed=0), _known(model), s.device_type)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.eval()

@@ -1,0 +1,207 @@
+"""`rlhf-engine plan`: predictions as a table, a bar chart and JSON, with what they assume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_engine.config import PlanConfig, parse_size
+from rlhf_engine.devices import DTYPES
+from rlhf_engine.hydra import METHODS, SlotConfig
+from rlhf_engine.planning.predict import PHASES, Planner, Prediction, Setting
+from rlhf_engine.planning.presets import find_config
+
+PHASE_NAMES = {"generation": "generation", "inference": "inference (scoring)", "update": "update"}
+_STATE_NAMES = {
+    "frozen_weights": "frozen backbones",
+    "trained_weights": "trained backbones",
+    "adapters": "adapters",
+    "heads": "scalar heads",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "first_update_copy": "copy in the first update",
+}
+
+
+def run_plan(config: PlanConfig) -> list[Prediction]:
+    """Predict, print and draw what a configuration asks for."""
+    setting = make_setting(config)
+    methods = list(METHODS) if config.method == "all" else [config.method]
+    budget = config.budget_bytes
+    shared: dict[Any, Any] = {}
+    found = []
+    for method in methods:
+        prediction = Planner(method, setting, shared).predict(budget)
+        found.append(prediction)
+        if config.json:
+            print(json.dumps(as_json(prediction, config)), flush=True)
+    if not config.json:
+        console = Console()
+        console.print(plan_table(found, config))
+        console.print(*assumptions(config, found), sep="\n", markup=False, highlight=False, soft_wrap=True)
+    if config.out is not None:
+        plot_plan(found, config, config.out)
+    return found
+
+
+def make_setting(config: PlanConfig) -> Setting:
+    """What the options mean to the planner. Raises ConfigError for a model that is none."""
+    named = config.lora_target_modules
+    targets = named if named == "all-linear" else tuple(named) if isinstance(named, list) else (named,)
+    return Setting(
+        config=find_config(config.model),
+        dtype=DTYPES[config.dtype],
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        device_type=config.device,
+        slot=SlotConfig(r=config.lora_r, target_modules=targets),
+        prompt_length=config.max_prompt_length,
+        completion_length=config.max_completion_length,
+        batch=config.batch,
+        num_mini_batches=config.num_mini_batches,
+        micro_batch=config.per_device_train_batch_size,
+        token_budget=config.token_budget,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+
+
+def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
+    """One method's line: bytes everywhere."""
+    options = {key: value for key, value in config.to_dict().items() if key not in ("method", "json", "out")}
+    return {
+        "method": prediction.method,
+        "state_bytes": prediction.state_bytes,
+        "kv_cache_bytes": prediction.kv_cache_bytes,
+        "activation_bytes": prediction.activation_bytes,
+        "peak_bytes": prediction.peak_bytes,
+        "max_batch": prediction.max_batch,
+        "budget_bytes": config.budget_bytes,
+        "options": options,
+        "assumptions": assumptions(config, [prediction]),
+    }
+
+
+def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
+    """State by part, peak by phase, and what fits; GB of 10^9 bytes."""
+    title = (
+        f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
+        f"{config.max_completion_length} tokens: GB (10^9 bytes)"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for prediction in predictions:
+        table.add_column(prediction.method, justify="right", no_wrap=True)
+    for part, name in _STATE_NAMES.items():
+        table.add_row(name, *(gigabytes(p.state_bytes[part]) for p in predictions))
+    table.add_row("KV cache", *(gigabytes(p.kv_cache_bytes) for p in predictions))
+    for phase in PHASES:
+        table.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes[phase]) for p in predictions))
+    table.add_section()
+    for phase in PHASES:
+        table.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes[phase]) for p in predictions))
+    table.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
+    table.add_section()
+    table.add_row(f"largest batch in {config.gpu}", *(f"{p.max_batch['generation']:,}" for p in predictions))
+    table.add_row(f"largest micro-batch in {config.gpu}", *(f"{p.max_batch['update']:,}" for p in predictions))
+    return table
+
+
+def gigabytes(n: int) -> str:
+    """Two decimals, a dash for nothing, and small numbers not as 0."""
+    if n == 0:
+        return "–"
+    return f"{n / 1e9:.2f}" if n >= 1e7 else f"{n / 1e9:.5f}"
+
+
+def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[str]:
+    """What the numbers stand on, one line each."""
+    lines = [
+        f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; the "
+        "learned reward (lane), KL by k1, no evaluation.",
+        f"Whole backbones train in {config.dtype} with moments in {config.dtype}; adapters in {config.adapter_dtype}, "
+        "scalar heads in float32, AdamW with two moments each.",
+        "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
+        f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation.",
+        "Update: gradients, activations and the copy of trained tensors that the first update keeps; later updates "
+        "take that much less.",
+    ]
+    if config.device == "cuda":
+        lines.append(
+            "Not in here: the CUDA context and library workspaces. Kernels' own memory on CUDA is read off the code, "
+            "not measured; attention is taken to be flash attention"
+            + (", which float32 does not get." if config.dtype == "float32" else ".")
+        )
+    else:
+        lines.append("Not in here: the interpreter and its libraries, and packed copies that matrix libraries make.")
+    for prediction in predictions:
+        if prediction.method == "full_ppo":
+            lines.append(_conventional(prediction, config))
+    return lines
+
+
+def _conventional(prediction: Prediction, config: PlanConfig) -> str:
+    """full_ppo as mixed precision is usually meant: half weights and gradients, fp32 master copy and moments."""
+    size = DTYPES[config.dtype].itemsize
+    trained = prediction.state_bytes["trained_weights"] // size
+    frozen = prediction.state_bytes["frozen_weights"] // size
+    without = 2 * frozen + 2 * trained + 12 * trained
+    return (
+        "full_ppo with half-precision weights and a float32 master copy and moments would hold "
+        f"{gigabytes(without)} GB of state, {gigabytes(without + 2 * trained)} GB with half-precision gradients; this "
+        "engine has no master copy."
+    )
+
+
+def plot_plan(predictions: Sequence[Prediction], config: PlanConfig, path: str) -> None:
+    """A stacked bar per method and phase, with the device's memory as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = [f"{p.method}\n{phase}" for p in predictions for phase in PHASES]
+    stacks: dict[str, list[float]] = {}
+    for prediction in predictions:
+        for phase in PHASES:
+            for name, size in stack(prediction, phase).items():
+                stacks.setdefault(name, []).append(size / 1e9)
+    figure = Figure(figsize=(2.4 + 0.8 * len(labels), 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places = [i + i // len(PHASES) * 0.6 for i in range(len(labels))]
+    base = [0.0] * len(labels)
+    for i, (name, sizes) in enumerate(stacks.items()):
+        axes.bar(places, sizes, bottom=base, label=name, color=f"C{i}", width=0.85)
+        base = [a + b for a, b in zip(base, sizes, strict=True)]
+    limit = parse_size("gpu", config.gpu) / 1e9
+    axes.axhline(limit, color="0.3", linestyle="--", linewidth=1)
+    axes.text(places[-1] + 0.5, limit, f" {config.gpu}", va="bottom", ha="right", fontsize=8, color="0.3")
+    axes.set_xticks(places, labels, fontsize=7, rotation=45, ha="right")
+    axes.set_ylabel("GB (10^9 bytes)")
+    axes.set_title(
+        f"{config.model}, {config.dtype}, batch {config.batch}, {config.max_prompt_length} + "
+        f"{config.max_completion_length} tokens",
+        fontsize=11,
+    )
+    axes.legend(fontsize=8, frameon=False)
+    axes.grid(axis="y", alpha=0.25)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def stack(prediction: Prediction, phase: str) -> dict[str, int]:
+    """Parts of a phase's peak, bytes; they add up to it."""
+    state = prediction.state_bytes
+    update = phase == "update"
+    parts = {
+        "frozen backbones": state["frozen_weights"],
+        "trained backbones": state["trained_weights"],
+        "adapters and heads": state["adapters"] + state["heads"],
+        "optimizer state": state["optimizer"],
+        "gradients": state["gradients"] if update else 0,
+        "copy in the first update": state["first_update_copy"] if update else 0,
+        "KV cache": prediction.kv_cache_bytes if phase == "generation" else 0,
+    }
+    return {**parts, "activations": prediction.peak_bytes[phase] - sum(parts.values())}
