@@ -27,7 +27,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_engine.hydra import gate
+from rlhf_engine.hydra import attention_cpu, gate
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -248,11 +248,13 @@ def _sdpa(
     parts = []
     for first, end, begin in _query_blocks(length, window, block):
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
+        rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
+        if attention_cpu.serves(*rows):
+            parts.append(attention_cpu.attention(*rows, band, rule.scaling))
+            continue
         out, _ = sdpa_attention_forward(
             module,
-            query[:, :, first:end],
-            key[:, :, begin:end],
-            value[:, :, begin:end],
+            *rows,
             band,
             dropout=0.0,
             scaling=rule.scaling,

@@ -1,0 +1,67 @@
+"""SDPA for bf16 on the CPU with its backward pass in fp32; the forward pass is torch's own kernel, bit for bit.
+
+torch's fused backward works in small bf16 products, and on sequences of a hundred tokens takes ten times its forward
+pass. The same kernel on fp32 copies takes half of that, and rounds the gradients once. From a few hundred tokens on the
+bf16 one is as fast, and stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LONGEST = 256
+"""Tokens up to which the backward pass in fp32 is the faster one."""
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence, nothing being compiled."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.bfloat16
+        and query.shape[-1] == value.shape[-1]
+        and 1 < query.shape[2] <= LONGEST
+        and torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """[n, L, H, D] bf16 for query [n, H, L, D], key and value [n, K, S, D]; causal, or under a bool mask."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    mask = None if band is None else torch.zeros_like(band, dtype=query.dtype).masked_fill_(~band, -torch.inf)
+    out: torch.Tensor = _Attention.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2).contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        out, lse = _forward(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.scale = scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *tensors, mask, out, lse = ctx.saved_tensors
+        query, key, value, out = (x.float() for x in (*tensors, out))
+        mask = None if mask is None else mask.float()
+        found = _backward(grad.float(), query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+        return (*(x.to(grad.dtype) for x in found), None, None)
