@@ -47,6 +47,18 @@ BENCH_OPS = (  # as `rlhf-engine bench` calls them
     "gae",
 )
 BASELINES = ("trl", "liger-kernel", "cut-cross-entropy", "peft", "quack-kernels")
+METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
+SHAPES = {  # options of a script, in full and with --quick
+    "lanes": (
+        ("--hidden", "2048", "--layers", "16", "--tokens", "512", "--batches", "1", "2", "4", "8", "16", "32"),
+        ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
+    ),
+    "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
+        ("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB")
+        + ("--batch", "2", "--rounds", "1", "--gradient-checkpointing"),
+        ("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB", "--limit", "8"),
+    ),
+}
 MORE_TESTS = {"gae": ("whiten",)}  # ops whose folder has a second public function with tests of its own
 
 
@@ -153,6 +165,7 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         lanes.append(_pytest(f"correct-{op}", files, "gpu or not long"))
     cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device")]
     lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long"))
+    lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long"))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
         lanes.append(_pytest(name, ["tests/kernels"], "gpu", "-k", keyword))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -165,7 +178,16 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         rows = folder / f"bench-{op}.jsonl"
         command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
         lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
+    lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
+    for method in METHODS:  # one method a lane: each adds its row to the table
+        options = ("--methods", method, "--dtype", "bfloat16", *SHAPES["hydra_table"][quick])
+        lanes.append(_bench("hydra_table", folder, *options, name=f"hydra_table-{method}"))
     return lanes
+
+
+def _bench(script: str, folder: Path, *options: str, name: str | None = None) -> Lane:
+    command = (sys.executable, str(ROOT / "bench" / f"{script}.py"), *options, "--out", str(folder / script))
+    return Lane(name=name or script, command=command)
 
 
 def _pytest(name: str, files: Sequence[str], marks: str, *more: str) -> Lane:

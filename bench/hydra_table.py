@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,9 +38,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, advantages, ppo_update, token_kl, token_rewards
 from rlhf_engine.bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
-from rlhf_engine.config_parser import parse_size
+from rlhf_engine.config import parse_size
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
+from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import needs_lm_head
 from rlhf_engine.planning.predict import Planner, Setting
 from rlhf_engine.planning.presets import find_config
@@ -47,6 +49,7 @@ from rlhf_engine.rollout import Rollout, SamplingConfig, generate
 from rlhf_engine.training.metrics import git_commit, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer
 
+RESULTS = "hydra_table.json"
 PHASES = ("generation", "inference", "update")
 PAPER = {"lora_ppo": (68.0, 18.75), "j_hydra_ppo": (67.9, 5.01), "hydra_ppo": (71.1, 6.47)}
 _ROLES = ("actor", "reference", "critic", "reward")
@@ -227,28 +230,39 @@ def in_worker(kind: str, argv: list[str], **flags: object) -> dict[str, Any]:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def largest_batch(arguments: argparse.Namespace, method: str) -> dict[str, int]:
-    """What the planner says fits the cap: rows per step, a multiple of the sequences of a micro-batch."""
+def plan(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
+    """What the planner says: rows and sequences of a micro-batch that fit the cap (0: none), and peaks at --batch."""
+    config = shape(arguments)
+    device = torch.device(arguments.device)
     setting = Setting(
-        config=shape(arguments),
+        config=config,
         dtype=DTYPES[arguments.dtype],
         adapter_dtype=torch.float32,
-        device_type=torch.device(arguments.device).type,
+        device_type=device.type,
         slot=SlotConfig(r=arguments.lora_r),
         prompt_length=arguments.prompt,
         completion_length=arguments.answer,
         batch=arguments.batch,
         num_mini_batches=1,
         micro_batch=arguments.batch,
-        token_budget=arguments.token_budget,
+        token_budget=arguments.token_budget or default_token_budget(device, config.hidden_size),
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    found = Planner(method, setting).max_batch(parse_size("cap", arguments.cap))
-    if found["update"] == 0 or found["generation"] == 0:
-        raise SystemExit(f"cap: expected room for a sequence of {method}, got {arguments.cap}")
-    micro = min(found["update"], found["generation"], arguments.limit)
-    rows = min(found["generation"], arguments.limit) // micro * micro
-    return {"rows": rows, "micro": micro}
+    found = Planner(method, setting).predict(parse_size("cap", arguments.cap))
+    fits = found.max_batch
+    micro = min(fits["update"], fits["generation"], arguments.limit)
+    rows = min(fits["generation"], arguments.limit) // micro * micro if micro else 0
+    return {"rows": rows, "micro": micro, "predicted": {"state": found.state_bytes, "peak": found.peak_bytes}}
+
+
+def fits_device(arguments: argparse.Namespace, planned: dict[str, Any]) -> bool:
+    """Whether the comparison at equal batch fits what the device has, cap or not."""
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(planned["predicted"]["peak"].values()) < 0.9 * total
 
 
 def table(records: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
@@ -261,18 +275,24 @@ def table(records: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> 
         "|---" * 11 + "|",
     ]
     for method, r in records.items():
-        peaks = ", ".join(f"{r['equal_batch']['peak_bytes'][p] / 1e6:,.0f}" for p in PHASES)
-        state = r["equal_batch"]["state_bytes"]
-        seconds = r["equal_memory"]["seconds_per_sample"]
-        total = sum(seconds.values())
-        share = change = "–"
-        if lora is not None:
-            share = f"{100 * state / lora['equal_batch']['state_bytes']:.0f} %"
-            change = f"{100 * (total / sum(lora['equal_memory']['seconds_per_sample'].values()) - 1):+.0f} %"
-        split = " | ".join(f"{seconds[p]:.3f}" for p in PHASES)
+        same, capped = r["equal_batch"], r["equal_memory"]
+        state = peaks = share = seconds = split = change = measured = "–"
+        if same is not None:
+            state = f"{same['state_bytes'] / 1e6:,.0f}"
+            peaks = ", ".join(f"{same['peak_bytes'][p] / 1e6:,.0f}" for p in PHASES)
+            if lora is not None and lora["equal_batch"] is not None:
+                share = f"{100 * same['state_bytes'] / lora['equal_batch']['state_bytes']:.0f} %"
+        split = " | ".join("–" for _ in PHASES)
+        if capped is not None:
+            total = sum(capped["seconds_per_sample"].values())
+            seconds = f"{total:.3f}"
+            split = " | ".join(f"{capped['seconds_per_sample'][p]:.3f}" for p in PHASES)
+            measured = f"{max(r['at_cap']['peak_bytes'].values()) / 1e6:,.0f}"
+            if lora is not None and lora["equal_memory"] is not None:
+                change = f"{100 * (total / sum(lora['equal_memory']['seconds_per_sample'].values()) - 1):+.0f} %"
+        batch = f"{r['rows']} ({r['micro']})" if r["rows"] else "does not fit"
         lines.append(
-            f"| {method} | {state / 1e6:,.0f} | {share} | {peaks} | {r['rows']} ({r['micro']}) | "
-            f"{max(r['at_cap']['peak_bytes'].values()) / 1e6:,.0f} | {total:.3f} | {split} | {change} |"
+            f"| {method} | {state} | {share} | {peaks} | {batch} | {measured} | {seconds} | {split} | {change} |"
         )
     return "\n".join(lines)
 
@@ -285,12 +305,13 @@ def plot(records: dict[str, dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    names = list(records)
+    names = [n for n in records if records[n]["equal_batch"] is not None]
     state = [records[n]["equal_batch"]["state_bytes"] / 1e6 for n in names]
     peak = [max(records[n]["equal_batch"]["peak_bytes"].values()) / 1e6 for n in names]
     left.bar(names, state, label="weights and training state")
     left.bar(names, [p - s for p, s in zip(peak, state, strict=True)], bottom=state, label="highest phase's rest")
     left.set_title("memory at equal batch, MB")
+    names = [n for n in records if records[n]["equal_memory"] is not None]
     bottom = [0.0] * len(names)
     for phase in PHASES:
         values = [records[n]["equal_memory"]["seconds_per_sample"][phase] for n in names]
@@ -327,6 +348,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def earlier(path: Path, setting: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Methods measured before in the same setting: a run of some methods adds to the table."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    return dict(found["methods"]) if found["setting"] == setting else {}
+
+
 def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(arguments.threads)
@@ -338,29 +367,30 @@ def main() -> None:
     where = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else "cpu"
     out = arguments.out or Path("bench/results") / where / "hydra_table"
     out.mkdir(parents=True, exist_ok=True)
-    records: dict[str, dict[str, Any]] = {}
+    internal = ("out", "worker", "method", "rows", "micro", "methods")
+    setting = {k: str(v) for k, v in vars(arguments).items() if k not in internal}
+    records = earlier(out / RESULTS, setting)
     for method in arguments.methods:
-        sizes = largest_batch(arguments, method)
-        print(f"{method}: {sizes}", file=sys.stderr)
+        planned = plan(arguments, method)
+        print(f"{method}: {planned['rows']} rows in micro-batches of {planned['micro']}", file=sys.stderr)
         one = {"method": method, "rows": arguments.batch, "micro": arguments.batch}
+        sizes = {"method": method, "rows": planned["rows"], "micro": planned["micro"]}
         records[method] = {
-            **sizes,
-            "equal_batch": in_worker("memory", argv, **one),
-            "at_cap": in_worker("memory", argv, method=method, **sizes),
-            "equal_memory": in_worker("time", argv, method=method, **sizes),
-        }
-        setting = {
-            k: str(v) for k, v in vars(arguments).items() if k not in ("out", "worker", "method", "rows", "micro")
+            **planned,
+            "equal_batch": in_worker("memory", argv, **one) if fits_device(arguments, planned) else None,
+            "at_cap": in_worker("memory", argv, **sizes) if planned["rows"] else None,
+            "equal_memory": in_worker("time", argv, **sizes) if planned["rows"] else None,
         }
         record = {
-            "methods": records,
+            "methods": {name: records[name] for name in METHODS if name in records},
             "setting": setting,
             "paper": PAPER,
             "git_commit": git_commit(Path(__file__)),
             "torch": torch.__version__,
             "command": f"python bench/hydra_table.py {' '.join(argv)}".strip(),
         }
-        write_json_atomic(out / "hydra_table.json", record)
+        write_json_atomic(out / RESULTS, record)
+    records = record["methods"]
     text = table(records, arguments)
     (out / "hydra_table.md").write_text(f"# {record['command']}\n\n{text}\n")
     plot(records, out / "hydra_table.png")
