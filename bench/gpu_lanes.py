@@ -54,8 +54,10 @@ SHAPES = {  # options of a script, in full and with --quick
         ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
     ),
     "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
-        ("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB")
-        + ("--batch", "2", "--rounds", "1", "--gradient-checkpointing"),
+        (
+            *("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB"),
+            *("--batch", "2", "--rounds", "1", "--gradient-checkpointing"),
+        ),
         ("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB", "--limit", "8"),
     ),
 }

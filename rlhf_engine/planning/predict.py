@@ -6,13 +6,12 @@ adapter parameter; counted on a model without data:
     frozen_weights, trained_weights   Σ P over backbones, less the LM head where no role reads it
     adapters    n_slots · S · a             heads   2 (d + 1) · 4
     gradients   trained parameters in their own dtype      optimizer   2 moments likewise, 4 bytes a tensor for its step
-    first_update_copy   trained parameters once more, during the first update only
 
 Peaks, each = what is resident in the phase + the traced peak of what the phase allocates:
 
     generation   weights, adapters, heads, optimizer + `generate` of `batch` prompts: prefill and last decoding step
     inference    the same + `HydraModel.score` of these answers by all roles (the loop's "scoring")
-    update       the same + first_update_copy + `ppo_update`: gradients, activations of a micro-batch, backward pass
+    update       the same + `ppo_update`: gradients, activations of a micro-batch, backward pass
 """
 
 from __future__ import annotations
@@ -151,7 +150,6 @@ class Planner:
             "heads": head_bytes * len(heads),
             "gradients": moved,
             "optimizer": 2 * moved + 4 * trained_tensors,
-            "first_update_copy": moved,
         }
 
     @property
@@ -196,7 +194,6 @@ class Planner:
             return resident + self._traced("generation", rows, 1)
         if phase == "inference":
             return resident + self._traced("inference", *self._scored_together(rows))
-        resident += self.state_bytes["first_update_copy"]
         step = self.state_bytes["gradients"]  # while AdamW runs in place
         return resident + max(step, self._traced("update", rows, min(2, s.micro_batches)))
 
@@ -280,7 +277,7 @@ class Planner:
         peaks = {phase: self.peak(phase) for phase in PHASES}
         held = {phase: self.resident for phase in PHASES}
         held["generation"] += self.kv_cache_bytes
-        held["update"] += self.state_bytes["first_update_copy"] + self.state_bytes["gradients"]
+        held["update"] += self.state_bytes["gradients"]
         return Prediction(
             method=self.method,
             state_bytes=self.state_bytes,

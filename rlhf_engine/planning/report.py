@@ -24,7 +24,6 @@ _STATE_NAMES = {
     "heads": "scalar heads",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "first_update_copy": "copy in the first update",
 }
 
 
@@ -126,8 +125,6 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         "scalar heads in float32, AdamW with two moments each.",
         "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
         f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation.",
-        "Update: gradients, activations and the copy of trained tensors that the first update keeps; later updates "
-        "take that much less.",
     ]
     if config.device == "cuda":
         lines.append(
@@ -201,7 +198,6 @@ def stack(prediction: Prediction, phase: str) -> dict[str, int]:
         "adapters and heads": state["adapters"] + state["heads"],
         "optimizer state": state["optimizer"],
         "gradients": state["gradients"] if update else 0,
-        "copy in the first update": state["first_update_copy"] if update else 0,
         "KV cache": prediction.kv_cache_bytes if phase == "generation" else 0,
     }
     return {**parts, "activations": prediction.peak_bytes[phase] - sum(parts.values())}

@@ -13,6 +13,7 @@ Bytes throughout.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,11 +88,9 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.repeat_interleave.Tensor:
             # the one result whose size depends on numbers; these came from a list on the host
             kwargs = {**kwargs, "output_size": self._sums[args[0].untyped_storage()._cdata]}
-        if func.namespace == "aten":
+        if _is_composite(func):
             with self:  # inside of a kernel, ops made of others arrive whole
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
@@ -120,6 +119,16 @@ class Tracker(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         return size
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an op is nothing but other ops on every device."""
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+    return func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
 
 
 def traced(run: Callable[[], object], known: Iterable[torch.Tensor], device_type: str) -> Timeline:

@@ -1,4 +1,4 @@
-"""The model on a GPU: every architecture against the plain model, gradients against the CPU's, a step of each method."""
+"""The model on a GPU: architectures against the plain model and against the CPU, and a step of each method."""
 
 from __future__ import annotations
 
