@@ -142,7 +142,7 @@ def test_mentioned_flags_commands_and_targets_exist(doc):
     flags = {"config", "print_config", "help", "full", "lora"}
     for options in CONFIGS.values():
         flags |= {field.name for field in dataclasses.fields(options)}
-    assert set(re.findall(r"(?<![\w-])--([a-z_]+)", text)) <= flags
+    assert set(re.findall(r"(?<![\w-])--([a-z0-9_]+)", text)) <= flags
     assert set(re.findall(r"`rlhf-engine ([a-z]+)", text)) <= set(_COMMANDS)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     everything = doc.read_text(encoding="utf-8")
