@@ -22,7 +22,7 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence, nothing being compiled."""
     return (
         query.device.type == "cpu"
-        and query.dtype == torch.bfloat16
+        and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
         and 1 < query.shape[2] <= LONGEST
         and torch.is_grad_enabled()

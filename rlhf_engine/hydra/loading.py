@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 Quantization = Literal["none", "8bit", "4bit"]
 
@@ -108,8 +111,11 @@ def load_model(
     if quantization != "none":
         options |= _quantized(quantization, dtype, device)
     loader = AutoModelForSequenceClassification if headless else AutoModelForCausalLM
+    # without an LM head, transformers reports as missing and unexpected what is meant to be; what is not is found below
+    quiet = _quiet_transformers() if headless else contextlib.nullcontext()
     try:
-        loaded: Any = loader.from_pretrained(path, **options)
+        with quiet:
+            loaded: Any = loader.from_pretrained(path, **options)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
@@ -123,6 +129,16 @@ def load_model(
     if quantization == "none":
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     return model
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:

@@ -323,25 +323,20 @@ def _rising(peak: Callable[[int], int], budget: int, first: int, last: int | Non
     """Largest n in first … last with peak(n) ≤ budget: a line through two points first, then bisection."""
     if peak(first) > budget:
         return None
-    low, high = first, None if last is None else last + 1
-    step = 1
+    low, high, step = first, None if last is None else last + 1, 7  # far enough for a slope, cheap to trace
     while high is None or high - low > 1:
         probe = low + step
-        if low > first:
-            slope = (peak(low) - peak(first)) / (low - first)
-            if slope > 0:
-                probe = low + max(1, int((budget - peak(low)) / slope))
+        slope = (peak(low) - peak(first)) / (low - first) if low > first else 0
+        if slope > 0:
+            probe = low + max(1, int((budget - peak(low)) / slope))
         if high is not None and not low < probe < high:
             probe = (low + high) // 2
-        if peak(probe) <= budget:
-            low, step = probe, 2 * step
-            if low >= _MOST_ROWS:
-                return low
-        else:
+        if peak(probe) > budget:
             high = probe
-            # right beside a good guess lies the answer
-            if high - low > 2 and peak(high - 1) <= budget:
-                return high - 1
+            continue
+        low, step = probe, 2 * step
+        if low >= _MOST_ROWS:
+            return low
     return low
 
 

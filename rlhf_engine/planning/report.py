@@ -27,6 +27,9 @@ _STATE_NAMES = {
 }
 
 
+_WIDTH = 110
+
+
 def run_plan(config: PlanConfig) -> list[Prediction]:
     """Predict, print and draw what a configuration asks for."""
     setting = make_setting(config)
@@ -41,6 +44,8 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
             print(json.dumps(as_json(prediction, config)), flush=True)
     if not config.json:
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)  # a file has no width, and five methods side by side need theirs
         console.print(plan_table(found, config))
         console.print(*assumptions(config, found), sep="\n", markup=False, highlight=False, soft_wrap=True)
     if config.out is not None:
@@ -91,7 +96,7 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         f"{config.max_completion_length} tokens: GB (10^9 bytes)"
     )
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for prediction in predictions:
         table.add_column(prediction.method, justify="right", no_wrap=True)
     for part, name in _STATE_NAMES.items():
