@@ -1,0 +1,132 @@
+"""`rlhf-engine plan`: table, chart, JSON, and requests that cannot be served."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig, T5Config
+
+from rlhf_engine.cli import main
+from rlhf_engine.config import PlanConfig, parse_size
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import METHODS
+from rlhf_engine.planning import predict
+from rlhf_engine.planning.predict import PHASES
+from rlhf_engine.planning.report import run_plan, stack
+
+
+@pytest.fixture(autouse=True)
+def few_traces(monkeypatch):
+    """Sequences are traced one by one, which takes time and shows nothing more."""
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A config without weights."""
+    LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+SHORT = ("--max_prompt_length", "8", "--max_completion_length", "8", "--batch", "4", "--reserve", "0MB")
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["plan", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_table_and_chart_of_all_methods(capsys, folder, tmp_path):
+    chart = tmp_path / "charts" / "plan.png"
+    code, out, err = run(capsys, "--model", str(folder), *SHORT, "--gpu", "8MB", "--out", str(chart))
+    assert (code, err) == (0, "")
+    assert "largest micro-batch in 8MB" in out
+    assert "Every prompt has 8 tokens and every answer 8" in out
+    assert "this engine has no master copy" in out.replace("\n", " ")
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_json_object_per_method(capsys, folder):
+    code, out, _ = run(capsys, "--model", str(folder), *SHORT, "--gpu", "8MB", "--json")
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["method"] for row in rows] == list(METHODS)
+    for row in rows:
+        assert set(row["peak_bytes"]) == set(PHASES)
+        assert set(row["max_batch"]) == {"generation", "update"}
+        assert {"frozen_weights", "gradients", "optimizer"} <= set(row["state_bytes"])
+        assert row["budget_bytes"] == 8_000_000
+        assert row["assumptions"]
+    held = {row["method"]: row["state_bytes"]["frozen_weights"] for row in rows}
+    assert held["lora_ppo"] > held["dynamic_lora_ppo"] > held["hydra_ppo"] == held["j_hydra_ppo"]
+
+
+def test_parts_of_a_bar_add_up_to_the_peak(capsys, folder):
+    options = {"model": str(folder), "max_prompt_length": 8, "max_completion_length": 8, "batch": 4}
+    (found,) = run_plan(PlanConfig(method="hydra_ppo", json=True, **options))
+    for phase in PHASES:
+        parts = stack(found, phase)
+        assert sum(parts.values()) == found.peak_bytes[phase]
+        assert all(size >= 0 for size in parts.values()), (phase, parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5gb", 15 * 10**8), ("500MiB", 500 * 2**20)]
+)
+def test_sizes(text, size):
+    assert parse_size("gpu", text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "80 bananas", "80GBs", "", "1e3GB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="gpu: expected a size such as 80GB or 24GiB, got"):
+        PlanConfig(model="llama-7b", gpu=text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--model", "lama-7b"],
+            "model: expected a preset or a folder with config.json, got 'lama-7b'; did you mean 'lla",
+        ),
+        (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
+        (
+            ["--model", "llama-7b", "--gpu", "1GB", "--reserve", "2GB"],
+            "reserve: expected less than gpu (1GB), got '2GB'",
+        ),
+        (["--model", "llama-7b", "--out", "plan.pdf"], "out: expected the path of a .png file, got 'plan.pdf'"),
+        (["--model", "llama-7b", "--method", "dpo"], "method: expected one of 'all', 'full_ppo'"),
+        (["--model", "llama-7b", "--max_prompt_length", "3000"], "the model's context of 2048 tokens, got 3000 + 64"),
+        (["--model", "gpt2", "--lora_target_modules", "q_proj"], "target_modules: expected name endings among"),
+        ([], "missing required option: --model"),
+    ],
+)
+def test_requests_that_cannot_be_served(capsys, argv, message):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_encoder_decoder_is_refused(capsys, tmp_path):
+    T5Config(num_layers=1, d_model=8, d_kv=4, d_ff=8, num_heads=2, vocab_size=20).save_pretrained(tmp_path / "t5")
+    code, _, err = run(capsys, "--model", str(tmp_path / "t5"))
+    assert code == 2
+    assert "model: expected a decoder-only model" in err
+
+
+def test_a_folder_without_a_config_is_refused(capsys, tmp_path):
+    code, _, err = run(capsys, "--model", str(tmp_path))
+    assert code == 2
+    assert "model: expected a folder with config.json" in err

@@ -1,0 +1,239 @@
+"""The memory planner: counts equal real models, traces equal what the real code keeps alive, batches that fit fit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss
+from rlhf_engine.planning import predict
+from rlhf_engine.planning.predict import PHASES, Planner, Setting, build_model, largest_fitting, layer_period, shallow
+from rlhf_engine.planning.presets import PRESETS, find_config
+from rlhf_engine.planning.tracing import Tracker, extrapolated_peak
+from rlhf_engine.training.optimizer import RoleOptimizer
+from tests.hydra.architectures import CONFIGS
+
+RANK = 4
+TRACED = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma2")
+
+
+def setting(name: str = "llama", **changes) -> Setting:
+    plan = Setting(
+        config=copy.deepcopy(CONFIGS[name]),
+        dtype=torch.float32,
+        adapter_dtype=torch.float32,
+        device_type="cpu",
+        slot=SlotConfig(r=RANK),
+        prompt_length=9,
+        completion_length=7,
+        batch=8,
+        num_mini_batches=2,
+        micro_batch=4,
+        token_budget=16384,
+        gradient_checkpointing=False,
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_architecture = pytest.mark.parametrize("name", TRACED)
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_number_of_parameters(name):
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(find_config(name))
+        assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters
+
+
+@every_method
+@every_architecture
+def test_state_equals_a_real_model_and_its_optimizer(name, method):
+    plan = setting(name)
+    model = build_model(method, plan, plan.config.get_text_config().num_hidden_layers)
+    found = Planner(method, plan).state_bytes
+    held = model.held_parameters()
+    assert found["frozen_weights"] + found["trained_weights"] == 4 * held["backbones"]
+    assert found["adapters"] == 4 * held["slots"]
+    assert found["heads"] == 4 * held["heads"]
+    optimizer = RoleOptimizer(model, {"actor": 1e-4, "critic": 1e-4})
+    trained = [p for group in optimizer.groups.values() for p in group.values()]
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    assert found["gradients"] == sum(p.grad.nbytes for p in trained)
+    optimizer.step()
+    assert found["optimizer"] == sum(t.nbytes for t in optimizer.state_tensors().values())
+
+
+@every_method
+def test_state_follows_the_table_of_the_paper(method):
+    """(frozen backbones, trained backbones, slots) as in arXiv 2309.00754, table 1."""
+    frozen, trained, slots = {
+        "full_ppo": (2, 2, 0),
+        "lora_ppo": (4, 0, 2),
+        "dynamic_lora_ppo": (2, 0, 2),
+        "j_hydra_ppo": (1, 0, 1),
+        "hydra_ppo": (1, 0, 2),
+    }[method]
+    plan = setting(dtype=torch.bfloat16)
+    c = plan.config
+    plain = AutoModelForCausalLM.from_config(c)
+    whole, head = (sum(p.numel() for p in m.parameters()) for m in (plain, plain.lm_head))
+    linears = [m for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    slot = sum(RANK * (m.in_features + m.out_features) for m in linears)
+    found = Planner(method, plan).state_bytes
+    # of several backbones, those that only carry a scalar head come without an LM head
+    headed = {"full_ppo": 2, "lora_ppo": 2}.get(method, 1)
+    assert found["frozen_weights"] + found["trained_weights"] == 2 * (
+        (frozen + trained) * (whole - head) + headed * head
+    )
+    assert found["trained_weights"] == (2 * (2 * whole - head) if trained else 0)
+    assert found["adapters"] == 4 * slots * slot
+    assert found["heads"] == 4 * 2 * (c.hidden_size + 1)
+    assert found["gradients"] == found["trained_weights"] + found["adapters"] + found["heads"] // 2
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def losses(model: HydraModel, batch: PackedBatch) -> torch.Tensor:
+    n = batch.n_completion_tokens
+    per_token, mask = torch.full((n,), 0.1), torch.ones(n, dtype=torch.bool)
+    policy = PolicyLoss(old_logprob_M=-per_token, advantage_M=per_token, mask_M=mask, denom=float(n))
+    value = ValueLoss(old_value_M=per_token, return_M=-per_token, mask_M=mask, denom=float(n), clip=0.2)
+    first, second = model(batch, (policy, value))
+    return first.loss + second.loss
+
+
+def saved_bytes(model: HydraModel, plan: Setting) -> int:
+    """Unique storages that autograd saves in one update's forward pass and that are no parameters."""
+    mine = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in mine:
+            kept[storage._cdata] = storage
+        return tensor
+
+    batch = PackedBatch.from_lists([[3] * plan.prompt_length] * 4, [[4] * plan.completion_length] * 4)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses(model.train(), batch)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@every_method
+@every_architecture
+def test_what_a_trace_keeps_for_the_backward_pass_is_what_autograd_saves(name, method):
+    """In float32 and bfloat16; 2 % for what is alive without being saved: token rows, results, the losses' inputs."""
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = setting(name, dtype=dtype, prompt_length=30, completion_length=10)
+        n_layers = plan.config.get_text_config().num_hidden_layers
+        real = saved_bytes(build_model(method, plan, n_layers), plan)
+        with FakeTensorMode():
+            with Tracker():
+                model = build_model(method, plan, n_layers).train()
+            batch = PackedBatch.from_lists([[0] * plan.prompt_length] * 4, [[0] * plan.completion_length] * 4)
+            known = [*model.parameters(), *model.buffers(), batch.tokens_T]
+            with Tracker(known, device_type="cpu") as tracker:
+                loss = losses(model, batch)
+                alive = tracker.live
+            del loss
+        assert alive == pytest.approx(real, rel=0.02), (dtype, alive, real)
+
+
+@every_method
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_layers_are_extrapolated_exactly(name, method, checkpointing):
+    """From 2 and 3 periods of layers to 8, in every phase, against a trace of all 8."""
+    plan = setting(name, gradient_checkpointing=checkpointing, micro_batch=2)
+    plan.config.get_text_config().num_hidden_layers = 8
+    if getattr(plan.config, "layer_types", None):
+        plan.config.layer_types = plan.config.layer_types * 4
+    period = layer_period(plan.config)
+    assert period == (2 if name == "gemma2" else 1)
+    planner = Planner(method, plan)
+    for phase in PHASES:
+        short, long, deep = (planner._timeline(phase, 2, 2, n) for n in (2 * period, 3 * period, 8))
+        assert extrapolated_peak(short, long, (2 * period, 3 * period), 8) == deep.peak, phase
+
+
+def test_layers_that_differ_are_not_extrapolated():
+    planner = Planner("hydra_ppo", setting())
+    few, many = planner._timeline("inference", 2, 1, 2), planner._timeline("update", 2, 1, 2)
+    assert extrapolated_peak(few, many, (2, 3), 8) is None
+
+
+def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
+    plan = setting()
+    exact = {phase: Planner("hydra_ppo", plan).peak(phase, 48) for phase in PHASES}
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 32)
+    for phase in PHASES:
+        assert Planner("hydra_ppo", plan).peak(phase, 48) == pytest.approx(exact[phase], rel=0.005), phase
+
+
+@every_method
+def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
+    plan = setting("llama", batch=16, micro_batch=8, prompt_length=24, completion_length=24)
+    plan.config.num_hidden_layers = 8
+    peak = Planner(method, plan).peak("update")
+    assert Planner(method, dataclasses.replace(plan, gradient_checkpointing=True)).peak("update") < peak
+    assert Planner(method, dataclasses.replace(plan, micro_batch=2)).peak("update") < peak
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_the_largest_batch_fits_and_one_more_does_not(method, monkeypatch):
+    plan = setting(token_budget=200)  # lanes of Hydra share a traversal up to 6 sequences only
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 16)
+    planner = Planner(method, plan)
+    for extra in (300_000, 1_000_000, 5_000_000):
+        budget = planner.resident + extra
+        found = planner.max_batch(budget)
+        n = found["generation"]
+        assert n == 0 or max(planner.peak(phase, n) for phase in ("generation", "inference")) <= budget
+        assert max(planner.peak(phase, n + 1) for phase in ("generation", "inference")) > budget
+        m = found["update"]
+        assert m == 0 or planner.peak("update", m) <= budget
+        assert planner.peak("update", m + 1) > budget
+
+
+def test_the_search_finds_the_largest_also_where_the_peak_drops():
+    def peak(n: int) -> int:
+        return 10 * n + 5 if n <= 10 else 6 * n
+
+    assert largest_fitting(peak, 120, above=10) == 20
+    assert largest_fitting(peak, 61, above=10) == 5
+    assert largest_fitting(peak, 66, above=10) == 11
+    assert largest_fitting(peak, 14, above=10) == 0
+    calls = []
+    assert largest_fitting(lambda n: calls.append(n) or n * n, 1_000_000) == 1000
+    assert len(calls) < 200
+    assert largest_fitting(lambda n: 3, 10) >= 2**20
+
+
+def test_nothing_fits_where_the_state_does_not():
+    planner = Planner("full_ppo", setting())
+    assert planner.max_batch(planner.resident) == {"generation": 0, "update": 0}
+
+
+def test_prompt_and_answer_beyond_the_context_are_refused():
+    with pytest.raises(predict.ConfigError, match="context of 64 tokens, got 60 \\+ 5"):
+        Planner("hydra_ppo", setting(prompt_length=60, completion_length=5))
+
+
+def test_shallow_configs_keep_the_kinds_of_their_layers():
+    config = CONFIGS["gemma2"]
+    assert shallow(config, 2).layer_types == config.layer_types[:2]
+    assert shallow(config, 1).num_hidden_layers == 1

@@ -1,0 +1,52 @@
+"""Every architecture through the whole of it: supervised training of a new base, PPO on it, stop and go on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_engine.demo_task import build_tokenizer
+from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.sft import SftTrainer
+from tests.hydra.architectures import CONFIGS
+from tests.training.test_data import WORDS, ppo_config, sft_config
+
+
+def write(name: str, folder: Path) -> Path:
+    """A tiny random model of an architecture, with a word-level tokenizer."""
+    tokenizer = build_tokenizer([" ".join(WORDS)])
+    config = copy.deepcopy(CONFIGS[name])
+    config.vocab_size = len(tokenizer)
+    for token in ("bos", "eos", "pad"):
+        setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_supervised_training_then_ppo_then_going_on(name, tmp_path):
+    SftTrainer(sft_config(write(name, tmp_path / "m"), tmp_path / "base", mode="full", max_steps=2)).run()
+    options = {"lora_dropout": 0.1, "gradient_checkpointing": True, "learning_rate": 1e-3}
+    config = ppo_config(tmp_path / "base", tmp_path / "run", resume_from_checkpoint="auto", **options)
+    trainer = PpoTrainer(config)
+    base = trainer.model.backbone().base_hash()
+    before = trainer.model.backbone().slot("actor").state_dict()
+    before = {key: tensor.clone() for key, tensor in before.items()}
+    trainer.step()
+    trainer.save()
+    second = trainer.step()
+    assert second["optimizer_steps"] == 2
+    after = trainer.model.backbone().slot("actor").state_dict()
+    assert not any(torch.equal(after[key], tensor) for key, tensor in before.items() if key.endswith(".B"))
+    assert trainer.model.backbone().base_hash(refresh=True) == base
+    resumed = PpoTrainer(config)
+    assert resumed.state.step == 1
+    resumed.step()
+    again = resumed.model.backbone().slot("actor").state_dict()
+    assert all(torch.equal(again[key], tensor) for key, tensor in after.items())
