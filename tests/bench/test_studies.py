@@ -1,0 +1,112 @@
+"""The studies in bench/: grids that go on where they stopped, lanes together and apart, the paper's table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training.test_data import write_model, write_prompts, write_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *arguments: object, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+def write_grid(path: Path, **changes: object) -> Path:
+    grid = {
+        "command": "train",
+        "flags": {"generation_batch_size": 4, "num_mini_batches": 1, "max_completion_length": 4, "max_steps": 2},
+        "grid": {"method": ["hydra_ppo"], "seed": [0, 1]},
+        "curves": ["reward", "kl"],
+        "final": ["reward", "kl"],
+    }
+    path.write_text(yaml.safe_dump({**grid, **changes}))
+    return path
+
+
+def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path):
+    model, out = write_model(tmp_path / "m"), tmp_path / "out"
+    grid = write_grid(tmp_path / "tiny.yaml")
+    reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
+    shared = ["--model_name_or_path", model, "--dataset_name", write_prompts(tmp_path), "--reward_funcs", reward]
+    arguments = [grid, "--out", out, "--", *shared, "--num_samples", 0]
+    # the second run cannot end: its folder's place is taken by a file
+    taken = tmp_path / "runs" / "sweeps" / "tiny"
+    taken.mkdir(parents=True)
+    (taken / "method-hydra_ppo_seed-1").write_text("")
+    stopped = run("sweep.py", *arguments, cwd=tmp_path, code=1)
+    assert "method-hydra_ppo_seed-1: the run ended with exit code 2; run this again to go on" in stopped.stderr
+    (record,) = out.glob("*.json")
+    first = record.read_text()
+    (taken / "method-hydra_ppo_seed-1").unlink()
+    table = run("sweep.py", *arguments, cwd=tmp_path).stdout
+    assert record.read_text() == first
+    found = json.loads((out / "method-hydra_ppo_seed-1.json").read_text())
+    assert found["run"] == {"seed": 1, "method": "hydra_ppo"}
+    assert found["curves"]["step"] == [1, 2]
+    assert str(tmp_path) not in first  # folders of a machine stay out of the records
+    assert "| hydra_ppo | 2 | " in table
+    assert table.strip() in (out / "summary.md").read_text()
+    assert (out / "curves.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": {}}, r"expected the fields .* with a grid, got"),
+        ({"extra": 1}, "expected the fields"),
+        ({"command": "sft"}, "expected command train or demo, got 'sft'"),
+        ({"grid": {"seed": 3}}, r"grid\.seed: expected a list of values, got 3"),
+    ],
+)
+def test_grids_that_are_none(tmp_path, monkeypatch, changes, message):
+    specification = importlib.util.spec_from_file_location("sweep", ROOT / "bench" / "sweep.py")
+    sweep = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "sweep", sweep)  # dataclasses look their module up
+    specification.loader.exec_module(sweep)
+    with pytest.raises(ValueError, match=message):
+        sweep.Grid.read(write_grid(tmp_path / "g.yaml", **changes))
+
+
+@pytest.mark.long
+def test_lanes_together_and_apart(tmp_path):
+    sizes = ["--hidden", 64, "--layers", 1, "--vocab", 200, "--tokens", 16, "--batches", 1, 3, "--rounds", 1]
+    shown = run("lanes.py", *sizes, "--device", "cpu", "--out", tmp_path).stdout
+    found = json.loads((tmp_path / "lanes.json").read_text())
+    assert [(row["pass"], row["batch"], row["tokens"]) for row in found["rows"]] == [
+        ("score", 1, 48),
+        ("score", 3, 144),
+        ("update", 1, 32),
+        ("update", 3, 96),
+    ]
+    assert all(row[way]["ms"] > 0 for row in found["rows"] for way in ("together", "apart"))
+    assert "one call stops paying at" in shown
+    assert (tmp_path / "lanes.png").is_file()
+
+
+@pytest.mark.long
+def test_the_paper_s_table_at_a_small_size(tmp_path):
+    sizes = ["--batch", 2, "--prompt", 8, "--answer", 4, "--limit", 4, "--epochs", 1, "--rounds", 1, "--cap", "1.3GB"]
+    shown = run("hydra_table.py", *sizes, "--device", "cpu", "--out", tmp_path, "--methods", "lora_ppo").stdout
+    assert "| lora_ppo |" in shown
+    shown = run("hydra_table.py", *sizes, "--device", "cpu", "--out", tmp_path, "--methods", "hydra_ppo").stdout
+    found = json.loads((tmp_path / "hydra_table.json").read_text())["methods"]
+    assert list(found) == ["lora_ppo", "hydra_ppo"]  # the second run added to the first
+    state = {name: row["equal_batch"]["state_bytes"] for name, row in found.items()}
+    assert state["hydra_ppo"] < 0.4 * state["lora_ppo"]
+    for row in found.values():
+        assert set(row["equal_memory"]["seconds_per_sample"]) == {"generation", "inference", "update"}
+        assert max(row["at_cap"]["peak_bytes"].values()) <= 1.3e9
+    assert "| hydra_ppo |" in shown
+    assert (tmp_path / "hydra_table.png").is_file()
