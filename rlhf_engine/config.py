@@ -312,7 +312,7 @@ class PlanConfig(Options):
     reserve: str = option("1GB", "of it, left to the driver, libraries and fragmentation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
-    adapter_dtype: Dtype = option("float32", "dtype of the adapters; train uses float32")
+    adapter_dtype: Dtype = option("float32", "dtype of the adapters")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
@@ -321,7 +321,9 @@ class PlanConfig(Options):
     max_completion_length: int = option(64, "tokens of every answer", ge=1)
     num_mini_batches: int = option(4, "optimizer steps per epoch over the batch", ge=1)
     per_device_train_batch_size: int = option(16, "sequences per forward and backward", ge=1)
-    token_budget: int = option(16384, "most tokens of all lanes together in one traversal of the trunk", ge=1)
+    token_budget: int | None = option(
+        None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
+    )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     json: bool = option(False, "print one JSON object per method, each on a line of its own")
     out: str | None = option(None, "path of a bar chart to write, .png")

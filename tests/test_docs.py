@@ -13,7 +13,7 @@ from rlhf_kernels import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.cli import _COMMANDS
-from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PlanConfig, PPOConfig, SFTConfig, parse_config
 from rlhf_engine.config_parser import Options
 from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.hydra import peft_io
@@ -31,6 +31,7 @@ CONFIGS: dict[str, type[Options]] = {
     "generate": GenerateConfig,
     "demo": DemoConfig,
     "bench": BenchConfig,
+    "plan": PlanConfig,
 }
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}

@@ -16,75 +16,39 @@ Peaks, each = what is resident in the phase + the traced peak of what the phase 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
+from rlhf_engine.hydra import METHODS, HydraModel
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.loading import context_length
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
-from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak, traced
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.planning.phases import (
+    ROLES,
+    Setting,
+    build_model,
+    check_setting,
+    layer_period,
+    plain_model,
+    trace_generation,
+    trace_inference,
+    trace_update,
+)
+from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
+
+_TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
+    "generation": trace_generation,
+    "inference": trace_inference,
+    "update": trace_update,
+}
+PHASES = tuple(_TRACES)
 
 _TRACED_ROWS = 64
 """Sequences up to which every number is traced: a trace takes time per sequence."""
-
-PHASES = ("generation", "inference", "update")
-_ROLES = ("actor", "reference", "critic", "reward")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a plan is made for; names as in PPOConfig."""
-
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    adapter_dtype: torch.dtype
-    device_type: str
-    """`cuda` or `cpu`: which kernels run."""
-    slot: SlotConfig
-    prompt_length: int
-    """Tokens; every prompt has as many."""
-    completion_length: int
-    """Tokens; every answer has as many."""
-    batch: int
-    """Prompts per step (generation_batch_size)."""
-    num_mini_batches: int
-    micro_batch: int
-    """Sequences per forward and backward (per_device_train_batch_size)."""
-    token_budget: int
-    gradient_checkpointing: bool
-
-    @property
-    def length(self) -> int:
-        """Tokens of a whole sequence."""
-        return self.prompt_length + self.completion_length
-
-    @property
-    def update_rows(self) -> int:
-        """Sequences of a micro-batch: no more than a minibatch has."""
-        return min(self.micro_batch, -(-self.batch // self.num_mini_batches))
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a minibatch."""
-        return -(-max(1, self.batch // self.num_mini_batches) // self.update_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +81,7 @@ class Planner:
         self.method, self.setting = method, setting
         self._shared: dict[Any, Any] = {} if shared is None else shared
         self.roles = METHODS[method]()
-        _check(setting)
+        check_setting(setting)
         self._modes: dict[int, FakeTensorMode] = {}
         self._models: dict[int, HydraModel] = {}
 
@@ -166,7 +130,7 @@ class Planner:
 
     def _counted(self, lm_head: bool) -> _Shape:
         with FakeTensorMode(), Tracker():
-            backbone = Backbone(_plain(self.setting.config, self.setting.dtype, lm_head))
+            backbone = Backbone(plain_model(self.setting.config, self.setting.dtype, lm_head))
             slot = backbone.add_slot(
                 "counted",
                 self.setting.slot,
@@ -229,7 +193,7 @@ class Planner:
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
         """What a phase runs, whatever its backbones and slots are called: methods that agree in it cost the same."""
-        names = {"generation": ("actor",), "update": ("actor", "critic")}.get(phase, _ROLES)
+        names = {"generation": ("actor",), "update": ("actor", "critic")}.get(phase, ROLES)
         backbones: dict[str, int] = {}
         slots: dict[str | None, int] = {}
         lanes = []
@@ -259,16 +223,9 @@ class Planner:
                 self._models[n_layers] = build_model(self.method, self.setting, n_layers)
             self._modes[n_layers] = mode
         model = self._models[n_layers]
-        run = {"generation": _generation, "inference": _inference, "update": _update}[phase]
-        try:
-            with self._modes[n_layers]:
-                return run(model, self.setting, rows, repeats)
-        except DynamicOutputShapeException as error:
-            name = type(model.backbone().model).__name__
-            raise ConfigError(
-                f"model: expected an architecture whose memory follows from shapes, got {name}, where {error} depends "
-                "on the data"
-            ) from error
+        run = _TRACES[phase]
+        with self._modes[n_layers]:
+            return run(model, self.setting, rows, repeats)
 
     # ---- what fits -------------------------------------------------------------------------------------------------
 
@@ -342,149 +299,3 @@ def _rising(peak: Callable[[int], int], budget: int, first: int, last: int | Non
 
 _MOST_ROWS = 2**20
 """A search ends here: nothing that grows would still fit."""
-
-
-# ---- models without data ---------------------------------------------------------------------------------------------
-
-
-def _check(setting: Setting) -> None:
-    limit = context_length(setting.config)
-    if setting.length > limit:
-        raise ConfigError(
-            f"max_completion_length: expected prompt and answer within the model's context of {limit} tokens, got "
-            f"{setting.prompt_length} + {setting.completion_length}"
-        )
-
-
-def layer_period(config: PreTrainedConfig) -> int | None:
-    """After how many layers a model repeats itself; None where a config does not say so plainly."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if getattr(text, "first_k_dense_replace", None) or getattr(text, "mlp_only_layers", None):
-        return None
-    if not kinds:
-        return 1
-    for period in range(1, len(kinds) // 2 + 1):
-        if len(kinds) % period == 0 and all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
-            return period
-    return None
-
-
-def shallow(config: PreTrainedConfig, n_layers: int) -> PreTrainedConfig:
-    """The config of a model with the first `n_layers` layers."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    if text.num_hidden_layers != n_layers:
-        kinds = getattr(text, "layer_types", None)
-        text.num_hidden_layers = n_layers
-        if kinds:
-            text.layer_types = list(kinds[:n_layers])
-    return config
-
-
-def _plain(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> PreTrainedModel:
-    """As `loading.load_model` makes it, with random weights."""
-    config = copy.deepcopy(config)
-    loader: Any = AutoModelForCausalLM
-    headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if headless:
-        loader = AutoModelForSequenceClassification
-        config.num_labels = 1
-    model: PreTrainedModel = loader.from_config(config, dtype=dtype)
-    if headless:
-        model.score = nn.Identity()
-    return model
-
-
-def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
-    """The method's model with `n_layers` layers, as `training.build` makes it, with random weights."""
-    roles = METHODS[method]()
-    config = shallow(setting.config, n_layers)
-    model = HydraModel(
-        {
-            name: Backbone(
-                _plain(config, setting.dtype, needs_lm_head(roles, name)), frozen=not base_is_trained(roles, name)
-            )
-            for name in dict.fromkeys(role.backbone for role in roles.values())
-        },
-        roles=roles,
-        slots={role.slot: setting.slot for role in roles.values() if role.slot is not None},
-        token_budget=setting.token_budget,
-        adapter_dtype=setting.adapter_dtype,
-    )
-    if setting.gradient_checkpointing:
-        for name in {role.backbone for role in roles.values() if role.trainable}:
-            model.backbone(name).enable_gradient_checkpointing()
-    return model.eval()
-
-
-# ---- phases ----------------------------------------------------------------------------------------------------------
-
-
-def _known(model: HydraModel) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeline:
-    """Prefill with a cache of full capacity, and the last decoding step. A traced token is always 0."""
-
-    def prefill() -> object:
-        ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
-        return generate(model, [[0] * s.prompt_length] * rows, ends)
-
-    found = traced(prefill, _known(model), s.device_type)
-    if s.completion_length > 1:
-
-        def last_step() -> object:
-            goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
-            return generate(model, [[0] * (s.length - 2)] * rows, goes_on)
-
-        whole = traced(last_step, _known(model), s.device_type)
-        drawn = next(i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample"))
-        found.events += whole.events[drawn + 1 :]
-    return found
-
-
-def _batch(s: Setting, rows: int) -> PackedBatch:
-    return PackedBatch.from_lists([[0] * s.prompt_length] * rows, [[0] * s.completion_length] * rows)
-
-
-def _inference(model: HydraModel, s: Setting, rows: int, repeats: int) -> Timeline:
-    batch = _batch(replace(s, batch=rows * repeats), rows * repeats)
-    return traced(lambda: model.score(batch, _ROLES), _known(model), s.device_type)
-
-
-def _update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Timeline:
-    """One minibatch of `repeats` micro-batches. The optimizer's state is counted elsewhere, its step is in place."""
-    n = rows * repeats
-    batch = _batch(s, n)
-    per_token = torch.zeros(batch.n_completion_tokens)
-    experience = Experience(
-        batch=batch,
-        old_logprobs_M=per_token,
-        old_values_M=per_token,
-        advantages_M=per_token,
-        returns_M=per_token,
-    )
-    options = UpdateOptions(
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        micro_batch_size=rows,
-        cliprange=0.2,
-        cliprange_value=0.2,
-        vf_coef=0.1,
-        entropy_coef=0.0,
-        temperature=1.0,
-        target_kl=None,
-    )
-
-    def clear() -> dict[str, float]:
-        model.zero_grad(set_to_none=True)
-        return {}
-
-    model.train()
-    try:
-        return traced(lambda: ppo_update(model, experience, options, clear, seed=0), _known(model), s.device_type)
-    finally:
-        model.zero_grad(set_to_none=True)
-        model.eval()

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_engine.config import PlanConfig, parse_size
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, SlotConfig
-from rlhf_engine.planning.predict import PHASES, Planner, Prediction, Setting
+from rlhf_engine.hydra.model import default_token_budget
+from rlhf_engine.planning.phases import Setting
+from rlhf_engine.planning.predict import PHASES, Planner, Prediction
 from rlhf_engine.planning.presets import find_config
 
 PHASE_NAMES = {"generation": "generation", "inference": "inference (scoring)", "update": "update"}
@@ -57,8 +60,12 @@ def make_setting(config: PlanConfig) -> Setting:
     """What the options mean to the planner. Raises ConfigError for a model that is none."""
     named = config.lora_target_modules
     targets = named if named == "all-linear" else tuple(named) if isinstance(named, list) else (named,)
+    found = find_config(config.model)
+    budget = config.token_budget
+    if budget is None:
+        budget = default_token_budget(torch.device(config.device), found.get_text_config().hidden_size)
     return Setting(
-        config=find_config(config.model),
+        config=found,
         dtype=DTYPES[config.dtype],
         adapter_dtype=DTYPES[config.adapter_dtype],
         device_type=config.device,
@@ -68,7 +75,7 @@ def make_setting(config: PlanConfig) -> Setting:
         batch=config.batch,
         num_mini_batches=config.num_mini_batches,
         micro_batch=config.per_device_train_batch_size,
-        token_budget=config.token_budget,
+        token_budget=budget,
         gradient_checkpointing=config.gradient_checkpointing,
     )
 
@@ -129,7 +136,9 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         f"Whole backbones train in {config.dtype} with moments in {config.dtype}; adapters in {config.adapter_dtype}, "
         "scalar heads in float32, AdamW with two moments each.",
         "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
-        f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation.",
+        f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation. Where "
+        "lanes of one backbone share a traversal (up to token_budget), a smaller micro-batch can need more than a "
+        "larger one beyond it.",
     ]
     if config.device == "cuda":
         lines.append(

@@ -76,7 +76,7 @@ def test_usage_version_and_unknown_commands(capsys):
     assert all(f"\n  {name} " in out for name in ("demo", "sft", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
-    assert refused(capsys, "zzz").endswith("expected one of ['demo', 'sft', 'train', 'generate', 'doctor', 'bench']")
+    assert refused(capsys, "zzz").endswith("expected one of ['demo', 'sft', 'train', 'generate', 'plan', 'doctor', 'bench']")
 
 
 @pytest.mark.parametrize("command", ["demo", "sft", "train", "generate", "bench"])
