@@ -34,7 +34,6 @@ void check(const Head& head, const Batch& batch, int threads) {
     RLHF_CHECK_POINTER(batch.extra_hidden.data, batch.n * head.extra);
     RLHF_CHECK_POINTER(batch.rows, batch.n);
     RLHF_CHECK_POINTER(batch.temperature, batch.n);
-    RLHF_CHECK_POINTER(batch.target, batch.n);
 }
 
 }  // namespace
@@ -42,6 +41,7 @@ void check(const Head& head, const Batch& batch, int threads) {
 void head_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
                   const Expected& expected, int threads) {
     check(head, batch, threads);
+    RLHF_CHECK_POINTER(batch.target, batch.n);
     if (pair) RLHF_CHECK_POINTER(pair->hidden.data, batch.n * head.H);
     RLHF_CHECK(expected.expected || !expected.expected_kl, "expected_kl", "expected to be made with it", "null");
     if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
@@ -50,8 +50,19 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
 void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
                    int threads) {
     check(head, batch, threads);
+    RLHF_CHECK_POINTER(batch.target, batch.n);
     RLHF_CHECK_POINTER(gradients.lse, batch.n);
     functions(head, batch).backward(head, batch, gradients, sums, threads);
+}
+
+void head_sample(const Head& head, const Batch& batch, const Draws& draws, int threads) {
+    check(head, batch, threads);
+    RLHF_CHECK(head.V <= INT32_MAX, "V", "at most 2^31 - 1", head.V);
+    RLHF_CHECK_POINTER(draws.seed, batch.n);
+    RLHF_CHECK_POINTER(draws.position, batch.n);
+    RLHF_CHECK_POINTER(draws.token, batch.n);
+    RLHF_CHECK_POINTER(draws.logprob, batch.n);
+    if (batch.n > 0) functions(head, batch).sample(head, batch, draws, threads);
 }
 
 }  // namespace rlhf::cpu

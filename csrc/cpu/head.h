@@ -1,5 +1,5 @@
-// Sweeps over the vocabulary of a language-model head: row statistics of the logits, and gradients through them,
-// without a matrix of logits. What `linear_logprob`, its pair form and `linear_ppo_loss` are made of.
+// Sweeps over the vocabulary of a language-model head: row statistics of the logits, gradients through them, and draws
+// from them, without a matrix of logits. What `linear_logprob`, its pair form, `linear_ppo_loss` and `sample` are made of.
 //
 // Notation: n active rows of hidden states h [H], weight W [V, H], both optionally widened by `extra` columns that are
 // multiplied like the others (a rank-r addition), K = H + extra. For a row with temperature T:
@@ -37,7 +37,7 @@ struct Batch {
     const int64_t* rows;   // [n] distinct
     int64_t n;
     const float* temperature;  // [n]
-    const int64_t* target;     // [n] in [0, V)
+    const int64_t* target;     // [n] in [0, V); not read by head_sample
 };
 
 // Per-row results [n]; a null pointer is not wanted. With p = softmax(z):
@@ -98,5 +98,20 @@ struct HeadGradients {
 
 void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
                    int threads);
+
+// One draw per row [n]: token = argmax_v (z_v + g_v), or argmax_v c_v where greedy, the first of equal ones, a NaN above
+// all. g = -log(-log1p(-u)), u = min((word + 1/2) / 2^32, 1 - 2^-24), word: Philox4x32-10 as in
+// kernels/rlhf_kernels/philox.py with this seed, position and stream.
+struct Draws {
+    const int64_t* seed;
+    const int64_t* position;
+    const uint8_t* greedy;  // 0 or 1 per row; null: no row is
+    uint32_t stream;
+    int64_t* token;
+    float* logprob;  // z_token - lse
+    float* entropy;  // null: not wanted
+};
+
+void head_sample(const Head& head, const Batch& batch, const Draws& draws, int threads);
 
 }  // namespace rlhf::cpu

@@ -3,6 +3,7 @@
 
 #include "cpu/head_isa.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +20,7 @@
 #define RLHF_AVX512
 #define RLHF_AVX512_BF16
 #include "cpu/simd.h"
+#include "cpu/philox.h"
 
 #define RLHF_TILE_BF16 1
 #define RLHF_TILE_AMX 1
@@ -26,9 +28,10 @@
 namespace rlhf::cpu {
 namespace {
 #include "cpu/head_body.inc.h"
+#include "cpu/head_sample.inc.h"
 }  // namespace
 
-const HeadFunctions head_amx_bf16{run_forward, run_backward};
+const HeadFunctions head_amx_bf16{run_forward, run_backward, run_sample};
 
 }  // namespace rlhf::cpu
 

@@ -3,6 +3,7 @@
 
 #include "cpu/head_isa.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,7 @@
 
 #define RLHF_AVX512
 #include "cpu/simd.h"
+#include "cpu/philox.h"
 
 #define RLHF_TILE_BF16 0
 #define RLHF_TILE_AMX 0
@@ -25,9 +27,10 @@
 namespace rlhf::cpu {
 namespace {
 #include "cpu/head_body.inc.h"
+#include "cpu/head_sample.inc.h"
 }  // namespace
 
-const HeadFunctions head_avx512{run_forward, run_backward};
+const HeadFunctions head_avx512{run_forward, run_backward, run_sample};
 
 }  // namespace rlhf::cpu
 

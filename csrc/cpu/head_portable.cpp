@@ -3,6 +3,7 @@
 
 #include "cpu/head_isa.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #endif
 
 #include "cpu/simd.h"
+#include "cpu/philox.h"
 
 #define RLHF_TILE_BF16 0
 #define RLHF_TILE_AMX 0
@@ -19,8 +21,9 @@
 namespace rlhf::cpu {
 namespace {
 #include "cpu/head_body.inc.h"
+#include "cpu/head_sample.inc.h"
 }  // namespace
 
-const HeadFunctions head_portable{run_forward, run_backward};
+const HeadFunctions head_portable{run_forward, run_backward, run_sample};
 
 }  // namespace rlhf::cpu

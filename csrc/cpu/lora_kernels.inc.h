@@ -69,13 +69,17 @@ static void transpose_fp32(const Matrix& source, int64_t rows, int64_t columns, 
     for (int64_t n0 = 0; n0 < padded; n0 += 16) {
         for (int64_t c0 = 0; c0 < columns; c0 += 16) {
             const int64_t count = smaller(16, columns - c0);
-            float patch[16][16];
+            u32x16 patch[16];
             for (int64_t n = 0; n < 16; ++n) {
-                store(patch[n], n0 + n < rows ? load_some(row<T>(source, n0 + n) + c0, count) : splat(0));
+                patch[n] = n0 + n < rows ? (u32x16)load_some(row<T>(source, n0 + n) + c0, count) : u32x16{};
+            }
+            if (count == 16) {
+                transpose16(patch, reinterpret_cast<uint32_t*>(packed + c0 * padded + n0), padded);
+                continue;
             }
             for (int64_t c = 0; c < count; ++c) {
                 f32x16 lanes;
-                for (int n = 0; n < 16; ++n) lanes[n] = patch[n][c];
+                for (int n = 0; n < 16; ++n) lanes[n] = ((f32x16)patch[n])[c];
                 store(packed + (c0 + c) * padded + n0, lanes);
             }
         }

@@ -24,14 +24,9 @@ RLHF_INLINE void philox_multiply(uint32_t m, u32x16 b, u32x16& high, u32x16& low
 #endif
 }
 
-// Draws of columns 4 group .. 4 group + 3 for sixteen groups from `first_group` on: word[w][i] is the draw of column
-// 4 (first_group + i) + w.
-RLHF_INLINE PhiloxWords philox16(int64_t seed, int64_t row_id, uint32_t stream, uint32_t first_group) {
-    u32x16 c0 = u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_group;
-    u32x16 c1 = u32x16{} + stream;
-    u32x16 c2 = u32x16{} + uint32_t(row_id);
-    u32x16 c3 = u32x16{} + uint32_t(uint64_t(row_id) >> 32);
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(uint64_t(seed) >> 32);
+// Ten rounds on counters c with the same key in every lane, or (Key = u32x16) a key per lane.
+template <typename Key>
+RLHF_INLINE PhiloxWords philox_rounds(u32x16 c0, u32x16 c1, u32x16 c2, u32x16 c3, Key k0, Key k1) {
     for (int round = 0; round < 10; ++round) {
         u32x16 high0, low0, high1, low1;
         philox_multiply(0xD2511F53u, c0, high0, low0);
@@ -44,4 +39,29 @@ RLHF_INLINE PhiloxWords philox16(int64_t seed, int64_t row_id, uint32_t stream, 
         k1 += 0xBB67AE85u;
     }
     return {{c0, c1, c2, c3}};
+}
+
+// Draws of columns 4 group .. 4 group + 3 for sixteen groups from `first_group` on: word[w][i] is the draw of column
+// 4 (first_group + i) + w.
+RLHF_INLINE PhiloxWords philox16(int64_t seed, int64_t row_id, uint32_t stream, uint32_t first_group) {
+    const u32x16 groups = u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_group;
+    return philox_rounds(groups, u32x16{} + stream, u32x16{} + uint32_t(row_id),
+                         u32x16{} + uint32_t(uint64_t(row_id) >> 32), uint32_t(seed), uint32_t(uint64_t(seed) >> 32));
+}
+
+// Sixteen rows with a seed and a row id each.
+struct PhiloxRows {
+    u32x16 id_low, id_high, key_low, key_high;
+
+    void set(int64_t lane, int64_t seed, int64_t row_id) {
+        id_low[lane] = uint32_t(row_id);
+        id_high[lane] = uint32_t(uint64_t(row_id) >> 32);
+        key_low[lane] = uint32_t(seed);
+        key_high[lane] = uint32_t(uint64_t(seed) >> 32);
+    }
+};
+
+// Draws of columns 4 group .. 4 group + 3 for sixteen rows: word[w][i] is the draw of row i in column 4 group + w.
+RLHF_INLINE PhiloxWords philox_of_rows(const PhiloxRows& rows, uint32_t stream, uint32_t group) {
+    return philox_rounds(u32x16{} + group, u32x16{} + stream, rows.id_low, rows.id_high, rows.key_low, rows.key_high);
 }

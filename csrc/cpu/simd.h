@@ -107,3 +107,38 @@ RLHF_INLINE f32x16 tanh16(f32x16 x) {
     const f32x16 signed_far = x < 0.0f ? -far : far;
     return size < 0.35f ? series : signed_far;
 }
+
+// The sixteen 32-bit columns of x become rows: out[i][j] = x[j][i].
+RLHF_INLINE void transpose16(const u32x16 x[16], uint32_t* out, int64_t out_stride) {
+#if defined(RLHF_AVX512)
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; ++i) {
+        a[2 * i] = _mm512_unpacklo_epi32((__m512i)x[2 * i], (__m512i)x[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)x[2 * i], (__m512i)x[2 * i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; ++i) {
+        b[4 * i + 0] = _mm512_unpacklo_epi64(a[4 * i + 0], a[4 * i + 2]);
+        b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i + 0], a[4 * i + 2]);
+        b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+    // b[4 g + c], 128-bit lane l, holds column 4 l + c of rows 4 g .. 4 g + 3
+#pragma GCC unroll 16
+    for (int c = 0; c < 4; ++c) {
+        const __m512i low01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x44);
+        const __m512i high01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xee);
+        const __m512i low23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x44);
+        const __m512i high23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xee);
+        _mm512_storeu_si512(out + (0 + c) * out_stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
+        _mm512_storeu_si512(out + (4 + c) * out_stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
+        _mm512_storeu_si512(out + (8 + c) * out_stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
+        _mm512_storeu_si512(out + (12 + c) * out_stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; ++i) {
+        for (int j = 0; j < 16; ++j) out[i * out_stride + j] = x[j][i];
+    }
+#endif
+}

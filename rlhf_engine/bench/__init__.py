@@ -18,6 +18,8 @@ OPS = (
     "lora",
     "ppo_losses",
     "gae",
+    "sample",
+    "decode_attention",
 )
 # tiny is for tests, quick for a look, default for a record, full for every size
 SIZES = ("tiny", "quick", "default", "full")

@@ -1334,6 +1334,224 @@ PPO_LOSS = [
     ),
 ]
 
+_SAMPLE = f"{_PYTHON}/sample/reference.py"
+_SAMPLE_CPP = "csrc/cpu/head_sample.inc.h"
+_DECODE = f"{_PYTHON}/decode_attention/reference.py"
+_DECODE_CPP = "csrc/cpu/decode_attention_kernel.inc.h"
+_DECODE_ISAS = (
+    "cpu/decode_attention_portable.cpp",
+    "cpu/decode_attention_avx512.cpp",
+    "cpu/decode_attention_avx512_bf16.cpp",
+)
+
+SAMPLE = [
+    Mutation(
+        "greedy after the temperature",
+        REFERENCE,
+        _SAMPLE,
+        "best = None if greedy is None else c.argmax(-1)\n        z = c.div_(head.divisor(rows))",
+        "z = c.div_(head.divisor(rows))\n        best = None if greedy is None else c.argmax(-1)",
+        ("test_sample.py::test_greedy_takes_the_first_maximum_before_the_temperature",),
+    ),
+    Mutation(
+        "noise of the first chunk's rows",
+        REFERENCE,
+        _SAMPLE,
+        "gumbel(seed[rows], position[rows], STREAM, n_vocab)",
+        "gumbel(seed[: z.shape[0]], position[: z.shape[0]], STREAM, n_vocab)",
+        ("test_sample_native.py::test_tokens_of_several_row_chunks",),
+    ),
+    Mutation(
+        "temperature not in the draw",
+        CPU,
+        _SAMPLE_CPP,
+        "if (o.cools) z = z / o.temperature;",
+        "",
+        ("test_sample_native.py::test_every_option",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "greedy after the temperature",
+        CPU,
+        _SAMPLE_CPP,
+        "z = greedy ? s.top[lane] / call.batch.temperature[n] : s.drawn[lane];",
+        "z = greedy ? s.top[lane] : s.drawn[lane];",
+        ("test_sample_native.py::test_every_option",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "bound on the noise too low",
+        CPU,
+        _SAMPLE_CPP,
+        "splat(159 * ln2 + 1e-3f)",
+        "splat(155 * ln2 + 1e-3f)",
+        ("test_sample_native.py::test_tokens_are_the_references",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "noise of the wrong column",
+        CPU,
+        _SAMPLE_CPP,
+        "call.draws.stream, static_cast<uint32_t>(v / 4));",
+        "call.draws.stream, static_cast<uint32_t>(v / 4 + 1));",
+        ("test_sample_native.py::test_tokens_are_the_references",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "high word of the position lost",
+        CPU,
+        "csrc/cpu/philox.h",
+        "id_high[lane] = uint32_t(uint64_t(row_id) >> 32);",
+        "id_high[lane] = 0;",
+        ("test_sample_native.py::test_tokens_are_the_references",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "padded columns counted",
+        CPU,
+        _SAMPLE_CPP,
+        "const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;",
+        "const int64_t count = kStrip;",
+        ("test_sample_native.py::test_tokens_are_the_references",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "max from 0",
+        CPU,
+        _SAMPLE_CPP,
+        "s.score = s.drawn = s.top = splat(-__builtin_inff());",
+        "s.score = s.drawn = s.top = splat(0.0f);",
+        ("test_sample_native.py::test_every_column_a_new_best", "test_sample.py::test_sizes_and_hostile_rows"),
+        _PORTABLE,
+    ),
+    Mutation(
+        "sums not rescaled with the maximum",
+        CPU,
+        _SAMPLE_CPP,
+        "        s.sum *= factor;\n        s.reference = next;",
+        "        s.reference = next;",
+        ("test_sample_native.py::test_every_column_a_new_best",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "last chunk wins a tie",
+        CPU,
+        _SAMPLE_CPP,
+        "if (token >= 0 && !beats(score, best)) continue;",
+        "if (token >= 0 && !(score >= best)) continue;",
+        ("test_sample_native.py::test_first_of_equal_maxima_across_strips_and_chunks",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "NaN passed over",
+        CPU,
+        _SAMPLE_CPP,
+        "return x > best || (is_nan(x) && !is_nan(best));",
+        "return x > best;",
+        ("test_sample_native.py::test_values_that_are_not_finite",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "filters silently left out",
+        CPU,
+        f"{_PYTHON}/sample/__init__.py",
+        '    return "reference"\n',
+        "    return chosen\n",
+        ("test_sample_native.py::test_filters_are_the_references",),
+    ),
+]
+
+DECODE_ATTENTION = [
+    Mutation(
+        "window one too long",
+        REFERENCE,
+        _DECODE,
+        "unused |= position < limit - window",
+        "unused |= position < limit - window - 1",
+        ("test_decode_attention.py::test_equals_attention_row_by_row",),
+    ),
+    Mutation(
+        "NaN leaks from unused positions",
+        REFERENCE,
+        _DECODE,
+        "return out if bool(out.sum().isfinite()) else None",
+        "return out",
+        ("test_decode_attention.py::test_unused_cache_never_leaks",),
+    ),
+    Mutation(
+        "window one too long",
+        CPU,
+        "csrc/cpu/decode_attention.cpp",
+        "std::max<int64_t>(0, length - window) : 0; }",
+        "std::max<int64_t>(0, length - window - 1) : 0; }",
+        ("test_decode_attention.py::test_equals_attention_row_by_row",),
+        ("cpu/decode_attention.cpp",),
+    ),
+    Mutation(
+        "positions past the length counted",
+        CPU,
+        _DECODE_CPP,
+        "for (int64_t i = count; i < kTile; ++i) z[i] = -__builtin_inff();",
+        "",
+        ("test_decode_attention.py::test_equals_attention_row_by_row",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "every block the first",
+        CPU,
+        _DECODE_CPP,
+        "table[page] * pages.block_stride",
+        "table[0] * pages.block_stride",
+        ("test_decode_attention.py::test_every_length",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "max from 0",
+        CPU,
+        _DECODE_CPP,
+        "f32x16 top = splat(-__builtin_inff());",
+        "f32x16 top = splat(0.0f);",
+        ("test_decode_attention.py::test_very_negative_scores",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "scores not scaled",
+        CPU,
+        _DECODE_CPP,
+        "to_float(from[d * group.q_inner]) * call.options.scale",
+        "to_float(from[d * group.q_inner])",
+        ("test_decode_attention.py::test_every_length",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "softcap without its factor",
+        CPU,
+        _DECODE_CPP,
+        "z = tanh16(z / softcap) * softcap;",
+        "z = tanh16(z / softcap);",
+        ("test_decode_attention.py::test_equals_attention_row_by_row",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "the fifth head of a group gets the first one's weights",
+        CPU,
+        _DECODE_CPP,
+        "add_values<1>(rows, count, scores + h * step + at,",
+        "add_values<1>(rows, count, scores + at,",
+        ("test_decode_attention.py::test_every_length",),
+        _DECODE_ISAS,
+    ),
+    Mutation(
+        "table not checked",
+        CPU,
+        "csrc/cpu/decode_attention.cpp",
+        "RLHF_CHECK(table[i] >= 0 && table[i] < paging.blocks,",
+        "RLHF_CHECK(table[i] < paging.blocks + 2 && table[i] >= -2,",
+        ("test_decode_attention.py::test_bad_input",),
+        ("cpu/decode_attention.cpp",),
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
     for op, mutations in {
@@ -1344,6 +1562,8 @@ MUTATIONS = [
         "lora": LORA,
         "gae": GAE,
         "ppo_loss": PPO_LOSS,
+        "sample": SAMPLE,
+        "decode_attention": DECODE_ATTENTION,
     }.items()
     for mutation in mutations
 ]

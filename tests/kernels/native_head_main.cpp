@@ -2,6 +2,7 @@
 // Every array is a heap block of exactly its size, so one element too far ends the process. Results are compared with
 // the definition in double, written here as plainly as possible.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -215,6 +216,66 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
     }
 }
 
+// The words of the noise, one counter at a time (Salmon et al. 2011).
+uint32_t philox_word(int64_t seed, int64_t row_id, uint32_t stream, int64_t column) {
+    uint32_t c[4] = {uint32_t(column / 4), stream, uint32_t(row_id), uint32_t(uint64_t(row_id) >> 32)};
+    uint32_t k[2] = {uint32_t(seed), uint32_t(uint64_t(seed) >> 32)};
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
+        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1],
+                                  uint32_t(a)};
+        std::memcpy(c, next, sizeof c);
+        k[0] += 0x9E3779B9u;
+        k[1] += 0xBB67AE85u;
+    }
+    return c[column % 4];
+}
+
+void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool options, int threads) {
+    const std::string name = std::string(rlhf::cpu::name(current_isa())) + " sample n=" + std::to_string(n) +
+                             " H=" + std::to_string(H) + "+" + std::to_string(extra) + " V=" + std::to_string(V);
+    RandomMatrix hidden(n, H, H + 5, type, 1.5f), weight(V, H, H % 32 ? H + 3 : H, type, 0.7f);
+    RandomMatrix extra_hidden(n, extra, extra, type, 1.0f), extra_weight(V, extra, extra, type, 1.0f);
+    auto bias = random_floats(V), temperature = random_floats(n), logprob = heap<float>(n), entropy = heap<float>(n);
+    auto rows = heap<int64_t>(n), seed = heap<int64_t>(n), position = heap<int64_t>(n), token = heap<int64_t>(n);
+    auto greedy = heap<uint8_t>(n);
+    for (int64_t i = 0; i < n; ++i) {
+        rows[i] = i;
+        temperature[i] = options ? 1.0f + 0.5f * temperature[i] : 1.0f;
+        seed[i] = -i * 0x123456789abcdefLL;
+        position[i] = (i << 33) + 7;
+        greedy[i] = i % 3 == 2;
+    }
+    const Head head{weight.matrix, extra_weight.matrix, options ? bias.get() : nullptr, H, extra, V,
+                    options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
+    const Batch batch{hidden.matrix, extra_hidden.matrix, rows.get(), n, temperature.get(), nullptr};
+    head_sample(head, batch, {seed.get(), position.get(), options ? greedy.get() : nullptr, 9, token.get(),
+                              logprob.get(), entropy.get()}, threads);
+    for (int64_t i = 0; i < n; ++i) {
+        std::vector<double> z(V), score(V);
+        double total = 0, p_z = 0;
+        for (int64_t v = 0; v < V; ++v) {
+            double y = options ? bias[v] : 0.0;
+            for (int64_t k = 0; k < H; ++k) y += weight.values[v * H + k] * hidden.values[i * H + k];
+            for (int64_t k = 0; k < extra; ++k) y += extra_weight.values[v * extra + k] * extra_hidden.values[i * extra + k];
+            const double c = options ? head.softcap * std::tanh(head.scale * y / head.softcap) : y;
+            z[v] = c / temperature[i];
+            const double u = std::min((philox_word(seed[i], position[i], 9, v) + 0.5) / 4294967296.0, 1 - 1.0 / (1 << 24));
+            score[v] = options && greedy[i] ? c : z[v] - std::log(-std::log1p(-u));
+            total += std::exp(z[v]);
+        }
+        double best = score[0];
+        for (int64_t v = 0; v < V; ++v) {
+            p_z += std::exp(z[v]) / total * z[v];
+            best = std::max(best, score[v]);
+        }
+        require(token[i] >= 0 && token[i] < V, name + ": a token of the vocabulary");
+        require(score[token[i]] > best - 1e-4, name + ": the token with the largest score");
+        require(std::abs(logprob[i] - (z[token[i]] - std::log(total))) < 1e-4, name + ": logprob");
+        require(std::abs(entropy[i] - (std::log(total) - p_z)) < 1e-3, name + ": entropy");
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -227,6 +288,12 @@ int main() {
                 head_case(33, 31, 0, 511, type, false, threads);
                 head_case(65, 32, 6, 513, type, true, threads);
                 head_case(32, 64, 0, 1030, type, true, threads);
+                sample_case(1, 1, 0, 1, type, false, threads);
+                sample_case(2, 17, 3, 17, type, true, threads);
+                sample_case(16, 32, 0, 515, type, false, threads);
+                sample_case(17, 64, 0, 1030, type, true, threads);
+                sample_case(33, 96, 5, 1500, type, true, threads);
+                sample_case(49, 128, 0, 4100, type, false, threads);  // enough for the parallel loop
             }
         }
         bool refused = false;

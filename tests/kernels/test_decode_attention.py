@@ -1,20 +1,39 @@
-"""Paged decode attention: against SDPA row by row, hostile cache content, tables, strides, and the two CPU paths."""
+"""Paged decode attention: against SDPA row by row, hostile cache content, tables, strides, on every backend here."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import registry, testing
+from rlhf_kernels import native, registry, testing
 from rlhf_kernels.decode_attention import decode_attention, reference
 
-# heads, cache heads, features: the small case takes the packed path, the large one does not
+# heads, cache heads, features: the reference takes its packed path for the small case, and not for the large one
 SMALL, LARGE = (4, 2, 8), (4, 2, 160)
+# Instruction sets that the native code of this op distinguishes
+ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512", "avx512_bf16") if isa in native.isas()]
 
 
-def case(heads=SMALL, *, lengths=(5, 1, 12, 9), block=4, dtype=torch.float64, seed=0, garbage=float("nan")):
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """Every test runs on every backend, the native one with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
+
+
+def work_dtype():
+    """What tests compute in where they do not say: the native code has no float64."""
+    return torch.float64 if registry.default_backend() == "reference" else torch.float32
+
+
+def case(heads=SMALL, *, lengths=(5, 1, 12, 9), block=4, dtype=None, seed=0, garbage=float("nan")):
     """q, caches, lengths, table: every row's blocks are scattered, everything unused is garbage."""
     n_heads, n_kv, d = heads
+    dtype = dtype or work_dtype()
     g = torch.Generator().manual_seed(seed)
     n, per_row = len(lengths), -(-max(lengths, default=0) // block) + 1
     blocks = n * per_row + 2
@@ -63,7 +82,7 @@ def test_equals_attention_row_by_row(heads, window, softcap):
 
 
 @pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e300, 0.0])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 3e38, 0.0])
 def test_unused_cache_never_leaks(heads, garbage):
     clean = case(heads, garbage=1.0)
     dirty = case(heads, garbage=garbage)
@@ -110,8 +129,8 @@ def test_one_block_per_row_and_strided_caches(heads, order):
     """The layout of a plain cache: row n owns block n, a view of a longer buffer; also permuted and shared rows."""
     n_heads, n_kv, d = heads
     g = torch.Generator().manual_seed(3)
-    q = torch.randn(3, n_heads, d, generator=g, dtype=torch.float64)
-    buffers = [torch.randn(5, n_kv, 40, d, generator=g, dtype=torch.float64) for _ in range(2)]
+    q = torch.randn(3, n_heads, d, generator=g, dtype=work_dtype())
+    buffers = [torch.randn(5, n_kv, 40, d, generator=g, dtype=work_dtype()) for _ in range(2)]
     k_cache, v_cache = (b.transpose(1, 2)[:, :30] for b in buffers)
     assert not k_cache.is_contiguous()
     args = (q, k_cache, v_cache, torch.tensor([30, 7, 19]), torch.tensor(order)[:, None])
@@ -148,6 +167,15 @@ def test_peaked_scores():
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
+def test_very_negative_scores():
+    """All scores near −1000: a maximum that starts from 0 would leave nothing but zeros."""
+    q, k_cache, v_cache, lengths, table = case((2, 1, 16), lengths=(20, 3), garbage=0.0)
+    q[..., 0], k_cache[..., 0] = -100.0, 10.0
+    args = (q, k_cache, v_cache, lengths, table)
+    got = decode_attention(*args, scale=1.0)
+    torch.testing.assert_close(got, by_row(*args, scale=1.0), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("heads", [SMALL, LARGE])
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_tier1(heads, scale):
@@ -179,12 +207,12 @@ def test_empty_batch():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_opcheck(window):
+def test_opcheck(window, backend):
     op = torch.ops.rlhf_kernels.decode_attention.default
     for heads in (SMALL, LARGE):
         args = case(heads, dtype=torch.float32, garbage=0.0)
-        torch.library.opcheck(op, (*args, 0.3, window, None, "reference"))
-    torch.library.opcheck(op, (*args, 0.3, window, 5.0, "reference"))
+        torch.library.opcheck(op, (*args, 0.3, window, None, backend))
+    torch.library.opcheck(op, (*args, 0.3, window, 5.0, backend))
 
 
 @pytest.mark.parametrize(
@@ -233,3 +261,95 @@ def test_refuses_gradients_but_serves_no_grad():
         decode_attention(q, *rest, scale=0.3)
     with torch.no_grad():
         assert not decode_attention(q, *rest, scale=0.3).requires_grad
+
+
+def test_auto_takes_the_native_code_where_it_serves():
+    if not ISAS:
+        pytest.skip(str(native.missing()))
+    with registry.use_backend("auto"):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert registry.resolve("decode_attention", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
+        for dtype in (torch.float64, torch.float16):
+            args = case(dtype=dtype)
+            assert registry.resolve("decode_attention", "auto", args[0]) == "reference"
+            assert decode_attention(*args, scale=0.3).dtype == dtype
+        with pytest.raises(registry.BackendUnavailableError, match=r"it reads torch\.float32 or torch\.bfloat16"):
+            decode_attention(*case(dtype=torch.float64), scale=0.3, backend="cpu")
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 1), (5, 1, 20), (8, 2, 64), (3, 3, 80), (10, 2, 128)])
+@pytest.mark.parametrize("block", [1, 7, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_length(heads, block, dtype):
+    """Tiles of positions that are full, partial, and cut by blocks; heads that are and are not whole vectors."""
+    args = case(heads, lengths=(*range(0, 35), 63, 64, 65), block=block, dtype=dtype)
+    for window in (None, 17):
+        got = decode_attention(*args, scale=0.3, window=window)
+        exact = (x.double() for x in args[:3])
+        want = decode_attention(*exact, *args[3:], scale=0.3, window=window, backend="reference").float()
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-3, "atol": 1e-4}
+        torch.testing.assert_close(got.float(), want, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_strides(dtype):
+    """Features that are not neighbours, positions behind each other, heads outermost; q likewise."""
+    q, k_cache, v_cache, lengths, table = case((4, 2, 16), dtype=dtype)
+    plain = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    spread = torch.full((*k_cache.shape, 3), float("nan"), dtype=dtype)
+    spread[..., 1] = k_cache
+    turned = v_cache.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+    wide_q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    columns = table.T.contiguous().T
+    assert not wide_q.is_contiguous()
+    got = decode_attention(wide_q, spread[..., 1], turned, lengths, columns, scale=0.3)
+    torch.testing.assert_close(got, plain)
+    assert got.is_contiguous()
+
+
+def test_scores_that_are_not_finite():
+    """An infinite score, all scores -inf, NaN in a key: as softmax has it, and in that row and head alone."""
+    q, k_cache, v_cache, lengths, table = case((2, 1, 16), lengths=(20, 20, 20, 20), block=32, garbage=0.0)
+    q[:, :, 0] = 1.0
+    k_cache[table[0, 0], 7, 0, 0] = float("inf")
+    k_cache[table[1, 0], :20, 0, 0] = -float("inf")
+    k_cache[table[2, 0], 18, 0, 3] = float("nan")
+    out = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    assert out[:3].isnan().all()
+    assert out[3].isfinite().all()
+    k_cache[table[1, 0], 3, 0, 0] = 0.5  # one position is left
+    out = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
+    torch.testing.assert_close(out[1], v_cache[table[1, 0], 3].expand(2, 16))
+
+
+def test_threads_and_the_rest_of_the_batch_do_not_change_the_bits(backend):
+    if backend == "reference":
+        pytest.skip("torch's products may depend on both")
+    q, k_cache, v_cache, lengths, table = case(
+        (8, 4, 64), lengths=(300, 20, 177, 256, 1), block=16, dtype=torch.float32
+    )
+    previous, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3))
+    finally:
+        torch.set_num_threads(previous)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    for n in range(5):
+        one = slice(n, n + 1)
+        assert torch.equal(
+            decode_attention(q[one], k_cache, v_cache, lengths[one], table[one], scale=0.3), results[0][one]
+        )
+
+
+def test_a_window_asks_for_its_own_blocks_alone():
+    """What the table and the cache hold before a row's window may be anything, whatever other rows use."""
+    if not ISAS:
+        pytest.skip(str(native.missing()))
+    q, k_cache, v_cache, lengths, table = case(lengths=(12, 4), dtype=torch.float32)
+    want = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3, window=4, backend="cpu")
+    table = table.clone()
+    table[0, :2] = -5
+    got = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3, window=4, backend="cpu")
+    assert torch.equal(got, want)

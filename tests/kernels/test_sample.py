@@ -1,10 +1,25 @@
-"""`sample`: the distribution it draws from, what a draw depends on, greedy rows, filters, log-probs."""
+"""`sample` on every backend: the distribution it draws from, what a draw depends on, greedy rows, filters, scores."""
 
 import pytest
 import torch
+from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.philox import gumbel
-from rlhf_kernels.sample import SampleOutputs, _sample, sample
+from rlhf_kernels.sample import SampleOutputs, sample
+
+ISAS = [] if native.missing() else native.isas()
+
+
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """The reference, and `auto` with each instruction set: filters and float64 are then the reference's again."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with native.use_isa(request.param):
+            assert registry.resolve("sample", "auto", torch.zeros(1)) == "cpu"
+            yield "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +111,7 @@ def test_token_is_the_argmax_of_logits_plus_gumbel():
 
 
 @pytest.mark.parametrize("with_options", [False, True])
-def test_logprob_and_entropy_are_those_of_linear_logprob(with_options):
+def test_logprob_and_entropy_are_those_of_linear_logprob(with_options, backend):
     hidden, weight, seed, position = make(140, 8, 32001)
     options = {}
     if with_options:
@@ -110,8 +125,11 @@ def test_logprob_and_entropy_are_those_of_linear_logprob(with_options):
     greedy = torch.arange(140) % 2 == 0
     out = sample(hidden, weight, seed=seed, position=position, greedy=greedy, outputs=SampleOutputs._fields, **options)
     scored = linear_logprob(hidden, weight, out.token, outputs=("logprob", "entropy"), backend="reference", **options)
-    assert torch.equal(out.logprob, scored.logprob)
-    assert torch.equal(out.entropy, scored.entropy)
+    if backend == "reference":
+        assert torch.equal(out.logprob, scored.logprob)
+        assert torch.equal(out.entropy, scored.entropy)
+    torch.testing.assert_close(out.logprob, scored.logprob, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(out.entropy, scored.entropy, rtol=1e-5, atol=2e-5)
     assert out.logprob.dtype == torch.float32
 
 
@@ -169,14 +187,16 @@ def test_bf16_and_float64():
     torch.testing.assert_close(low.logprob.double(), high.logprob, rtol=1e-5, atol=1e-5)
 
 
-def test_opcheck():
+def test_opcheck(backend):
     hidden, weight, seed, position = make(4, 3, 7)
     greedy = torch.tensor([True, False, False, True])
     tensors = (torch.randn(7), torch.randn(2, 3), torch.randn(7, 2), torch.rand(4) + 0.5)
-    numbers = (0.5, 1.0, 2.0, 1.5, 3, 0.9, True)
-    torch.library.opcheck(_sample, (hidden, weight, seed, position, greedy, *tensors, *numbers, "reference"))
-    plain = (None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, "reference")
-    torch.library.opcheck(_sample, (hidden, weight, seed, position, *plain))
+    op = torch.ops.rlhf_kernels.sample.default
+    filters = (3, 0.9) if backend == "reference" else (0, 1.0)
+    numbers = (0.5, 1.0, 2.0, 1.5, *filters, True)
+    torch.library.opcheck(op, (hidden, weight, seed, position, greedy, *tensors, *numbers, backend))
+    plain = (None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, backend)
+    torch.library.opcheck(op, (hidden, weight, seed, position, *plain))
 
 
 def test_asking_for_gradients_raises():

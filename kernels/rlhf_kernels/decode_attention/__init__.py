@@ -25,15 +25,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import registry
-from rlhf_kernels.decode_attention import reference
+from rlhf_kernels import eager, registry
+from rlhf_kernels.decode_attention import native, reference
 
 __all__ = ["decode_attention"]
 
 registry.register("decode_attention", "reference", reference)
+registry.register("decode_attention", "cpu", native)
 
 
-@torch.library.custom_op("rlhf_kernels::decode_attention", mutates_args=())
+@eager.custom_op("rlhf_kernels::decode_attention")
 def _decode_attention_op(
     q: Tensor,
     k_cache: Tensor,

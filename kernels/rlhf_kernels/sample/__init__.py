@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry
-from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_outputs, check_tensor
-from . import reference
+from .. import eager, registry
+from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_outputs, check_tensor, widest
+from . import native, reference
 
 __all__ = ["SampleOutputs", "sample"]
 
 registry.register("sample", "reference", reference)
+registry.register("sample", "cpu", native)
 
 
 class SampleOutputs(NamedTuple):
@@ -62,7 +63,8 @@ def sample(
         greedy: [N] bool, or None for no greedy row.
         outputs: which of `SampleOutputs`' fields to return.
         top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
-            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted.
+            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. On the CPU
+            the reference alone serves it.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]
@@ -84,7 +86,9 @@ def sample(
                     f"{name}: expected one that needs no gradient (sampling has none), got one that requires "
                     "grad; call under torch.no_grad(), or use linear_logprob for a log-prob with a gradient"
                 )
-    chosen = registry.resolve("sample", backend, hidden)
+    if top_k is not None and top_k >= weight.shape[0]:
+        top_k = None
+    chosen = _resolve(backend, widest(hidden, weight), top_k is not None or (top_p or 1.0) < 1.0)
     results = _sample(
         hidden,
         weight,
@@ -102,7 +106,20 @@ def sample(
     )
 
 
-@torch.library.custom_op("rlhf_kernels::sample", mutates_args=())
+def _resolve(backend: str, like: Tensor, filtered: bool) -> str:
+    """The backend for such tensors; with a filter `auto` passes over the native one, and by name it is refused."""
+    chosen = registry.resolve("sample", backend, like)
+    if not filtered or chosen != "cpu":
+        return chosen
+    asked = registry.default_backend() if backend == "auto" else backend
+    if asked != "auto":
+        raise registry.BackendUnavailableError(
+            f"backend={asked!r} cannot serve sample: {native.FILTERS}; available here: ['reference']"
+        )
+    return "reference"
+
+
+@eager.custom_op("rlhf_kernels::sample")
 def _sample(
     hidden: Tensor,
     weight: Tensor,

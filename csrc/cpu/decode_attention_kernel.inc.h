@@ -1,0 +1,238 @@
+// decode_attention.cpp's work on one row and cache head; namespace RLHF_ISA. Sixteen positions at a time, so that a key or a
+// value comes from memory once for all query heads that share it: scores first, then their softmax, then the values.
+
+#include "cpu/decode_attention_rows.h"
+#include "cpu/simd.h"
+
+namespace rlhf::cpu::RLHF_ISA {
+namespace {
+
+constexpr int64_t kTile = kCopied;  // positions
+
+RLHF_INLINE f32x16 load(const float* p) { return load16(p); }
+RLHF_INLINE f32x16 load(const uint16_t* p) { return load16_bf16(p); }
+
+RLHF_INLINE float to_float(float x) { return x; }
+RLHF_INLINE float to_float(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+// sums[i] = the sum of x[i]'s lanes.
+RLHF_INLINE f32x16 lane_sums(const f32x16 x[16]) {
+#if defined(RLHF_AVX512)
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; ++i) {
+        const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const auto halve = [](__m512 a, __m512 b) __attribute__((always_inline)) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return (f32x16)halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
+#else
+    f32x16 sums;
+    for (int i = 0; i < 16; ++i) {
+        float part[4] = {};
+        for (int j = 0; j < 16; ++j) part[j % 4] += x[i][j];
+        sums[i] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    return sums;
+#endif
+}
+
+// Keys or values of one cache head.
+struct Pages {
+    const void* data;
+    int64_t block_stride, position_stride, inner;
+};
+
+// Where up to kTile positions from `position` on start. Places past `count` repeat the last one.
+template <typename T>
+RLHF_INLINE void find_rows(const DecodeCall& call, const int64_t* table, const Pages& pages, int64_t position,
+                           int64_t count, const T** rows) {
+    int64_t page = position / call.block, at = position % call.block;
+    for (int64_t i = 0; i < count; ++i) {
+        rows[i] = static_cast<const T*>(pages.data) + table[page] * pages.block_stride + at * pages.position_stride;
+        if (++at == call.block) {
+            at = 0;
+            ++page;
+        }
+    }
+    for (int64_t i = count; i < kTile; ++i) rows[i] = rows[count - 1];
+}
+
+// A position's row is a few lines, and the next one lies behind those of all other heads: too short for the processor to
+// foresee, so the next tile is asked for here.
+template <typename T>
+RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]] int64_t count,
+                          [[maybe_unused]] int64_t features) {
+#if defined(RLHF_AVX512)
+    for (int64_t i = 0; i < count; ++i) {
+        for (int64_t d = 0; d < features; d += 64 / int64_t(sizeof(T))) {
+            _mm_prefetch(reinterpret_cast<const char*>(rows[i] + d), _MM_HINT_T0);
+        }
+    }
+#endif
+}
+
+// body(rows, position, count) for every tile of [first, length). Rows are whole vectors: where they lie, or in `copies`.
+template <typename T, typename Body>
+RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const Pages& pages, float* copies,
+                           const Body& body) {
+    const bool in_place = pages.inner == 1 && call.features == call.padded_features;
+    const T* both[2][kTile];
+    int64_t count = group.length - group.first < kTile ? group.length - group.first : kTile, next = 0;
+    find_rows(call, group.table, pages, group.first, count, both[0]);
+    int side = 0;
+    for (int64_t position = group.first; position < group.length; position += kTile, count = next, side ^= 1) {
+        const T** rows = both[side];
+        const int64_t left = group.length - position - kTile;
+        next = left < kTile ? left : kTile;
+        if (next > 0) {
+            find_rows(call, group.table, pages, position + kTile, next, both[side ^ 1]);
+            prefetch(both[side ^ 1], next, call.features);
+        }
+        if (in_place) {
+            body(rows, position - group.first, count);
+            continue;
+        }
+        const float* copied[kTile];
+        for (int64_t i = 0; i < kTile; ++i) {
+            float* to = copies + i * call.padded_features;
+            copied[i] = to;
+            if (i >= count) continue;
+            for (int64_t d = 0; d < call.features; ++d) to[d] = to_float(rows[i][d * pages.inner]);
+            for (int64_t d = call.features; d < call.padded_features; ++d) to[d] = 0.0f;
+        }
+        for (int64_t i = count; i < kTile; ++i) copied[i] = copied[count - 1];
+        body(copied, position - group.first, count);
+    }
+}
+
+// Scores of kTile positions for one query.
+template <typename T>
+RLHF_INLINE f32x16 score(const T* const* rows, const float* q, int64_t padded) {
+    f32x16 products[kTile];
+    const f32x16 first = load16(q);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) products[i] = load(rows[i]) * first;
+    for (int64_t d = 16; d < padded; d += 16) {
+        const f32x16 x = load16(q + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kTile; ++i) products[i] = muladd(load(rows[i] + d), x, products[i]);
+    }
+    return lane_sums(products);
+}
+
+// out [HEADS, padded] += weights [HEADS, `step`] times VECTORS vectors of `count` rows.
+template <int HEADS, int VECTORS, typename T>
+RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t d, const float* weights, int64_t step,
+                            float* out, int64_t padded) {
+    f32x16 sum[HEADS][VECTORS];
+    for (int h = 0; h < HEADS; ++h) {
+        for (int j = 0; j < VECTORS; ++j) sum[h][j] = load16(out + h * padded + d + 16 * j);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        f32x16 x[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) x[j] = load(rows[i] + d + 16 * j);
+        for (int h = 0; h < HEADS; ++h) {
+            const f32x16 weight = splat(weights[h * step + i]);
+            for (int j = 0; j < VECTORS; ++j) sum[h][j] = muladd(weight, x[j], sum[h][j]);
+        }
+    }
+    for (int h = 0; h < HEADS; ++h) {
+        for (int j = 0; j < VECTORS; ++j) store16(out + h * padded + d + 16 * j, sum[h][j]);
+    }
+}
+
+template <int HEADS, typename T>
+RLHF_INLINE void add_values(const T* const* rows, int64_t count, const float* weights, int64_t step, float* out,
+                            int64_t padded) {
+    int64_t d = 0;
+    for (; d + 64 <= padded; d += 64) add_values<HEADS, 4>(rows, count, d, weights, step, out, padded);
+    for (; d < padded; d += 16) add_values<HEADS, 1>(rows, count, d, weights, step, out, padded);
+}
+
+// scores [padded] become their softmax. Places past the last position hold -inf.
+RLHF_INLINE void softmax(float* scores, int64_t padded) {
+    f32x16 top = splat(-__builtin_inff());
+    for (int64_t i = 0; i < padded; i += 16) top = max16(load16(scores + i), top);
+    float largest = top[0];
+    for (int i = 1; i < 16; ++i) largest = top[i] > largest ? top[i] : largest;
+    f32x16 sum = splat(0.0f);
+    for (int64_t i = 0; i < padded; i += 16) {
+        const f32x16 e = exp16(load16(scores + i) - largest);
+        sum += e;
+        store16(scores + i, e);
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += sum[i];
+    for (int64_t i = 0; i < padded; i += 16) store16(scores + i, load16(scores + i) / total);
+}
+
+template <typename T>
+RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* scratch) {
+    const int64_t padded = call.padded_features, used = group.length - group.first, step = (used + 15) / 16 * 16;
+    float *q = scratch, *out = q + call.group * padded, *copies = out + call.group * padded;
+    float* scores = copies + kCopied * padded;
+    for (int64_t h = 0; h < call.group; ++h) {
+        const T* from = static_cast<const T*>(group.q) + h * group.q_head;
+        for (int64_t d = 0; d < padded; ++d) {
+            q[h * padded + d] = d < call.features ? to_float(from[d * group.q_inner]) * call.options.scale : 0.0f;
+            out[h * padded + d] = 0.0f;
+        }
+    }
+    const Pages keys{group.k, call.k_block, call.k_position, call.k_inner};
+    const float softcap = call.options.softcap;
+    for_tiles<T>(call, group, keys, copies, [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
+        for (int64_t h = 0; h < call.group; ++h) {
+            f32x16 z = score(rows, q + h * padded, padded);
+            if (softcap != 0.0f) z = tanh16(z / softcap) * softcap;
+            for (int64_t i = count; i < kTile; ++i) z[i] = -__builtin_inff();
+            store16(scores + h * step + at, z);
+        }
+    });
+    for (int64_t h = 0; h < call.group; ++h) softmax(scores + h * step, step);
+    const Pages values{group.v, call.v_block, call.v_position, call.v_inner};
+    for_tiles<T>(call, group, values, copies, [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
+        int64_t h = 0;
+        for (; h + 4 <= call.group; h += 4) {
+            add_values<4>(rows, count, scores + h * step + at, step, out + h * padded, padded);
+        }
+        for (; h < call.group; ++h) {
+            add_values<1>(rows, count, scores + h * step + at, step, out + h * padded, padded);
+        }
+    });
+    T* to = static_cast<T*>(group.out);
+    for (int64_t h = 0; h < call.group; ++h) {
+        for (int64_t d = 0; d < call.features; d += 16) {
+            const int64_t count = call.features - d < 16 ? call.features - d : 16;
+            const f32x16 x = load16(out + h * padded + d);
+            if constexpr (sizeof(T) == 2) {
+                const u16x16 rounded = to_bf16(x);
+                std::memcpy(to + h * call.features + d, &rounded, 2 * count);
+            } else {
+                std::memcpy(to + h * call.features + d, &x, 4 * count);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch) {
+    if (call.type == CacheType::bfloat16) {
+        attend<uint16_t>(call, group, scratch);
+    } else {
+        attend<float>(call, group, scratch);
+    }
+}
+
+}  // namespace rlhf::cpu::RLHF_ISA

@@ -1,0 +1,52 @@
+// What decode_attention.cpp calls once per row and cache head; compiled per instruction set from
+// decode_attention_kernel.inc.h.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/decode_attention.h"
+
+namespace rlhf::cpu {
+
+// The query heads that share one cache head, in one row of the batch.
+struct HeadGroup {
+    const void* q;  // [group, D], `q_head` and `q_inner` elements apart
+    int64_t q_head, q_inner;
+    const void *k, *v;  // of this cache head, at position 0 of block 0
+    const int64_t* table;  // of this row
+    int64_t first, length;  // positions [first, length) are used
+    void* out;  // [group, D] dense
+};
+
+// Everything that all groups share.
+struct DecodeCall {
+    CacheType type;
+    int64_t group, features, padded_features;  // padded to a multiple of kFeatureTile
+    int64_t block, k_block, k_position, k_inner, v_block, v_position, v_inner;
+    ScoreOptions options;
+};
+
+constexpr int64_t kFeatureTile = 16;
+constexpr int64_t kCopied = 16;  // positions at a time where features are not neighbours or not whole tiles
+
+// Floats that a thread needs: queries and sums [group, padded], copies of positions, scores [group, longest].
+inline int64_t decode_scratch(const DecodeCall& call, int64_t longest) {
+    return 2 * call.group * call.padded_features + kCopied * call.padded_features +
+           call.group * ((longest + 15) / 16 * 16);
+}
+
+#define RLHF_DECLARE_DECODE void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch);
+namespace portable {
+RLHF_DECLARE_DECODE
+}
+#if defined(__x86_64__)
+namespace avx512 {
+RLHF_DECLARE_DECODE
+}
+namespace avx512_bf16 {
+RLHF_DECLARE_DECODE
+}
+#endif
+#undef RLHF_DECLARE_DECODE
+
+}  // namespace rlhf::cpu

@@ -1,0 +1,428 @@
+// head_sample of head.h for one instruction set, after head_body.inc.h. The vocabulary is cut into chunks of kChunk rows of
+// W, whatever the number of rows and threads; a thread takes all rows of the batch through a chunk, kStrip rows of W at a
+// time, so W comes from memory once. Each chunk leaves a state per row, and the states are joined in order.
+//
+// W is read where it lies if its rows fill whole tiles of the depth, else through a copy of a strip. Logits of sixteen
+// rows of the batch lie as [kStrip v][16 n].
+//
+// A Gumbel number costs two logarithms, but hardly any of them matters. -log u is above it, and a bound on that comes
+// from the bits of u as a float: with u = 2^e (1 + f), -log2 u <= -(e + f). Only a column whose logit plus this bound
+// exceeds the best so far has its number computed, in double: some ten per row of the batch and chunk at first, then
+// hardly ever.
+
+constexpr int64_t kChunk = 512;
+constexpr int64_t kStrip = 32;
+constexpr int64_t kSerialProducts = 1 << 22;  // n K V of about a tenth of a millisecond
+
+// --- products of a strip ---------------------------------------------------------------------------------------------
+
+// The next rows of W into the second-level cache, as products take these: many short rows side by side are more streams
+// than the processor foresees.
+RLHF_INLINE void prefetch_rows([[maybe_unused]] const Element* w, [[maybe_unused]] int64_t stride, int64_t rows) {
+#if defined(RLHF_AVX512)
+    for (int64_t r = 0; r < rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(w + r * stride), _MM_HINT_T1);
+#else
+    (void)rows;
+#endif
+}
+
+#if RLHF_TILE_AMX
+// logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
+template <int COLUMNS>
+static void strip_products(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t t = 0; t < depth; ++t) {
+        prefetch_rows(w + kStrip * stride + t * KT, stride, kStrip);
+        _tile_loadd(4, w + t * KT, stride * 2);
+        _tile_loadd(5, w + 16 * stride + t * KT, stride * 2);
+        _tile_loadd(6, b + t * kTileElements, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (COLUMNS == 2) {
+            _tile_loadd(7, b + (depth + t) * kTileElements, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, logits, 64);
+    _tile_stored(1, logits + kTileFloats, 64);
+    if (COLUMNS == 2) {
+        _tile_stored(2, logits + 2 * kTileFloats, 64);
+        _tile_stored(3, logits + 3 * kTileFloats, 64);
+    }
+}
+#else
+#if defined(RLHF_AVX512)
+#define RLHF_EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+#define RLHF_SIXTEEN(DO) RLHF_EIGHT(DO) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+#else
+#define RLHF_EIGHT(DO) DO(0)
+#define RLHF_SIXTEEN(DO) DO(0)
+#endif
+
+#if RLHF_TILE_BF16
+typedef __m512bh Operand;
+// Two neighbouring elements of W in every lane.
+RLHF_INLINE Operand broadcast(const Element* at) {
+    int32_t pair;
+    std::memcpy(&pair, at, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+RLHF_INLINE f32x16 add_product(f32x16 sum, Operand w, Operand x) {
+    return (f32x16)_mm512_dpbf16_ps((__m512)sum, w, x);
+}
+#else
+typedef f32x16 Operand;
+RLHF_INLINE Operand broadcast(const Element* at) { return splat(*at); }
+RLHF_INLINE f32x16 add_product(f32x16 sum, Operand w, Operand x) { return muladd(w, x, sum); }
+#endif
+constexpr int64_t kLaneDepth = KT / 16;  // elements of the depth per lane
+
+RLHF_INLINE Operand load_operand(const Element* tile, int64_t k) {
+    Operand x;
+    std::memcpy(&x, tile + k * 16 * kLaneDepth, 64);
+    return x;
+}
+
+// Where products are rounded before they are added, the sum of each tile by itself makes up for that.
+#if defined(RLHF_AVX512)
+#define RLHF_TILE_BEGIN(c, r)
+#define RLHF_TILE_STEP(c, r) c##r = add_product(c##r, broadcast(at + (r) * stride), x##c);
+#define RLHF_TILE_END(c, r)
+#else
+#define RLHF_TILE_BEGIN(c, r) f32x16 c##part##r = splat(0.0f);
+#define RLHF_TILE_STEP(c, r) c##part##r = add_product(c##part##r, broadcast(at + (r) * stride), x##c);
+#define RLHF_TILE_END(c, r) c##r += c##part##r;
+#endif
+
+// Some rows of W times one column of tiles.
+RLHF_INLINE int64_t rows_by_one(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+#define RLHF_DO(r) f32x16 a##r = splat(0.0f);
+    RLHF_SIXTEEN(RLHF_DO)
+#undef RLHF_DO
+    for (int64_t t = 0; t < depth; ++t) {
+        prefetch_rows(w + 16 * stride + t * KT, stride, 16);
+#define RLHF_DO(r) RLHF_TILE_BEGIN(a, r)
+        RLHF_SIXTEEN(RLHF_DO)
+#undef RLHF_DO
+        for (int64_t k = 0; k < 16; ++k) {
+            const Element* at = w + t * KT + k * kLaneDepth;
+            const Operand xa = load_operand(b + t * kTileElements, k);
+#define RLHF_DO(r) RLHF_TILE_STEP(a, r)
+            RLHF_SIXTEEN(RLHF_DO)
+#undef RLHF_DO
+        }
+#define RLHF_DO(r) RLHF_TILE_END(a, r)
+        RLHF_SIXTEEN(RLHF_DO)
+#undef RLHF_DO
+    }
+    int64_t rows = 0;
+#define RLHF_DO(r) store16(logits + 16 * rows++, a##r);
+    RLHF_SIXTEEN(RLHF_DO)
+#undef RLHF_DO
+    return rows;
+}
+
+// Some rows of W times two columns of tiles.
+RLHF_INLINE int64_t rows_by_two(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+#define RLHF_DO(r) f32x16 a##r = splat(0.0f), c##r = splat(0.0f);
+    RLHF_EIGHT(RLHF_DO)
+#undef RLHF_DO
+    for (int64_t t = 0; t < depth; ++t) {
+#define RLHF_DO(r) RLHF_TILE_BEGIN(a, r) RLHF_TILE_BEGIN(c, r)
+        RLHF_EIGHT(RLHF_DO)
+#undef RLHF_DO
+        for (int64_t k = 0; k < 16; ++k) {
+            const Element* at = w + t * KT + k * kLaneDepth;
+            const Operand xa = load_operand(b + t * kTileElements, k);
+            const Operand xc = load_operand(b + (depth + t) * kTileElements, k);
+#define RLHF_DO(r) RLHF_TILE_STEP(a, r) RLHF_TILE_STEP(c, r)
+            RLHF_EIGHT(RLHF_DO)
+#undef RLHF_DO
+        }
+#define RLHF_DO(r) RLHF_TILE_END(a, r) RLHF_TILE_END(c, r)
+        RLHF_EIGHT(RLHF_DO)
+#undef RLHF_DO
+    }
+    int64_t rows = 0;
+#define RLHF_DO(r)                                          \
+    store16(logits + 16 * rows, a##r);                      \
+    store16(logits + kStrip * 16 + 16 * rows++, c##r);
+    RLHF_EIGHT(RLHF_DO)
+#undef RLHF_DO
+    return rows;
+}
+#undef RLHF_EIGHT
+#undef RLHF_SIXTEEN
+#undef RLHF_TILE_BEGIN
+#undef RLHF_TILE_STEP
+#undef RLHF_TILE_END
+
+// logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
+template <int COLUMNS>
+static void strip_products(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+    for (int64_t v = 0; v < kStrip;) {
+        v += (COLUMNS == 2 ? rows_by_two : rows_by_one)(w + v * stride, stride, b, depth, logits + v * 16);
+    }
+}
+#endif
+
+// --- what a row draws ------------------------------------------------------------------------------------------------
+
+// What sixteen rows of the batch know of a chunk.
+struct alignas(64) DrawState {
+    f32x16 reference, sum, weighted;  // exp-sum and sum e (z - reference) relative to the reference
+    f32x16 score, drawn;              // largest z + g, and its z
+    f32x16 top;                       // largest c
+    i32x16 drawn_at, top_at;
+};
+
+// What they know of themselves.
+struct alignas(64) HalfOptions {
+    PhiloxRows noise;
+    f32x16 temperature;
+    f32x16 nothing_yet;         // -inf where a number is to be drawn, inf elsewhere: nothing exceeds that
+    bool cools, greedy, draws;  // any temperature but 1; any greedy row; any row that is not
+};
+
+struct SampleCall {
+    const Head& head;
+    const Batch& batch;
+    const Draws& draws;
+    Sizes sizes;
+    int64_t halves;              // of panels: sixteen rows each
+    const Element* columns;      // [halves][depth_K] tiles
+    const HalfOptions* options;  // [halves]
+    DrawState* states;           // [chunks][halves]
+};
+
+static bool is_greedy(const SampleCall& call, int64_t n) {
+    return n >= call.batch.n || (call.draws.greedy && call.draws.greedy[n]);  // past the end: nothing to draw
+}
+
+static float gumbel(uint32_t word) {
+    const float rounded = static_cast<float>((static_cast<double>(word) + 0.5) * 0x1p-32);
+    const double u = rounded > 0x1.fffffep-1f ? 0x1.fffffep-1f : rounded;
+    return static_cast<float>(-std::log(-std::log1p(-u)));
+}
+
+// At least gumbel(word): ln 2 (159 - the bits of the word as a float, in units of its exponent), and a little.
+RLHF_INLINE f32x16 gumbel_bound(u32x16 word) {
+#if defined(RLHF_AVX512)
+    const f32x16 wide = (f32x16)_mm512_cvtepu32_ps((__m512i)word);
+    const f32x16 bits = (f32x16)_mm512_cvtepi32_ps((__m512i)wide);
+#else
+    const f32x16 wide = __builtin_convertvector(word, f32x16);
+    const f32x16 bits = __builtin_convertvector((i32x16)wide, f32x16);
+#endif
+    const float ln2 = 0.693147181f;
+    return muladd(bits, splat(-ln2 / 8388608.0f), splat(159 * ln2 + 1e-3f));
+}
+
+// Which lanes of bound are not below best, as bits; a NaN is not below anything.
+RLHF_INLINE uint32_t not_below(f32x16 bound, f32x16 best) {
+#if defined(RLHF_AVX512)
+    return _mm512_cmp_ps_mask((__m512)bound, (__m512)best, _CMP_NLE_UQ);
+#else
+    const i32x16 below = bound <= best;
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; ++i) bits |= below[i] ? 0u : 1u << i;
+    return bits;
+#endif
+}
+
+RLHF_INLINE bool is_nan(float x) { return x != x; }
+
+// Is x a new maximum, as torch.argmax sees it?
+RLHF_INLINE bool beats(float x, float best) { return x > best || (is_nan(x) && !is_nan(best)); }
+
+// The draws of four columns, v a multiple of 4. `best`: the rows' scores, infinite where nothing is to be drawn.
+RLHF_INLINE void draw_four(const SampleCall& call, const HalfOptions& o, int64_t v, int64_t count, const float* logits,
+                           f32x16& best, DrawState& s) {
+    const PhiloxWords draws = philox_of_rows(o.noise, call.draws.stream, static_cast<uint32_t>(v / 4));
+    uint32_t lanes[4], any = 0;
+    for (int64_t i = 0; i < 4; ++i) {
+        lanes[i] = i < count ? not_below(load16(logits + i * 16) + gumbel_bound(draws.word[i]), best) : 0;
+        any |= lanes[i];
+    }
+    if (any == 0) return;
+    for (int64_t i = 0; i < 4; ++i) {
+        for (uint32_t left = lanes[i]; left != 0; left &= left - 1) {
+            const int n = __builtin_ctz(left);
+            if (o.nothing_yet[n] > 0) continue;
+            const float z = logits[i * 16 + n], score = z + gumbel(draws.word[i][n]);
+            if (!beats(score, s.score[n])) continue;
+            s.score[n] = score;
+            best[n] = is_nan(score) ? __builtin_inff() : score;
+            s.drawn[n] = z;
+            s.drawn_at[n] = static_cast<int32_t>(v + i);
+        }
+    }
+}
+
+static HalfOptions half_options(const SampleCall& call, int64_t half) {
+    HalfOptions o{{}, splat(1.0f), splat(__builtin_inff()), false, false, false};
+    for (int64_t i = 0; i < 16 && half * 16 + i < call.batch.n; ++i) {
+        const int64_t n = half * 16 + i;
+        o.noise.set(i, call.draws.seed[n], call.draws.position[n]);
+        o.temperature[i] = call.batch.temperature[n];
+        o.cools |= call.batch.temperature[n] != 1.0f;
+        if (is_greedy(call, n)) {
+            o.greedy = true;
+        } else {
+            o.draws = true;
+            o.nothing_yet[i] = -__builtin_inff();
+        }
+    }
+    return o;
+}
+
+// logits [count][16] of sixteen rows of the batch, for rows of W from v0 on, go into their state.
+static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, int64_t count, float* logits,
+                      DrawState& s) {
+    const Head& head = call.head;
+    const f32x16 per_cap = splat(head.softcap != 0.0f ? head.scale / head.softcap : 0.0f);
+    f32x16 top = s.top, largest = splat(kLowest);
+    i32x16 top_at = s.top_at;
+    for (int64_t v = 0; v < count; ++v) {
+        f32x16 z = load16(logits + v * 16);
+        if (head.bias) z = z + head.bias[v0 + v];
+        if (head.softcap != 0.0f) {
+            z = tanh16(z * per_cap) * head.softcap;
+        } else if (head.scale != 1.0f) {
+            z = z * head.scale;
+        }
+        if (o.greedy) {  // before the temperature: dividing could round two different logits onto each other
+            const i32x16 better = (top == top) & ~(z <= top);
+            top = better ? z : top;
+            top_at = better ? i32x16{} + static_cast<int32_t>(v0 + v) : top_at;
+        }
+        if (o.cools) z = z / o.temperature;
+        largest = max16(z, largest);
+        store16(logits + v * 16, z);
+    }
+    s.top = top;
+    s.top_at = top_at;
+    const i32x16 moved = largest > s.reference + kSlack;
+    if (any_lane(moved)) {
+        const f32x16 next = moved ? largest : s.reference, shift = s.reference - next;
+        const f32x16 factor = moved ? exp16(shift) : splat(1.0f);
+        s.weighted = s.sum == 0.0f ? splat(0.0f) : factor * (s.weighted + shift * s.sum);
+        s.sum *= factor;
+        s.reference = next;
+    }
+    f32x16 sum = splat(0.0f), weighted = sum;
+    for (int64_t v = 0; v < count; ++v) {
+        const f32x16 d = load16(logits + v * 16) - s.reference, e = exp16(d);
+        sum += e;
+        if (call.draws.entropy) weighted = muladd(e, d < kVeryLow ? splat(kVeryLow) : d, weighted);
+    }
+    s.sum += sum;
+    s.weighted += weighted;
+    if (!o.draws) return;
+    f32x16 best = max16(s.score, o.nothing_yet);
+    best = s.score == s.score ? best : splat(__builtin_inff());  // nothing but another NaN, which comes too late
+    for (int64_t v = 0; v < count; v += 4) draw_four(call, o, v0 + v, count - v, logits + v * 16, best, s);
+}
+
+// All rows of the batch through chunk `chunk` of W. scratch: kStrip rows of padded_K elements.
+static void sample_chunk(const SampleCall& call, int64_t chunk, Element* scratch) {
+    const Head& head = call.head;
+    const Sizes& sizes = call.sizes;
+    const int64_t first = chunk * kChunk, end = head.V - first < kChunk ? head.V : first + kChunk;
+    const bool same_type = (head.weight.type == Type::bfloat16) == (RLHF_TILE_BF16 != 0);
+    const bool in_place = same_type && head.extra == 0 && sizes.K == sizes.padded_K;
+    DrawState* states = call.states + chunk * call.halves;
+    alignas(64) float logits[2 * kStrip * 16];
+    for (int64_t half = 0; half < call.halves; ++half) {
+        DrawState& s = states[half];
+        s.reference = splat(kLowest);
+        s.sum = s.weighted = splat(0.0f);
+        s.score = s.drawn = s.top = splat(-__builtin_inff());
+        s.drawn_at = s.top_at = i32x16{};
+    }
+    for (int64_t v0 = first; v0 < end; v0 += kStrip) {
+        const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
+        const Element* w = static_cast<const Element*>(head.weight.data) + v0 * head.weight.stride;
+        int64_t stride = head.weight.stride;
+        if (!in_place || count < kStrip) {
+            for (int64_t v = 0; v < kStrip; ++v) {
+                Element* row = scratch + v * sizes.padded_K;
+                if (v < count) {
+                    fetch_wide(head.weight, v0 + v, head.H, head.extra_weight, v0 + v, head.extra, sizes.padded_K, row);
+                } else {
+                    std::memset(row, 0, sizes.padded_K * sizeof(Element));
+                }
+            }
+            w = scratch;
+            stride = sizes.padded_K;
+        }
+        for (int64_t half = 0; half < call.halves; half += 2) {
+            const Element* b = call.columns + half * sizes.depth_K * kTileElements;
+            const bool two = half + 1 < call.halves;
+            (two ? strip_products<2> : strip_products<1>)(w, stride, b, sizes.depth_K, logits);
+            for (int64_t side = 0; side < (two ? 2 : 1); ++side) {
+                draw_half(call, call.options[half + side], v0, count, logits + side * kStrip * 16, states[half + side]);
+            }
+        }
+    }
+}
+
+static void finish_draw(const SampleCall& call, int64_t chunks, int64_t n) {
+    const int64_t half = n / 16, lane = n % 16;
+    const bool greedy = is_greedy(call, n);
+    float best = -__builtin_inff(), z = 0.0f, reference = kLowest;
+    int64_t token = -1;
+    for (int64_t i = 0; i < chunks; ++i) {
+        const DrawState& s = call.states[i * call.halves + half];
+        if (s.reference[lane] > reference) reference = s.reference[lane];
+        const float score = greedy ? s.top[lane] : s.score[lane];
+        if (token >= 0 && !beats(score, best)) continue;
+        best = score;
+        z = greedy ? s.top[lane] / call.batch.temperature[n] : s.drawn[lane];
+        token = greedy ? s.top_at[lane] : s.drawn_at[lane];
+    }
+    double sum = 0, weighted = 0;
+    for (int64_t i = 0; i < chunks; ++i) {
+        const DrawState& s = call.states[i * call.halves + half];
+        const double shift = static_cast<double>(s.reference[lane]) - reference, factor = std::exp(shift);
+        sum += factor * s.sum[lane];
+        if (s.sum[lane] != 0.0f && factor > 0) weighted += factor * (s.weighted[lane] + shift * s.sum[lane]);
+    }
+    const double log_sum = std::log(sum);
+    call.draws.token[n] = token;
+    call.draws.logprob[n] = static_cast<float>((static_cast<double>(z) - reference) - log_sum);
+    if (call.draws.entropy) call.draws.entropy[n] = static_cast<float>(log_sum - weighted / sum);
+}
+
+static void run_sample(const Head& head, const Batch& batch, const Draws& draws, int threads) {
+    SampleCall call{head, batch, draws, Sizes(head, batch), ceil_div(batch.n, 16), nullptr, nullptr, nullptr};
+    const Sizes& sizes = call.sizes;
+    const int64_t chunks = ceil_div(head.V, kChunk);
+    if (batch.n * sizes.padded_K * head.V < kSerialProducts) threads = 1;
+    Memory memory;
+    Element* columns = memory.take<Element>(call.halves * sizes.depth_K * kTileElements);
+    Element* scratch = memory.take<Element>(threads * kStrip * sizes.padded_K);
+    HalfOptions* options = memory.take<HalfOptions>(call.halves);
+    call.states = memory.take<DrawState>(chunks * call.halves);
+    call.columns = columns;
+    call.options = options;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const TileScope scope;
+        Element* mine = scratch + thread_number() * kStrip * sizes.padded_K;
+#pragma omp for schedule(static)
+        for (int64_t half = 0; half < call.halves; ++half) {
+            pack_hidden_columns(head, batch, batch.hidden, true, sizes, half * 16, mine,
+                                columns + half * sizes.depth_K * kTileElements);
+            options[half] = half_options(call, half);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < chunks; ++i) sample_chunk(call, i, mine);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < batch.n; ++n) finish_draw(call, chunks, n);
+    }
+}

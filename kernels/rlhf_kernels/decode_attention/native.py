@@ -1,0 +1,58 @@
+"""`decode_attention` in C++ (csrc/cpu/decode_attention.cpp): addresses and strides. Same function as `reference`.
+
+The caches are read where they lie, whatever their strides and the table: nothing is gathered, and what no row uses is
+never read. Memory beyond the output: per thread the scores of one row and one cache head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import native
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the native code cannot serve such tensors, or None."""
+    reason = native.unsupported(device_type, torch.float32)
+    if reason is None and dtype not in _TYPES:
+        return f"it reads {' or '.join(map(str, _TYPES))}, not {dtype}"
+    return reason
+
+
+def forward(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention output [N, Hq, D], dense."""
+    n, n_heads, d = q.shape
+    blocks, block, n_kv, _ = k_cache.shape
+    lengths, block_table = lengths.to(torch.int64).contiguous(), block_table.to(torch.int64).contiguous()
+    out = torch.empty((n, n_heads, d), dtype=q.dtype)
+    native.extension().decode_attention(
+        q.dtype == torch.bfloat16,
+        (n, n_heads, n_kv, d),
+        native.address("q", q, q.dtype),
+        q.stride(),
+        native.address("k_cache", k_cache, q.dtype),
+        k_cache.stride(),
+        native.address("v_cache", v_cache, q.dtype),
+        v_cache.stride(),
+        lengths.data_ptr(),
+        block_table.data_ptr(),
+        (block_table.shape[1], blocks, block),
+        scale,
+        0 if window is None else window,
+        0.0 if softcap is None else softcap,
+        out.data_ptr(),
+        native.threads(),
+    )
+    return out

@@ -1,0 +1,61 @@
+"""`sample` by the native sweep of the vocabulary (`head_sample` of csrc/cpu/head.h). Same function as `reference`.
+
+W is read once for all rows, in its own dtype, and never copied but for strips of 32 rows. Memory beyond inputs and
+outputs: such a strip per thread, the packed hidden states, and 36 bytes per row and 512 words.
+
+The words of the noise are those of the reference. Logits, and the two logarithms of a Gumbel number, are rounded
+differently, so a token may differ where the two best scores are within some ulp of each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ..head_native import HeadCall, unsupported
+from ..logits import HeadOptions, temperature_column
+from .reference import STREAM
+
+__all__ = ["FILTERS", "forward", "unsupported"]
+
+FILTERS = "top_k and top_p need all logits of a row at once"
+"""Why a call with a filter is the reference's."""
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    greedy: Tensor | None,
+    options: HeadOptions,
+    top_k: int,
+    top_p: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. Without a filter: top_k = 0, top_p = 1."""
+    assert top_k == 0
+    assert top_p == 1.0
+    n = hidden.shape[0]
+    if options.row_temperature is not None:
+        temperature_column(options.row_temperature, torch.ones(n, dtype=torch.bool), torch.float32)  # its check
+    rows = torch.arange(n)
+    call = HeadCall(hidden, weight, rows, options, rows)
+    seed, position = seed.contiguous(), position.contiguous()
+    greedy = None if greedy is None else greedy.contiguous()
+    token, logprob = torch.empty(n, dtype=torch.int64), torch.empty(n)
+    entropy = torch.empty(n if with_entropy else 0)
+    native.extension().head_sample(
+        call.head_args,
+        call.batch_args,
+        native.dense("seed", seed, torch.int64),
+        native.dense("position", position, torch.int64),
+        0 if greedy is None else native.dense("greedy", greedy, torch.bool),
+        STREAM,
+        token.data_ptr(),
+        logprob.data_ptr(),
+        entropy.data_ptr() if with_entropy else 0,
+        native.threads(),
+    )
+    return token, logprob, entropy
