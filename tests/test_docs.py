@@ -191,6 +191,7 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
+        "decode_attention": {"cpu"},
         "gae": {"cpu", "cuda", "triton"},
         "gather_logprob": {"cpu", "triton"},
         "linear_logprob": {"cpu", "triton"},
@@ -198,6 +199,7 @@ def test_the_status_is_that_of_the_registry():
         "linear_ppo_loss": {"cpu", "triton"},
         "lora": {"cpu", "triton"},
         "ppo_loss": {"cpu", "cuda", "triton"},
+        "sample": {"cpu"},
         "whiten": {"cpu", "cuda", "triton"},
     }
 

@@ -1,11 +1,11 @@
 // Attention of one query token per row over a paged cache, for decoding.
 //
-// Contract. Equations: kernels/rlhf_kernels/decode_attention. q, caches and out are float or bfloat16; scores, softmax and
-// sums float, rounded once into out. Only used positions are read, and only their entries of the table; lengths and used
-// entries are checked before anything is computed. A row of length 0 gives zeros. Query heads h G .. h G + G - 1 share
-// cache head h, G = Hq / Hkv, and read its keys and values together.
-// A row and cache head is one thread's work in a fixed order: the bits do not depend on the other rows or on the number of
-// threads.
+// Contract. Equations: kernels/rlhf_kernels/decode_attention. q, caches and out are float or bfloat16; scores, softmax
+// and sums float, rounded once into out. Only used positions are read, and only their entries of the table; lengths and
+// used entries are checked before anything is computed. A row of length 0 gives zeros. Query heads h G .. h G + G - 1
+// share cache head h, G = Hq / Hkv, and read its keys and values together.
+// A row and cache head is one thread's work in a fixed order: the bits do not depend on the other rows or on the number
+// of threads.
 
 #include "cpu/decode_attention.h"
 

@@ -1,5 +1,6 @@
-// decode_attention.cpp's work on one row and cache head; namespace RLHF_ISA. Sixteen positions at a time, so that a key or a
-// value comes from memory once for all query heads that share it: scores first, then their softmax, then the values.
+// decode_attention.cpp's work on one row and cache head; namespace RLHF_ISA. Sixteen positions at a time, so that a key
+// or a value comes from memory once for all query heads that share it: scores first, then their softmax, then the
+// values.
 
 #include "cpu/decode_attention_rows.h"
 #include "cpu/simd.h"
@@ -30,7 +31,8 @@ RLHF_INLINE f32x16 lane_sums(const f32x16 x[16]) {
     }
     for (int i = 0; i < 4; ++i) {
         const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        const __m512d low = _mm512_unpacklo_pd(a, b), high = _mm512_unpackhi_pd(a, b);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
     }
     const auto halve = [](__m512 a, __m512 b) __attribute__((always_inline)) {
         return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
@@ -68,8 +70,8 @@ RLHF_INLINE void find_rows(const DecodeCall& call, const int64_t* table, const P
     for (int64_t i = count; i < kTile; ++i) rows[i] = rows[count - 1];
 }
 
-// A position's row is a few lines, and the next one lies behind those of all other heads: too short for the processor to
-// foresee, so the next tile is asked for here.
+// A position's row is a few lines, and the next one lies behind those of all other heads: too short for the processor
+// to foresee, so the next tile is asked for here.
 template <typename T>
 RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]] int64_t count,
                           [[maybe_unused]] int64_t features) {
@@ -82,7 +84,8 @@ RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]
 #endif
 }
 
-// body(rows, position, count) for every tile of [first, length). Rows are whole vectors: where they lie, or in `copies`.
+// body(rows, position, count) for every tile of [first, length). Rows are whole vectors: where they lie, or in
+// `copies`.
 template <typename T, typename Body>
 RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const Pages& pages, float* copies,
                            const Body& body) {
@@ -191,17 +194,18 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
     }
     const Pages keys{group.k, call.k_block, call.k_position, call.k_inner};
     const float softcap = call.options.softcap;
-    for_tiles<T>(call, group, keys, copies, [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
+    const auto score_tile = [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
         for (int64_t h = 0; h < call.group; ++h) {
             f32x16 z = score(rows, q + h * padded, padded);
             if (softcap != 0.0f) z = tanh16(z / softcap) * softcap;
             for (int64_t i = count; i < kTile; ++i) z[i] = -__builtin_inff();
             store16(scores + h * step + at, z);
         }
-    });
+    };
+    for_tiles<T>(call, group, keys, copies, score_tile);
     for (int64_t h = 0; h < call.group; ++h) softmax(scores + h * step, step);
     const Pages values{group.v, call.v_block, call.v_position, call.v_inner};
-    for_tiles<T>(call, group, values, copies, [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
+    const auto add_tile = [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
         int64_t h = 0;
         for (; h + 4 <= call.group; h += 4) {
             add_values<4>(rows, count, scores + h * step + at, step, out + h * padded, padded);
@@ -209,7 +213,8 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
         for (; h < call.group; ++h) {
             add_values<1>(rows, count, scores + h * step + at, step, out + h * padded, padded);
         }
-    });
+    };
+    for_tiles<T>(call, group, values, copies, add_tile);
     T* to = static_cast<T*>(group.out);
     for (int64_t h = 0; h < call.group; ++h) {
         for (int64_t d = 0; d < call.features; d += 16) {

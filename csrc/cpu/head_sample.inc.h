@@ -1,13 +1,13 @@
-// head_sample of head.h for one instruction set, after head_body.inc.h. The vocabulary is cut into chunks of kChunk rows of
-// W, whatever the number of rows and threads; a thread takes all rows of the batch through a chunk, kStrip rows of W at a
-// time, so W comes from memory once. Each chunk leaves a state per row, and the states are joined in order.
+// head_sample of head.h for one instruction set, after head_body.inc.h. The vocabulary is cut into chunks of kChunk rows
+// of W, whatever the number of rows and threads; a thread takes all rows of the batch through a chunk, kStrip rows of W
+// at a time, so W comes from memory once. Each chunk leaves a state per row, and the states are joined in order.
 //
 // W is read where it lies if its rows fill whole tiles of the depth, else through a copy of a strip. Logits of sixteen
 // rows of the batch lie as [kStrip v][16 n].
 //
 // A Gumbel number costs two logarithms, but hardly any of them matters. -log u is above it, and a bound on that comes
 // from the bits of u as a float: with u = 2^e (1 + f), -log2 u <= -(e + f). Only a column whose logit plus this bound
-// exceeds the best so far has its number computed, in double: some ten per row of the batch and chunk at first, then
+// exceeds the best so far has its number computed, in double: a handful per row of the batch and chunk at first, then
 // hardly ever.
 
 constexpr int64_t kChunk = 512;
