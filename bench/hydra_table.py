@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, advantages, ppo_update, token_kl, token_rewards
 from rlhf_engine.bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
@@ -43,7 +43,8 @@ from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import needs_lm_head
-from rlhf_engine.planning.predict import Planner, Setting
+from rlhf_engine.planning.phases import Setting, plain_model
+from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import find_config
 from rlhf_engine.rollout import Rollout, SamplingConfig, generate
 from rlhf_engine.training.metrics import git_commit, write_json_atomic
@@ -70,15 +71,11 @@ def shape(arguments: argparse.Namespace) -> PreTrainedConfig:
     )
 
 
-def plain(arguments: argparse.Namespace, lm_head: bool, device: torch.device) -> torch.nn.Module:
+def plain(arguments: argparse.Namespace, lm_head: bool, device: torch.device) -> PreTrainedModel:
     """One backbone with random weights, without an LM head where no role needs it."""
-    config = shape(arguments)
     torch.manual_seed(0)
     with device:
-        if lm_head:
-            return AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype])
-        config.num_labels = 1
-        return AutoModelForSequenceClassification.from_config(config, dtype=DTYPES[arguments.dtype])
+        return plain_model(shape(arguments), DTYPES[arguments.dtype], lm_head)
 
 
 class Method:

@@ -7,12 +7,16 @@ bf16 one is as fast, and stays.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 LONGEST = 256
 """Tokens up to which the backward pass in fp32 is the faster one."""
+
+allowed: ContextVar[bool] = ContextVar("allowed", default=True)
+"""False while a CPU stands in for another device, as in a memory plan for a GPU."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -21,7 +25,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence, nothing being compiled."""
     return (
-        query.device.type == "cpu"
+        allowed.get()
+        and query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
         and 1 < query.shape[2] <= LONGEST

@@ -80,6 +80,11 @@ def is_sequence_classifier(config: PreTrainedConfig) -> bool:
     return any(name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() for name in saved)
 
 
+def can_be_headless(config: PreTrainedConfig) -> bool:
+    """Whether an architecture has a class that carries a scalar head in place of the LM head."""
+    return config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -99,7 +104,7 @@ def load_model(
             f"model_name_or_path: expected a model with an LM head, got {str(path)!r} which was saved as "
             f"{(config.architectures or ['?'])[0]}"
         )
-    headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    headless = not lm_head and can_be_headless(config)
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
     if headless:
         if is_sequence_classifier(config) and config.num_labels != 1:

@@ -14,13 +14,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
+from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig, attention_cpu
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.loading import context_length
+from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
 from rlhf_engine.planning.tracing import Timeline, traced
 from rlhf_engine.rollout import SamplingConfig, generate
@@ -114,7 +113,7 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> 
     """As `loading.load_model` makes it, with random weights."""
     config = copy.deepcopy(config)
     loader: Any = AutoModelForCausalLM
-    headless = not lm_head and config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    headless = not lm_head and can_be_headless(config)
     if headless:
         loader = AutoModelForSequenceClassification
         config.num_labels = 1
@@ -211,8 +210,10 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
         return {}
 
     model.train()
+    token = attention_cpu.allowed.set(s.device_type == "cpu")
     try:
         return traced(lambda: ppo_update(model, experience, options, clear, seed=0), _known(model), s.device_type)
     finally:
+        attention_cpu.allowed.reset(token)
         model.zero_grad(set_to_none=True)
         model.eval()

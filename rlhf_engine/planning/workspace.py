@@ -1,8 +1,9 @@
 """Memory that a kernel takes inside one call, above its inputs and results, in bytes.
 
 A trace sees what goes into an op and what comes out. Inside, our ops work in tiles: these formulas say how much that
-is, per backend, and are read off the implementations. Ops that exist in plain torch only (`sample`,
-`decode_attention`) are traced themselves. Attention on CUDA adds what its backward kernel accumulates in fp32.
+is, per backend, and are read off the implementations. `sample` and `decode_attention` are traced themselves where the
+reference in plain torch serves them, and counted as nothing where C++ does (tiles per thread). Attention on CUDA adds
+what its backward kernel accumulates in fp32.
 
 Symbols: N rows, H hidden size, V vocabulary, r rank, K → M a linear, e bytes per element.
 """
@@ -130,7 +131,7 @@ def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
     return n_on * (k + m) * wide + n_on * rank * 8
 
 
-# ---- what exists in plain torch only ---------------------------------------------------------------------------------
+# ---- what plain torch serves -----------------------------------------------------------------------------------------
 
 _traces: dict[tuple[Any, ...], int] = {}
 
