@@ -25,14 +25,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence, nothing being compiled."""
     return (
-        allowed.get()
+        not torch.compiler.is_compiling()  # first: a compiler does not trace what follows
+        and allowed.get()
         and query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]
         and 1 < query.shape[2] <= LONGEST
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
-        and not torch.compiler.is_compiling()
     )
 
 
