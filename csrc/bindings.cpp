@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 namespace rlhf::bindings {
+void define_block(pybind11::module_& m);
 void define_decode_attention(pybind11::module_& m);
 void define_gae(pybind11::module_& m);
 void define_head(pybind11::module_& m);
@@ -15,6 +16,7 @@ void define_lora(pybind11::module_& m);
 }  // namespace rlhf::bindings
 
 PYBIND11_MODULE(_native, m) {
+    rlhf::bindings::define_block(m);
     rlhf::bindings::define_decode_attention(m);
     rlhf::bindings::define_gae(m);
     rlhf::bindings::define_head(m);

@@ -199,7 +199,10 @@ def test_the_status_is_that_of_the_registry():
         "linear_ppo_loss": {"cpu", "triton"},
         "lora": {"cpu", "triton"},
         "ppo_loss": {"cpu", "cuda", "triton"},
+        "rms_norm": {"cpu"},
+        "rotary": {"cpu"},
         "sample": {"cpu"},
+        "swiglu": {"cpu"},
         "whiten": {"cpu", "cuda", "triton"},
     }
 

@@ -7,26 +7,23 @@ bf16 one is as fast, and stays.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from rlhf_engine.hydra import host
+
 LONGEST = 256
 """Tokens up to which the backward pass in fp32 is the faster one."""
-
-allowed: ContextVar[bool] = ContextVar("allowed", default=True)
-"""False while a CPU stands in for another device, as in a memory plan for a GPU."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence, nothing being compiled."""
+    """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence."""
     return (
-        not torch.compiler.is_compiling()  # first: a compiler does not trace what follows
-        and allowed.get()
+        host.works_for_itself()
         and query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]

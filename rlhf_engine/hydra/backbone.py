@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
 from rlhf_engine.hydra.bank import AdapterSlot, LoraPair, SlotConfig
+from rlhf_engine.hydra.block import fuse_blocks
 from rlhf_engine.hydra.gated import GatedHead, gate_linears, holds_gates, is_quantised, match_targets
 
 _PROBE_TOKENS = 6
@@ -75,6 +76,7 @@ class Backbone(nn.Module):
             n_layers = model.config.get_text_config().num_hidden_layers
             raise ValueError(_not_ours(type(model).__name__, n_layers, 0))
         self.linears = gate_linears(model)
+        fuse_blocks(model)
         self.blocks_prefix = _blocks_prefix(model)
         self._hash: str | None = None
         self._probe(expected)

@@ -17,7 +17,7 @@ from transformers import (
 
 from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig, attention_cpu
+from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
@@ -210,10 +210,8 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
         return {}
 
     model.train()
-    token = attention_cpu.allowed.set(s.device_type == "cpu")
     try:
         return traced(lambda: ppo_update(model, experience, options, clear, seed=0), _known(model), s.device_type)
     finally:
-        attention_cpu.allowed.reset(token)
         model.zero_grad(set_to_none=True)
         model.eval()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_engine.hydra import METHODS, HydraModel
+from rlhf_engine.hydra import METHODS, HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
@@ -224,7 +224,7 @@ class Planner:
             self._modes[n_layers] = mode
         model = self._models[n_layers]
         run = _TRACES[phase]
-        with self._modes[n_layers]:
+        with self._modes[n_layers], host.stand_in(self.setting.device_type != "cpu"):
             return run(model, self.setting, rows, repeats)
 
     # ---- what fits -------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
 
 # Sources in csrc/cpu that tests/kernels/native_<name>_main.cpp drives.
 SANITIZED = {
+    "block": ["block*.cpp", "isa.cpp"],
     "gae": ["gae.cpp", "isa.cpp", "whiten*.cpp"],
     "decode_attention": ["decode_attention*.cpp", "isa.cpp"],
     "head": ["head*.cpp", "isa.cpp"],

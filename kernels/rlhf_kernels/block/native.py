@@ -1,0 +1,102 @@
+"""`rms_norm`, `rotary` and the gradient of `swiglu` in C++ (csrc/cpu/block.cpp): outputs and addresses.
+
+The mean square of a norm is left to torch: its order of additions is part of the bits. So is the logistic function of a
+forward `swiglu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import native
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the native code cannot serve such tensors, or None."""
+    if dtype not in _NAMES:
+        return native.unsupported(device_type, torch.float32) or f"it serves float32 and bfloat16, not {dtype}"
+    return native.unsupported(device_type, torch.float32)
+
+
+def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    return getattr(native.extension(), f"{name}_{_NAMES[dtype]}")  # type: ignore[no-any-return]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x: [..., H], weight: [H] → y like x, rstd: float32 [..., 1]."""
+    wide = x.float()
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _function("rms_norm_apply", x.dtype)(
+        x.data_ptr(), weight.data_ptr(), rstd.data_ptr(), rstd.numel(), x.shape[-1], native.threads(), y.data_ptr()
+    )
+    return y, rstd
+
+
+def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    """dy, x: [..., H], weight: [H], rstd: float32 [..., 1] → dx like x."""
+    dy, x, weight, rstd = dy.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    _function("rms_norm_gradient", x.dtype)(
+        native.address("dy", dy, x.dtype),
+        x.data_ptr(),
+        weight.data_ptr(),
+        rstd.data_ptr(),
+        rstd.numel(),
+        x.shape[-1],
+        native.threads(),
+        dx.data_ptr(),
+    )
+    return dx
+
+
+def turned_like(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape [B, heads, T, D] that lies in memory as [B, T, heads, D]."""
+    batch, heads, tokens, dim = x.shape
+    return x.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """x: [B, heads, T, D], cos, sin: [1 or B, T, D] → like x, as `turned_like`; `back` is the gradient's way."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    batch, heads, tokens, dim = x.shape
+    y = turned_like(x)
+    _function("rotary_gradient" if back else "rotary_apply", cos.dtype)(
+        native.address("x", x, cos.dtype),
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        tokens * dim if cos.shape[0] == batch else 0,
+        batch,
+        heads,
+        tokens,
+        dim,
+        native.threads(),
+        y.data_ptr(),
+    )
+    return y
+
+
+def swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, gate, up: one shape → d_gate, d_up of the same."""
+    dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
+    d_gate, d_up = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
+    _function("swiglu_gradient", gate.dtype)(
+        native.address("dy", dy, gate.dtype),
+        gate.data_ptr(),
+        up.data_ptr(),
+        gate.numel(),
+        native.threads(),
+        d_gate.data_ptr(),
+        d_up.data_ptr(),
+    )
+    return d_gate, d_up

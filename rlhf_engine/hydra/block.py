@@ -1,0 +1,165 @@
+"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.block`, with the bits of the modules' own.
+
+A module whose class computes what an op computes gets a subclass of that class, with another `forward`; parameters and
+their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
+nothing but the attributes the op knows of, and has to give the op's bits. A class that fails keeps its `forward`.
+
+Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile) the
+modules run their own `forward`, so this changes memory and time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.block import reference, rms_norm, rotary, swiglu
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from rlhf_engine.hydra import host
+
+_ROTARY = "apply_rotary_pos_emb"
+"""What the modelling files call the function that turns queries and keys."""
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Exchange the `forward` of every module that one of the ops can serve; how many that were."""
+    fused = 0
+    for module in model.modules():
+        found = _fused_class(type(module))
+        if found is not None and _gated_by_silu(module):
+            module.__class__ = found
+            fused += 1
+    return fused
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}
+"""What became of the classes met so far: a subclass, or None."""
+
+
+def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    if getattr(cls, "fused_forward", False):
+        return None
+    if cls not in _FUSED:
+        with unset_fake_temporarily():
+            candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
+            forward = next((found for found in candidates if found is not None), None)
+        members = {"forward": forward, "fused_forward": True}
+        _FUSED[cls] = None if forward is None else type(cls.__name__, (cls,), members)
+    return _FUSED[cls]
+
+
+def _serves(op: str, *tensors: Tensor) -> bool:
+    """Whether the kernel runs: for these tensors, in this process, now."""
+    x = tensors[0]
+    return (
+        host.works_for_itself()
+        and registry.default_backend() in ("auto", "cpu")
+        and registry.unsupported(op, "cpu", x.device.type, x.dtype) is None
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(other.dtype == x.dtype for other in tensors)
+    )
+
+
+# ---- recognising a class and giving it another forward ---------------------------------------------------------------
+
+
+def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    own: Callable[..., Tensor] = cls.forward
+    if not cls.__name__.endswith("RMSNorm"):
+        return None
+
+    def same(dtype: torch.dtype) -> bool:
+        x, weight = _random(3, 40, dtype=dtype), _random(40, dtype=dtype)
+        stand_in = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
+        return torch.equal(own(stand_in, x), reference.rms_norm(x, weight, 1e-3))
+
+    if not _agrees(same):
+        return None
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if _serves("rms_norm", hidden_states, self.weight):
+            return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, backend="cpu")
+        return own(self, hidden_states)
+
+    return forward
+
+
+def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    own: Callable[..., Tensor] = cls.forward
+    if not cls.__name__.endswith("MLP"):
+        return None
+
+    def same(dtype: torch.dtype) -> bool:
+        x = _random(3, 40, dtype=dtype)
+        stand_in = SimpleNamespace(
+            gate_proj=lambda x: x, up_proj=lambda x: x.flip(-1), down_proj=lambda x: x + 1, act_fn=nn.functional.silu
+        )
+        return torch.equal(own(stand_in, x), reference.swiglu(x, x.flip(-1)) + 1)
+
+    if not _agrees(same):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _serves("swiglu", x):
+            return own(self, x)
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), backend="cpu"))
+        return y
+
+    return forward
+
+
+def _gated_by_silu(module: nn.Module) -> bool:
+    """The activation is the instance's, not the class's; True for a module without one."""
+    return type(getattr(module, "act_fn", nn.SiLU())).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """The class's own forward, reading one global differently: the function that turns queries and keys."""
+    own = cls.forward
+    if (
+        not isinstance(own, FunctionType)
+        or own.__closure__
+        or _ROTARY not in {*own.__code__.co_names} & {*own.__globals__}
+    ):
+        return None
+    turn: Callable[..., tuple[Tensor, Tensor]] = own.__globals__[_ROTARY]
+
+    def same(dtype: torch.dtype) -> bool:
+        q, k = _random(2, 3, 5, 8, dtype=dtype), _random(2, 1, 5, 8, dtype=dtype)
+        cos, sin = _random(2, 5, 8, dtype=dtype), _random(2, 5, 8, dtype=dtype)
+        ours, theirs = reference.rotary(q, k, cos, sin), turn(q, k, cos, sin)
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    if not _agrees(same):
+        return None
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not options and not named
+        if whole and _serves("rotary", q, k, cos, sin):
+            return rotary(q, k, cos, sin, backend="cpu")
+        return turn(q, k, cos, sin, *options, **named)
+
+    # without __name__: torch.compile would look the globals up in the module of that name
+    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
+    forward = FunctionType(own.__code__, {**names, _ROTARY: turned}, own.__name__, own.__defaults__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    forward.__annotations__, forward.__doc__ = own.__annotations__, own.__doc__
+    return forward
+
+
+def _agrees(same: Callable[[torch.dtype], bool]) -> bool:
+    """Whether the trial passes in both dtypes; it also fails where a class wants attributes or arguments of its own."""
+    try:
+        return same(torch.float32) and same(torch.bfloat16)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)

@@ -1,0 +1,116 @@
+"""Which modules of which architectures run on the block kernels, and that nothing but time and memory changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf_kernels import block, native, registry
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from rlhf_engine.hydra import host
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.block import fuse_blocks
+from tests.hydra.architectures import plain_model
+
+# two layers: two norms each and one at the end, Qwen3 norms queries and keys as well; an MLP and an attention a layer
+FUSED = {
+    "llama": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
+    "qwen2": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
+    "qwen3": {"RMSNorm": 9, "MLP": 2, "Attention": 2},
+    "mistral": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
+    "gemma2": {"Attention": 2},  # its norms multiply by 1 + weight, its MLP is gated by a GELU
+    "gpt2": {},
+    "gpt_neox": {"Attention": 2},
+    "opt": {},
+    "phi": {"Attention": 2},  # a part of every head is turned
+    "qwen3_moe": {"RMSNorm": 9, "Attention": 2},  # experts hold their weights stacked
+    "mixtral": {"RMSNorm": 5, "Attention": 2},
+}
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+def fused_kinds(model: nn.Module) -> dict[str, int]:
+    names = [type(m).__name__ for m in model.modules() if getattr(type(m), "fused_forward", False)]
+    found = {kind: sum(name.endswith(kind) for name in names) for kind in ("RMSNorm", "MLP", "Attention")}
+    assert sum(found.values()) == len(names)
+    return {kind: n for kind, n in found.items() if n}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_recognised(name):
+    assert fused_kinds(Backbone(plain_model(name)).model) == FUSED[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_the_model_gives_the_bits_it_gave(name, dtype):
+    model = plain_model(name).to(dtype)
+    tokens = torch.randint(3, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(tokens).logits
+        names = [n for n, _ in model.named_parameters()]
+        fuse_blocks(model)
+        assert torch.equal(model(tokens).logits, before)
+        with registry.use_backend("reference"):
+            assert torch.equal(model(tokens).logits, before)
+    assert [n for n, _ in model.named_parameters()] == names
+    assert fuse_blocks(model) == 0  # a second time finds nothing
+
+
+def test_gradients_are_close_and_reach_every_weight():
+    def gradients(fuse: bool) -> list[torch.Tensor]:
+        model = plain_model("llama")
+        if fuse:
+            assert fuse_blocks(model) == 9
+        model(torch.arange(3, 15)[None]).logits.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+
+
+class ShiftedRMSNorm(LlamaRMSNorm):
+    """Looks like the norm that is known, and computes something else."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + 1e-6
+
+
+class SquashedMLP(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-1, 1))
+
+
+class DemandingRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * self.scale
+
+
+@pytest.mark.parametrize("cls", [ShiftedRMSNorm, SquashedMLP, DemandingRMSNorm])
+def test_a_class_that_computes_something_else_is_left_alone(cls):
+    model = plain_model("llama")
+    layer = model.model.layers[0]
+    where, leaf = (layer, "mlp") if cls is SquashedMLP else (layer, "input_layernorm")
+    getattr(where, leaf).__class__ = cls
+    fuse_blocks(model)
+    assert type(getattr(where, leaf)) is cls
+
+
+def test_where_the_kernels_do_not_run(monkeypatch):
+    calls = []
+    monkeypatch.setattr("rlhf_engine.hydra.block.rms_norm", lambda *a, **k: calls.append(1) or block.rms_norm(*a, **k))
+    model = plain_model("llama")
+    fuse_blocks(model)
+    norm, x = model.model.norm, torch.randn(2, 24)
+    norm(x)
+    assert len(calls) == 1
+    with registry.use_backend("reference"):
+        norm(x)
+    with host.stand_in():
+        norm(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        norm(x)
+    norm(x.bfloat16())  # a float32 weight: promoted, as the module does
+    norm.double()(x.double())
+    assert len(calls) == 1
