@@ -44,6 +44,9 @@ void define(py::module_& m, const std::string& dtype) {
 }  // namespace
 
 void define_block(py::module_& m) {
+    m.def("squares_bfloat16", [](Address x, int64_t count, int threads, Address y) {
+        squares(at<uint16_t>(x), count, threads, at<float>(y));
+    }, NoGil());
     define<float>(m, "float32");
     define<uint16_t>(m, "bfloat16");
 }

@@ -65,6 +65,19 @@ void check_rows(int64_t rows, int64_t width, int threads) {
 
 }  // namespace
 
+void squares(const uint16_t* x, int64_t count, int threads, float* y) {
+    RLHF_CHECK_SIZE(count);
+    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_POINTER(x, count);
+    RLHF_CHECK_POINTER(y, count);
+    void (*square)(const uint16_t*, int64_t, float*);
+    RLHF_PICK(square, square_stretch);
+    for_each((count + kStretch - 1) / kStretch, count, threads, [=](int64_t i) {
+        const int64_t begin = i * kStretch;
+        square(x + begin, std::min(kStretch, count - begin), y + begin);
+    });
+}
+
 template <typename T>
 void rms_norm_apply(const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width, int threads, T* y) {
     check_rows(rows, width, threads);

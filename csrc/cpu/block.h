@@ -7,6 +7,9 @@ namespace rlhf::cpu {
 
 // T is float, or uint16_t for the bits of bfloat16.
 
+// The squares of bfloat16 numbers, in float: exact but for what leaves its range.
+void squares(const uint16_t* x, int64_t count, int threads, float* y);
+
 template <typename T>
 void rms_norm_apply(const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width, int threads, T* y);
 

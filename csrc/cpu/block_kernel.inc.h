@@ -103,6 +103,13 @@ RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_
 
 }  // namespace
 
+void square_stretch(const uint16_t* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += L::count) {
+        const V v = load(x + i, n - i);
+        store(y + i, n - i, v * v);
+    }
+}
+
 #define RLHF_DEFINE_ROWS(T)                                                                                          \
     void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y) { norm(x, weight, rstd, width, y); } \
     void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {             \

@@ -12,16 +12,21 @@ namespace rlhf::cpu {
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx);                             \
     void swiglu_gradient_stretch(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up);
 
+#define RLHF_DECLARE_SQUARES void square_stretch(const uint16_t* x, int64_t n, float* y);
+
 namespace portable {
+RLHF_DECLARE_SQUARES
 RLHF_DECLARE_ROWS(float)
 RLHF_DECLARE_ROWS(uint16_t)
 }  // namespace portable
 #if defined(__x86_64__)
 namespace avx512 {
+RLHF_DECLARE_SQUARES
 RLHF_DECLARE_ROWS(float)
 RLHF_DECLARE_ROWS(uint16_t)
 }  // namespace avx512
 #endif
+#undef RLHF_DECLARE_SQUARES
 #undef RLHF_DECLARE_ROWS
 
 }  // namespace rlhf::cpu

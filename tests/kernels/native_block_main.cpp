@@ -127,6 +127,13 @@ void swiglu_case(int64_t count, int threads) {
     }
 }
 
+void squares_case(int64_t count, int threads) {
+    const auto x = numbers<uint16_t>(count, 1e3);
+    std::unique_ptr<float[]> y(new float[count]);
+    squares(x.get(), count, threads, y.get());
+    for (int64_t i = 0; i < count; ++i) require(y[i] == float(number(x[i]) * number(x[i])), "squares");
+}
+
 template <typename Call>
 void must_throw(const char* argument, Call call) {
     try {
@@ -169,6 +176,8 @@ void all_cases() {
 int main() {
     for (const auto& isa : available_isas()) {
         set_isa(isa);
+        for (int64_t count : {0, 1, 15, 16, 17, 4097, 40000}) squares_case(count, 2);
+        must_throw("y", [] { uint16_t x = 0; squares(&x, 1, 1, nullptr); });
         all_cases<float>();
         all_cases<uint16_t>();
     }

@@ -184,10 +184,10 @@ def test_layers_that_differ_are_not_extrapolated():
 
 def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
     plan = setting()
-    exact = {phase: Planner("hydra_ppo", plan).peak(phase, 48) for phase in PHASES}
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 32)
+    exact = {phase: Planner("hydra_ppo", plan).peak(phase, 72) for phase in PHASES}
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 48)
     for phase in PHASES:
-        assert Planner("hydra_ppo", plan).peak(phase, 48) == pytest.approx(exact[phase], rel=0.005), phase
+        assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact[phase], rel=0.005), phase
 
 
 @pytest.mark.parametrize("method", ["full_ppo", "hydra_ppo"])

@@ -29,14 +29,22 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x: [..., H], weight: [H] → y like x, rstd: float32 [..., 1]."""
-    wide = x.float()
-    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(_squares(x).mean(-1, keepdim=True) + eps)
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     _function("rms_norm_apply", x.dtype)(
         x.data_ptr(), weight.data_ptr(), rstd.data_ptr(), rstd.numel(), x.shape[-1], native.threads(), y.data_ptr()
     )
     return y, rstd
+
+
+def _squares(x: Tensor) -> Tensor:
+    """x² in float32, in x's layout, which decides on torch's order of additions."""
+    if x.dtype == torch.float32 or not x.is_contiguous():
+        return x.float().pow(2)
+    y = torch.empty(x.shape, dtype=torch.float32)
+    _function("squares", x.dtype)(x.data_ptr(), x.numel(), native.threads(), y.data_ptr())
+    return y
 
 
 def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
