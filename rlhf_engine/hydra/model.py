@@ -285,8 +285,8 @@ class HydraModel(nn.Module):
     ) -> Scores:
         """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one trunk call.
 
-        Above `token_budget` tokens the sequences go in groups, and the lanes of a sequence that alone is too long one
-        after another.
+        Above `token_budget` tokens of all lanes, the lanes go one after another, over groups of sequences of up to
+        that many tokens: fewer and larger groups than with lanes together, so that heads read their weight less often.
         Role names say what is read: `actor` and `reference` give log-probs, `critic` values, `reward` rewards.
         exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. Raises ValueError for an unknown role.
         """
@@ -308,9 +308,8 @@ class HydraModel(nn.Module):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
-        n_lanes = len(fold_lanes(self.roles, roles))
         parts = []
-        for indices in split_by_tokens(batch.lengths, self.token_budget // n_lanes):
+        for indices in split_by_tokens(batch.lengths, self.token_budget):
             part = batch if len(indices) == batch.n_sequences else batch.select(indices)
             parts.append(_scores(dict(zip(requests, self(part, tuple(requests.values())), strict=True))))
         return parts[0] if len(parts) == 1 else _join(parts)

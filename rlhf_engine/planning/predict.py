@@ -162,9 +162,8 @@ class Planner:
         return resident + max(step, self._traced("update", rows, min(2, s.micro_batches)))
 
     def _scored_together(self, rows: int) -> tuple[int, int]:
-        """(sequences per traversal, traversals to trace: two where there are more, for what the first leaves)."""
-        n_lanes = len({(r.backbone, r.slot) for r in self.roles.values()})
-        together = max(1, min(rows, self.setting.token_budget // n_lanes // self.setting.length))
+        """(sequences per group, groups to trace: two where there are more, for what the first leaves)."""
+        together = max(1, min(rows, self.setting.token_budget // self.setting.length))
         return together, 2 if rows > together else 1
 
     @property
