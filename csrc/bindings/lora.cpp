@@ -6,6 +6,7 @@
 
 #include "bindings/address.h"
 #include "common/check.h"
+#include "cpu/lora_decode.h"
 
 namespace rlhf::bindings {
 namespace {
@@ -53,6 +54,13 @@ void define_lora(pybind11::module_& m) {
                              const DropoutArguments& dropout, int threads) {
         forward(matrix(x), matrix(y), add, K, M, slots_of(slots, K), runs_of(runs), dropout_of(dropout), threads);
     }, NoGil());
+    m.def("lora_decode", [](const MatrixArguments& x, const MatrixArguments& weight, Address bias,
+                            const MatrixArguments& y, int64_t N, int64_t K, int64_t M,
+                            const std::vector<SlotArguments>& slots, const std::vector<RunArguments>& runs, int threads) {
+        decode(matrix(x), matrix(weight), at<const void>(bias), matrix(y), N, K, M, slots_of(slots, K), runs_of(runs),
+               threads);
+    }, NoGil());
+    m.def("lora_decodes", [](int type) { return decodes(static_cast<Type>(type)); });
     m.def("lora_backward", [](const MatrixArguments& dy, const MatrixArguments& x, const MatrixArguments& dx, int64_t K,
                               int64_t M, const std::vector<SlotArguments>& slots,
                               const std::vector<RunArguments>& runs, const DropoutArguments& dropout, int threads) {

@@ -60,8 +60,8 @@ struct TileScope {
 
 // c [2][2] tiles (+)= a [2] rows of tiles times b [2] columns of tiles, over `depth` tiles of k.
 #if RLHF_TILE_AMX
-static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
-                         float* c, bool accumulate) {
+[[maybe_unused]] static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
+                                          float* c, bool accumulate) {
     if (accumulate) {
         _tile_loadd(0, c, 64);
         _tile_loadd(1, c + 1 * kTileFloats, 64);
@@ -158,8 +158,8 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
 #undef RLHF_ROWS
 }
 
-static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
-                         float* c, bool accumulate) {
+[[maybe_unused]] static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
+                                          float* c, bool accumulate) {
     for (int row = 0; row < 16; row += kRows) {
         multiply_rows(a0 + row * KT, b0, b1, depth, c + row * 16, accumulate);
     }

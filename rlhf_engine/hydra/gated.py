@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.hydra import gate
+from rlhf_engine.hydra.attention import DecodePlan
 from rlhf_engine.hydra.bank import ALL_LINEAR, AdapterSlot
 
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
@@ -80,10 +81,11 @@ class GatedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         call = gate.current()
         arguments = None if call is None else self.gated.lora_arguments(call)
-        if arguments is None:
+        if call is None or arguments is None:
             return F.linear(x, self.weight, self.bias)
         *lora, dropout = arguments
-        return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
+        decode = isinstance(call.attention, DecodePlan)
+        return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout, decode=decode)
 
 
 class GatedConv1D(Conv1D):

@@ -12,6 +12,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/lora.h"
+#include "cpu/lora_decode.h"
 
 namespace {
 
@@ -115,6 +116,34 @@ void run_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_t r
 
 }  // namespace
 
+// Two slots on alternate stretches of rows, whole linears with bias.
+void decode_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_t r, Type type, Type adapter,
+                 int threads) {
+    rlhf::cpu::set_isa(isa);
+    if (!decodes(type)) return;
+    const std::string where = isa + " decode " + std::to_string(N) + "x" + std::to_string(K) + "->" + std::to_string(M);
+    const double scale = 0.5, tolerance = type == Type::bfloat16 ? 1e-2 : 1e-4;
+    Array x(N, K, 3, type), w(M, K, 2, type), bias(1, M, 0, type), y(N, M, 1, type, false);
+    Array A(r, K, 2, adapter), B(M, r, 1, adapter), A1(1, K, 0, adapter), B1(M, 1, 0, adapter);
+    const int64_t cut = N / 3;
+    const std::vector<Run> runs{{0, 0, cut, 1}, {cut, cut, N - cut, 0}};
+    const std::vector<Slot> slots{{A.matrix(), B.matrix(), r, scale, 0, {}, {}}, {A1.matrix(), B1.matrix(), 1, 1, 0, {}, {}}};
+    decode(x.matrix(), w.matrix(), bias.memory.get(), y.matrix(), N, K, M, slots, runs, threads);
+    for (int64_t n = 0; n < N; ++n) {
+        const Array &a = n < cut ? A1 : A, &b = n < cut ? B1 : B;
+        std::vector<double> h(a.rows);
+        for (int64_t i = 0; i < a.rows; ++i) {
+            for (int64_t k = 0; k < K; ++k) h[i] += (n < cut ? 1 : scale) * x.at(n, k) * a.at(i, k);
+        }
+        for (int64_t c = 0; c < M; ++c) {
+            double sum = bias.at(0, c);
+            for (int64_t k = 0; k < K; ++k) sum += x.at(n, k) * w.at(c, k);
+            for (int64_t i = 0; i < a.rows; ++i) sum += h[i] * b.at(c, i);
+            require(y.at(n, c), sum, tolerance, "y", where);
+        }
+    }
+}
+
 int main() {
     for (const std::string& isa : rlhf::cpu::available_isas()) {
         for (Type type : {Type::float32, Type::bfloat16}) {
@@ -125,8 +154,13 @@ int main() {
                 run_case(isa, 70, 33, 129, 16, type, adapter, 1);
                 run_case(isa, 41, 64, 32, 33, type, adapter, 1);
                 run_case(isa, 5, 30, 17, 100, type, adapter, 1);
+                decode_case(isa, 0, 32, 5, 2, type, adapter, 1);
+                decode_case(isa, 1, 32, 1, 1, type, adapter, 1);
+                decode_case(isa, 17, 64, 70, 3, type, adapter, 2);
+                decode_case(isa, 40, 96, 33, 20, type, adapter, 1);
             }
             run_case(isa, 640, 300, 31, 48, type, Type::float32, 3);  // several groups, work enough for threads
+            decode_case(isa, 33, 512, 300, 16, type, Type::float32, 3);
         }
     }
     std::puts("native code is clean");

@@ -326,3 +326,101 @@ def test_auto_takes_it():
     assert registry.resolve("lora", "auto", torch.zeros(1, dtype=BF16)) == "cpu"
     assert registry.resolve("lora", "auto", torch.zeros(1, dtype=torch.float64)) == "reference"
     assert "not in torch.float16" in registry.unsupported("lora", "cpu", "cpu", FP16)
+
+
+# ---- the next tokens of a few sequences ------------------------------------------------------------------------------
+
+
+def few_rows(n, k, m, dtype=FP32, adapter=FP32, *, seed=0):
+    """x [n, 1, k], weight, bias, A, B, scales and segments: slot 1 on the first third of the rows, else slot 0."""
+    g = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    A = [(make(r, k) / k**0.5).to(adapter) for r in (16, 5)]
+    B = [(make(m, r) / r**0.5).to(adapter) for r in (16, 5)]
+    segments = Segments(starts=(0, n // 3), ends=(n // 3, n), slots=(1, 0))
+    return make(n, 1, k).to(dtype), (make(m, k) / k**0.5).to(dtype), make(m).to(dtype), A, B, [0.5, 1.5], segments
+
+
+def in_double(x, weight, bias, A, B, scales, segments):
+    wide = [x.double(), weight.double(), None if bias is None else bias.double()]
+    return lora_linear(*wide, [a.double() for a in A], [b.double() for b in B], scales, segments, backend="reference")
+
+
+@pytest.fixture
+def decode_calls(monkeypatch):
+    """How often the kernel ran."""
+    calls = []
+    run = cpu.decode
+    monkeypatch.setattr(cpu, "decode", lambda *arguments: calls.append(1) or run(*arguments))
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(4, 32, 1), (16, 64, 33), (17, 96, 130), (33, 352, 64), (64, 512, 300)], ids=str)
+@pytest.mark.parametrize(("dtype", "adapter"), itertools.product([FP32, BF16], [FP32, BF16, FP16]), ids=str)
+def test_decoding_rounds_once(isa, dtype, adapter, shape, with_bias, decode_calls):
+    x, weight, bias, *rest = few_rows(*shape, dtype, adapter)
+    arguments = x, weight, bias if with_bias else None, *rest
+    y = lora_linear(*arguments, decode=True, backend="cpu")
+    served = dtype == FP32 or isa in ("avx512_bf16", "amx_bf16")
+    assert len(decode_calls) == served
+    assert y.dtype == dtype
+    eager = lora_linear(*arguments, backend="reference")
+    exact = in_double(*arguments)
+    testing.assert_ok((testing.tier1 if dtype == FP32 else testing.tier3)(y, exact, eager), "y")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype):
+    x, weight, bias, A, B, scales, _ = few_rows(40, 512, 300, dtype)
+    whole = lambda n: Segments(starts=(0,), ends=(n,), slots=(0,))  # noqa: E731
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(lora_linear(x, weight, bias, A, B, scales, whole(40), decode=True, backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    some = lora_linear(x[21:30], weight, bias, A, B, scales, whole(9), decode=True, backend="cpu")
+    if dtype == FP32 or isa in ("avx512_bf16", "amx_bf16"):
+        assert torch.equal(some, found[0][21:30])
+
+
+@torch.no_grad()
+def test_decoding_with_strides_and_nan_beside(decode_calls):
+    x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40)
+    expected = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    wide = torch.full((9, 1, 130), torch.nan)
+    wide[..., 1:129:2] = x
+    frame = torch.full((40, 70), torch.nan)
+    frame[:, 3:67] = weight
+    turned = [a.T.contiguous().T for a in A]
+    got = lora_linear(wide[..., 1:129:2], frame[:, 3:67], bias, turned, B, scales, segments, decode=True, backend="cpu")
+    assert torch.equal(got, expected)
+    x[2] = torch.nan
+    hurt = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    assert hurt[2].isnan().all()
+    assert torch.equal(hurt[[0, 1, *range(3, 9)]], expected[[0, 1, *range(3, 9)]])
+    assert len(decode_calls) == 3
+
+
+def test_where_decoding_runs_as_everything_else(decode_calls):
+    """Off rows keep F.linear's bits; dropout, gradients, other depths and many rows take the usual way."""
+    x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40)
+    call = lambda x, weight, *rest, **more: lora_linear(x, weight, bias, *rest, decode=True, backend="cpu", **more)  # noqa: E731
+    off = Segments(starts=(3,), ends=(9,), slots=(0,))
+    with torch.no_grad():
+        assert torch.equal(call(x, weight, A, B, scales, off)[:3], F.linear(x, weight, bias)[:3])
+        dropout = Dropout(p=(0.5, 0.5), seed=1, row_ids=torch.arange(9), stream=0)
+        call(x, weight, A, B, scales, segments, dropout=dropout)
+        call(x[..., :63], weight[:, :63], [a[:, :63] for a in A], B, scales, segments)
+        call(x[:1], weight, A, B, scales, Segments(starts=(0,), ends=(1,), slots=(0,)))
+        call(x.repeat(8, 1, 1), weight, A, B, scales, Segments(starts=(0,), ends=(72,), slots=(0,)))
+    A[0].requires_grad_()
+    call(x, weight, A, B, scales, segments).sum().backward()
+    assert A[0].grad is not None
+    assert decode_calls == []

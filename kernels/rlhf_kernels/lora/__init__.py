@@ -252,9 +252,15 @@ def lora_linear(
     segments: Segments,
     *,
     dropout: Dropout | None = None,
+    decode: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear."""
+    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear.
+
+    decode: the rows are the next tokens of a few sequences, and no gradient is wanted. Where all of them are on, the
+    `cpu` backend then reads the weight once and rounds product and delta together, so on rows may differ from what
+    they are without it by rounding. Everything else runs as without it.
+    """
     _check_input("x", x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
@@ -272,6 +278,14 @@ def lora_linear(
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
+    if (
+        decode
+        and chosen == "cpu"
+        and not torch.is_grad_enabled()
+        and eager.eager(x, weight, bias, *lanes.A, *lanes.B)
+        and native.decodes(x, weight, bias, lanes)
+    ):
+        return native.decode(x, weight, bias, lanes)
     with no_autocast(x):
         return _linear_op(x, weight, bias, *lanes, chosen)
 

@@ -7,6 +7,8 @@ of bf16 parts that keeps 16 or 24 of its bits, see csrc/cpu/lora_tiles.inc.h.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,8 @@ from .segments import Lanes
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _Matrix = tuple[int, int, int]  # address, row stride, type
 _ABSENT: _Matrix = (0, 0, 0)
+_DECODE_ROWS = {torch.float32: (4, 64), torch.bfloat16: (1, 64)}
+"""Fewest and most rows with which `decode` is faster than torch's product and `_forward`."""
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
@@ -55,6 +59,44 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes)
         y = F.linear(x, weight, bias).contiguous()
         x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         _forward(x_rows, y_rows, True, lanes, _in_place(lanes))
+    return y
+
+
+def decodes(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
+    """Whether `decode` serves: a few rows, all on and without dropout, in a type and depth that have code."""
+    return (
+        x.dtype in _TYPES
+        and _DECODE_ROWS[x.dtype][0] <= lanes.n_on <= _DECODE_ROWS[x.dtype][1]
+        and math.prod(x.shape[:-1]) == lanes.n_on
+        and lanes.row_ids is None
+        and x.shape[-1] % 32 == 0
+        and weight.stride(1) == 1
+        and (bias is None or bias.is_contiguous())
+        and native.extension().lora_decodes(_TYPES[x.dtype])
+    )
+
+
+def decode(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
+    """y of `linear_forward` for what `decodes` has let through; rounded once."""
+    n_rows, n_in, n_out = lanes.n_on, x.shape[-1], weight.shape[0]
+    rows = _unit_inner_stride(x.reshape(n_rows, n_in))
+    y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
+    A, B = _adapters(lanes.A), _adapters(lanes.B)
+    native.extension().lora_decode(
+        _matrix(rows),
+        _matrix(weight),
+        0 if bias is None else bias.data_ptr(),
+        (y.data_ptr(), n_out, _TYPES[y.dtype]),
+        n_rows,
+        n_in,
+        n_out,
+        [
+            (_matrix(a), _matrix(b), a.shape[0], scale, 0.0, 0, 0)
+            for a, b, scale in zip(A, B, lanes.scales, strict=True)
+        ],
+        _in_place(lanes),
+        native.threads(),
+    )
     return y
 
 

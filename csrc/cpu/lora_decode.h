@@ -1,0 +1,31 @@
+// A linear with its adapters on a few rows, as in decoding. The contract stands in lora_decode.cpp.
+#pragma once
+
+#include "cpu/lora.h"
+
+namespace rlhf::cpu::lora {
+
+constexpr int64_t kDecodeDepth = 32;  // K is a multiple of it
+
+// y [N, M] = x [N, K] Wᵀ + bias + the deltas of all runs. bias [M] has W's type, or is null.
+void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int64_t K, int64_t M,
+            const std::vector<Slot>& slots, const std::vector<Run>& runs, int threads);
+
+// Whether there is code for weights of this type: bfloat16 needs an instruction set that multiplies it.
+bool decodes(Type type);
+
+// The same as compiled for each instruction set, after the checks.
+struct DecodeArguments {
+    Matrix x, weight, y;
+    const void* bias;
+    int64_t N, K, M;
+    const Slot* slots;
+    int64_t n_slots;
+    const Run* runs;
+    int64_t n_runs;
+    int threads;
+};
+using DecodeFunction = void (*)(const DecodeArguments&);
+extern const DecodeFunction decode_portable, decode_avx512, decode_avx512_bf16, decode_amx;
+
+}  // namespace rlhf::cpu::lora

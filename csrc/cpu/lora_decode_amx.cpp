@@ -1,0 +1,35 @@
+// lora_decode.h for one instruction set; see isa.h. Standard headers come before the target is chosen, so that nothing of
+// theirs is compiled for it.
+
+#include "cpu/lora_decode.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <immintrin.h>
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+
+#define RLHF_AVX512
+#define RLHF_AVX512_BF16
+#include "cpu/simd.h"
+
+#define RLHF_TILE_BF16 1
+#define RLHF_TILE_AMX 1
+
+namespace rlhf::cpu::lora {
+namespace {
+#include "cpu/lora_decode_body.inc.h"
+}  // namespace
+
+const DecodeFunction decode_amx = run_decode;
+
+}  // namespace rlhf::cpu::lora
+
+#endif

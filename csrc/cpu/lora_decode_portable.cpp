@@ -1,0 +1,26 @@
+// lora_decode.h for one instruction set; see isa.h. Standard headers come before the target is chosen, so that nothing of
+// theirs is compiled for it.
+
+#include "cpu/lora_decode.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "cpu/simd.h"
+
+#define RLHF_TILE_BF16 0
+#define RLHF_TILE_AMX 0
+
+namespace rlhf::cpu::lora {
+namespace {
+#include "cpu/lora_decode_body.inc.h"
+}  // namespace
+
+const DecodeFunction decode_portable = run_decode;
+
+}  // namespace rlhf::cpu::lora
