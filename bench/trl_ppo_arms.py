@@ -146,10 +146,11 @@ def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     from rlhf_kernels import registry
 
     from rlhf_engine.config import PPOConfig
-    from rlhf_engine.devices import DTYPES
+    from rlhf_engine.devices import DTYPES, keep_freed_memory
     from rlhf_engine.training.metrics import git_commit
     from rlhf_engine.training.rl import PpoTrainer
 
+    keep_freed_memory()
     trainer = PpoTrainer(
         PPOConfig(
             model_name_or_path=str(folder),

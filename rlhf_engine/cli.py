@@ -74,13 +74,16 @@ def _as_request_errors() -> Any:
 
 
 def _prepare(kernels: str) -> None:
-    """Process-wide settings: kernel backend, quiet libraries."""
+    """Process-wide settings: kernel backend, memory, quiet libraries."""
     from rlhf_kernels import registry
     from transformers.utils import logging
+
+    from rlhf_engine.devices import keep_freed_memory
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     registry.set_default_backend(kernels)
+    keep_freed_memory()
 
 
 def _check_kernels(kernels: str, device_type: str, dtype: Any) -> None:

@@ -18,12 +18,12 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
 
 
-def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Two layers, grouped-query attention, sizes that are not powers of two."""
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 1) -> LlamaForCausalLM:
+    """Two layers, grouped-query attention, sizes that are not powers of two; `width` times as wide."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=24,
-        intermediate_size=40,
+        hidden_size=24 * width,
+        intermediate_size=40 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -2,9 +2,10 @@
 //
 // Contract. x, W and y have one type, rows of any stride and dense columns; K is a multiple of kDecodeDepth. Rows of
 // runs do not overlap, `y_row` is not looked at, nor are dropout and gradients. W is read once, where it lies; products
-// of W are added up in float, those with A and B are in float throughout, and y is rounded once. Rows do not interact
-// and the order of additions depends on K alone, so the bits depend neither on the number of threads nor on what a row
-// stands beside.
+// of W are added up in float, those with A and B are in float throughout. x Wᵀ + bias is rounded to the type of y before
+// the deltas are added and the sum rounded again: so does the linear that trains, and what it rounds alike, the rollout
+// and the training forward have in common. Rows do not interact and the order of additions depends on K alone, so the
+// bits depend neither on the number of threads nor on what a row stands beside.
 
 #include "cpu/lora_decode.h"
 

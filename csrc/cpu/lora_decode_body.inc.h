@@ -125,6 +125,9 @@ static void decode_strip(const DecodeCall& call, int64_t strip, Element* scratch
             for (int64_t v = 0; v < count; ++v) {
                 f32x16 sum = load16(mine + v * 16);
                 if (call.bias) sum += element(bias, 0, first + v);
+#if RLHF_TILE_BF16
+                sum = (f32x16)(__builtin_convertvector(to_bf16(sum), u32x16) << 16);
+#endif
                 const float* h = call.h + (half + side) * call.ranks * 16;
                 for (int64_t slot = 0; slot < call.n_slots; ++slot) {
                     const Slot& s = call.slots[slot];

@@ -359,7 +359,7 @@ def decode_calls(monkeypatch):
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", [(4, 32, 1), (16, 64, 33), (17, 96, 130), (33, 352, 64), (64, 512, 300)], ids=str)
 @pytest.mark.parametrize(("dtype", "adapter"), itertools.product([FP32, BF16], [FP32, BF16, FP16]), ids=str)
-def test_decoding_rounds_once(isa, dtype, adapter, shape, with_bias, decode_calls):
+def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
     x, weight, bias, *rest = few_rows(*shape, dtype, adapter)
     arguments = x, weight, bias if with_bias else None, *rest
     y = lora_linear(*arguments, decode=True, backend="cpu")

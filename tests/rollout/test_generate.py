@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from rlhf_kernels import native
+from rlhf_kernels.lora import native as lora_cpu
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.experience import MISMATCH_BOUND, MISMATCH_MAX_FACTOR
-from tests.conftest import build, random_batch, tiny_llama
+from tests.conftest import build, random_batch, randomise, tiny_llama
 
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25], [4, 4]]
 
@@ -53,6 +55,36 @@ def test_log_probs_are_those_of_the_training_forward(dtype, temperature):
     assert gap <= MISMATCH_MAX_FACTOR * MISMATCH_BOUND[dtype]
     other = model.score(rollout.batch, ("actor",), temperature=2 * temperature)
     assert (other.logprobs_M - rollout.logprobs_M).abs().max() > 10 * gap
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeypatch):
+    calls = []
+    run = lora_cpu.decode
+    monkeypatch.setattr(lora_cpu, "decode", lambda *arguments: calls.append(1) or run(*arguments))
+    plain = tiny_llama(dtype=dtype, width=4)  # the kernel wants a depth that 32 divides
+    model = HydraModel.from_pretrained(plain, roles=hydra_roles()).eval()
+    randomise(model, "actor")
+    prompts = [p * 3 for p in PROMPTS] * 4
+
+    def mismatch() -> float:
+        """Mean |log ratio| to the training forward: mostly rounding, and this model's logits are large."""
+        rollout = generate(model, prompts, sampling(max_completion_length=30, eos_token_ids=()))
+        return (model.score(rollout.batch, ("actor",)).logprobs_M - rollout.logprobs_M).abs().mean().item()
+
+    ours = mismatch()
+    served = dtype == torch.float32 or native.isa() in ("avx512_bf16", "amx_bf16")
+    linears = len(model.backbone().slot("actor").pairs)
+    assert len(calls) == (29 * linears if served else 0)  # all but the prefill
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_cpu, "decodes", lambda *arguments: False)
+        plainly = mismatch()
+    assert calls == []
+    assert ours <= 1.25 * plainly
+    generate(model, prompts, sampling(), role="reference")
+    assert calls == []  # OFF rows have the plain model's bits
 
 
 def build_bf16() -> HydraModel:

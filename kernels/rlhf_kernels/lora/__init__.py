@@ -258,8 +258,8 @@ def lora_linear(
     """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear.
 
     decode: the rows are the next tokens of a few sequences, and no gradient is wanted. Where all of them are on, the
-    `cpu` backend then reads the weight once and rounds product and delta together, so on rows may differ from what
-    they are without it by rounding. Everything else runs as without it.
+    `cpu` backend then reads the weight once for product and delta; it adds in another order than torch, so on rows may
+    differ from what they are without it by rounding. Everything else runs as without it.
     """
     _check_input("x", x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

@@ -77,7 +77,7 @@ def decodes(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> boo
 
 
 def decode(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
-    """y of `linear_forward` for what `decodes` has let through; rounded once."""
+    """y of `linear_forward` for what `decodes` has let through, rounded where that rounds."""
     n_rows, n_in, n_out = lanes.n_on, x.shape[-1], weight.shape[0]
     rows = _unit_inner_stride(x.reshape(n_rows, n_in))
     y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
