@@ -122,7 +122,7 @@ void decode_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_
     rlhf::cpu::set_isa(isa);
     if (!decodes(type)) return;
     const std::string where = isa + " decode " + std::to_string(N) + "x" + std::to_string(K) + "->" + std::to_string(M);
-    const double scale = 0.5, tolerance = type == Type::bfloat16 ? 3e-2 : 1e-4;
+    const double scale = 0.5, tolerance = type == Type::bfloat16 ? 1e-2 : 1e-4;
     Array x(N, K, 3, type), w(M, K, 2, type), bias(1, M, 0, type), y(N, M, 1, type, false);
     Array A(r, K, 2, adapter), B(M, r, 1, adapter), A1(1, K, 0, adapter), B1(M, 1, 0, adapter);
     const int64_t cut = N / 3;
@@ -138,8 +138,9 @@ void decode_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_
         for (int64_t c = 0; c < M; ++c) {
             double sum = bias.at(0, c);
             for (int64_t k = 0; k < K; ++k) sum += x.at(n, k) * w.at(c, k);
+            const double base = std::abs(sum);  // is rounded by itself
             for (int64_t i = 0; i < a.rows; ++i) sum += h[i] * b.at(c, i);
-            require(y.at(n, c), sum, tolerance, "y", where);
+            require(y.at(n, c), sum, tolerance * (1 + base), "y", where);
         }
     }
 }
