@@ -61,6 +61,7 @@ DIFFERENCES = (
     "the policy only); ours are a LoRA slot and heads on the policy's backbone. Arm trl-fp32-lora-critic gives TRL's "
     "critic the same LoRA.",
     "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass.",
+    "Memory allocator: ours keeps what it frees, as `rlhf-engine train` does (mallopt); TRL runs on malloc's defaults.",
     "With --trl-rollout-batch, TRL generates and scores in groups; ours always takes the whole batch at once.",
     "Gradient norm: TRL's PPO does not clip, ours computes and clips it for each role.",
     "With --mini-batches above 1, TRL still applies its gradients once per epoch only.",

@@ -32,9 +32,11 @@ def keep_freed_memory() -> None:
     mapped anew. Does nothing where the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if not hasattr(libc, "mallopt"):
+        return
+    # setting either ends glibc's own adapting, so the second only with the first; old versions allow 32 MiB at most
+    if libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or libc.mallopt(_M_MMAP_THRESHOLD, 2**25):
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,10 +16,10 @@ RLHF_INLINE float element(const Matrix& m, int64_t row, int64_t column) {
 
 struct DecodeCall : DecodeArguments {
     int64_t halves;    // of sixteen rows of x
-    int64_t ranks;     // of all slots
+    int64_t ranks;     // of all slots, and one more for each
     Element* columns;  // [halves][K / KT] tiles
     float* panels;     // [halves][K][16 rows]: x in float
-    float* h;          // [halves][ranks][16 rows], one slot after another
+    float* h;          // [halves][ranks][16 rows], one slot after another: its rank, then 1 for rows that carry it
 };
 
 // One block of memory, freed at the end. Nothing of the standard library: what of that is compiled here, for this
@@ -55,11 +55,11 @@ static void pack_rows(const DecodeCall& call, int64_t half) {
     }
 }
 
-// h of one slot and sixteen rows, zero where a row does not carry the slot; `skip` ranks belong to slots before it.
+// h of one slot and sixteen rows; `skip` ranks belong to slots before it.
 static void shrink_rows(const DecodeCall& call, int64_t slot, int64_t skip, int64_t half) {
     const Slot& s = call.slots[slot];
     const float* panel = call.panels + half * call.K * 16;
-    float scales[16] = {};
+    float scales[16] = {}, carries[16] = {};
     bool any = false;
     for (int64_t j = 0; j < call.n_runs; ++j) {
         const Run& run = call.runs[j];
@@ -68,6 +68,7 @@ static void shrink_rows(const DecodeCall& call, int64_t slot, int64_t skip, int6
             const int64_t row = half * 16 + i;
             if (row < run.x_row || row >= run.x_row + run.rows) continue;
             scales[i] = static_cast<float>(s.scale);
+            carries[i] = 1.0f;
             any = true;
         }
     }
@@ -81,8 +82,9 @@ static void shrink_rows(const DecodeCall& call, int64_t slot, int64_t skip, int6
             }
         }
         const f32x16 sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * scale;
-        store16(h + r * 16, scale == 0.0f ? splat(0.0f) : sum);  // a row without the slot stays clean of its NaN
+        store16(h + r * 16, sum);
     }
+    store16(h + s.rank * 16, load16(carries));
 }
 
 // Columns [c, c + count) of y, at most sixteen, from sums [16 columns][16 rows].
@@ -135,8 +137,9 @@ static void decode_strip(const DecodeCall& call, int64_t strip, Element* scratch
                     for (int64_t r = 0; r < s.rank; ++r) {
                         delta = muladd(splat(element(s.B, first + v, r)), load16(h + r * 16), delta);
                     }
-                    sum += delta;
-                    h += s.rank * 16;
+                    // rows without the slot stay clean of its infinities
+                    sum = load16(h + s.rank * 16) != 0.0f ? sum + delta : sum;
+                    h += (s.rank + 1) * 16;
                 }
                 store16(mine + v * 16, sum);
             }
@@ -149,7 +152,7 @@ static void decode_strip(const DecodeCall& call, int64_t strip, Element* scratch
 
 static void run_decode(const DecodeArguments& arguments) {
     DecodeCall call{arguments, ceil_div(arguments.N, 16), 0, nullptr, nullptr, nullptr};
-    for (int64_t slot = 0; slot < call.n_slots; ++slot) call.ranks += call.slots[slot].rank;
+    for (int64_t slot = 0; slot < call.n_slots; ++slot) call.ranks += call.slots[slot].rank + 1;
     const bool short_call = call.halves * 16 * call.K * call.M < kSerialProducts;
     [[maybe_unused]] const int threads = short_call ? 1 : call.threads;
     const int64_t strips = ceil_div(call.M, kStrip), floats = call.halves * (call.K + call.ranks) * 16;
@@ -172,7 +175,7 @@ static void run_decode(const DecodeArguments& arguments) {
 #pragma omp for schedule(static)
         for (int64_t half = 0; half < call.halves; ++half) {
             int64_t skip = 0;
-            for (int64_t slot = 0; slot < call.n_slots; skip += call.slots[slot++].rank) {
+            for (int64_t slot = 0; slot < call.n_slots; skip += call.slots[slot++].rank + 1) {
                 shrink_rows(call, slot, skip, half);
             }
         }

@@ -16,6 +16,7 @@ OPS = (
     "gather_logprob",
     "linear_ppo_loss",
     "lora",
+    "block",
     "ppo_losses",
     "gae",
     "sample",

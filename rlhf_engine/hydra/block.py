@@ -5,11 +5,12 @@ their names stay. What a class computes is not guessed from its name: its own `f
 nothing but the attributes the op knows of, and has to give the op's bits. A class that fails keeps its `forward`.
 
 Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile) the
-modules run their own `forward`, so this changes memory and time only.
+modules run their own code. Outputs never change; gradients are rounded once instead of at every step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -48,9 +49,20 @@ def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
         with unset_fake_temporarily():
             candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
             forward = next((found for found in candidates if found is not None), None)
-        members = {"forward": forward, "fused_forward": True}
+        members = {
+            "forward": forward,
+            "fused_forward": True,
+            "__reduce__": lambda self: (_remake, (cls,), self.__dict__),  # no module holds a class made here
+        }
         _FUSED[cls] = None if forward is None else type(cls.__name__, (cls,), members)
     return _FUSED[cls]
+
+
+def _remake(cls: type[nn.Module]) -> nn.Module:
+    """An empty module of what became of a class, for copies and pickles."""
+    found = _fused_class(cls) or cls
+    made: nn.Module = found.__new__(found)
+    return made
 
 
 def _serves(op: str, *tensors: Tensor) -> bool:
@@ -74,7 +86,7 @@ def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
         return None
 
     def same(dtype: torch.dtype) -> bool:
-        x, weight = _random(3, 40, dtype=dtype), _random(40, dtype=dtype)
+        x, weight = _random((3, 40), (40,), dtype=dtype)
         stand_in = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
         return torch.equal(own(stand_in, x), reference.rms_norm(x, weight, 1e-3))
 
@@ -95,7 +107,7 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
         return None
 
     def same(dtype: torch.dtype) -> bool:
-        x = _random(3, 40, dtype=dtype)
+        (x,) = _random((3, 40), dtype=dtype)
         stand_in = SimpleNamespace(
             gate_proj=lambda x: x, up_proj=lambda x: x.flip(-1), down_proj=lambda x: x + 1, act_fn=nn.functional.silu
         )
@@ -105,9 +117,11 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
         return None
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not _serves("swiglu", x):
+        if not host.works_for_itself():
             return own(self, x)
-        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), backend="cpu"))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gated = swiglu(gate, up, backend="cpu") if _serves("swiglu", gate, up) else self.act_fn(gate) * up
+        y: Tensor = self.down_proj(gated)
         return y
 
     return forward
@@ -130,19 +144,20 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
     turn: Callable[..., tuple[Tensor, Tensor]] = own.__globals__[_ROTARY]
 
     def same(dtype: torch.dtype) -> bool:
-        q, k = _random(2, 3, 5, 8, dtype=dtype), _random(2, 1, 5, 8, dtype=dtype)
-        cos, sin = _random(2, 5, 8, dtype=dtype), _random(2, 5, 8, dtype=dtype)
+        q, k, cos, sin = _random((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8), dtype=dtype)
         ours, theirs = reference.rotary(q, k, cos, sin), turn(q, k, cos, sin)
         return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
     if not _agrees(same):
         return None
 
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not options and not named
-        if whole and _serves("rotary", q, k, cos, sin):
-            return rotary(q, k, cos, sin, backend="cpu")
-        return turn(q, k, cos, sin, *options, **named)
+    def turned(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if len(arguments) == 4 and not named:
+            q, k, cos, sin = arguments
+            whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not cos.requires_grad
+            if whole and _serves("rotary", q, k, cos, sin):
+                return rotary(q, k, cos, sin, backend="cpu")
+        return turn(*arguments, **named)
 
     # without __name__: torch.compile would look the globals up in the module of that name
     names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
@@ -156,10 +171,12 @@ def _agrees(same: Callable[[torch.dtype], bool]) -> bool:
     """Whether the trial passes in both dtypes; it also fails where a class wants attributes or arguments of its own."""
     try:
         return same(torch.float32) and same(torch.bfloat16)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError):
         return False
 
 
-def _random(*shape: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator(device="cpu").manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+def _random(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of which no two agree."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    return [draw(shape).to(dtype) for shape in shapes]

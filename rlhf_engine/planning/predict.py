@@ -178,17 +178,32 @@ class Planner:
         values = config.num_hidden_layers * rows * self.setting.length * heads * size
         return 2 * values * self.setting.dtype.itemsize
 
-    def _traced(self, phase: str, rows: int, repeats: int) -> int:
-        """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows."""
+    def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
+        """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.
+
+        apart: whether lanes go one after another, by default as they do with so many rows; on a line all points agree.
+        """
+        if apart is None:
+            apart = rows > self._rows_together(phase)
         if rows > _TRACED_ROWS:
-            half = self._traced(phase, _TRACED_ROWS // 2, repeats)
-            whole = self._traced(phase, _TRACED_ROWS, repeats)
+            half = self._traced(phase, _TRACED_ROWS // 2, repeats, apart)
+            whole = self._traced(phase, _TRACED_ROWS, repeats, apart)
             return whole + -(-(whole - half) * (rows - _TRACED_ROWS) // (_TRACED_ROWS - _TRACED_ROWS // 2))
-        key = (phase, rows, repeats, self._lanes(phase))
+        key = (phase, rows, repeats, apart, self._lanes(phase))
         if key not in self._shared:
-            self._shared[key] = self._trace(phase, rows, repeats)
+            self._shared[key] = self._trace(phase, rows, repeats, apart)
         found: int = self._shared[key]
         return found
+
+    def _most_lanes(self, phase: str) -> int:
+        """Lanes of the phase on the backbone that has most of them."""
+        read = (r for r in self.roles.values() if phase == "inference" or (phase == "update" and r.trainable))
+        lanes = {(r.backbone, r.slot) for r in read}
+        return max((sum(b == name for b, _ in lanes) for name, _ in lanes), default=1)
+
+    def _rows_together(self, phase: str) -> int:
+        """Sequences up to which lanes share a traversal; beyond, peaks drop before they rise again."""
+        return self.setting.token_budget // (self._most_lanes(phase) * self.setting.length)
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
         """What a phase runs, whatever its backbones and slots are called: methods that agree in it cost the same."""
@@ -204,24 +219,26 @@ class Planner:
             lanes.append((number, slot, role.head == LM_HEAD, role.trainable, whole))
         return tuple(lanes)
 
-    def _trace(self, phase: str, rows: int, repeats: int) -> int:
+    def _trace(self, phase: str, rows: int, repeats: int, apart: bool) -> int:
         n_layers = self.setting.config.get_text_config().num_hidden_layers
         period = layer_period(self.setting.config)
         if period is not None and 3 * period < n_layers:
             layers = (2 * period, 3 * period)
-            short, long = (self._timeline(phase, rows, repeats, n) for n in layers)
+            short, long = (self._timeline(phase, rows, repeats, n, apart) for n in layers)
             peak = extrapolated_peak(short, long, layers, n_layers)
             if peak is not None:
                 return peak
-        return self._timeline(phase, rows, repeats, n_layers).peak
+        return self._timeline(phase, rows, repeats, n_layers, apart).peak
 
-    def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int) -> Timeline:
+    def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int, apart: bool = False) -> Timeline:
         if n_layers not in self._models:
             mode = FakeTensorMode()
             with mode, Tracker():
                 self._models[n_layers] = build_model(self.method, self.setting, n_layers)
             self._modes[n_layers] = mode
         model = self._models[n_layers]
+        # room for one group of `rows` sequences, in one lane or in all
+        model.token_budget = rows * self.setting.length * (1 if apart else self._most_lanes(phase))
         run = _TRACES[phase]
         with self._modes[n_layers], host.stand_in(self.setting.device_type != "cpu"):
             return run(model, self.setting, rows, repeats)
@@ -249,15 +266,16 @@ class Planner:
         def rollout(n: int) -> int:
             return max(self.peak("generation", n), self.peak("inference", n))
 
-        together = self._together()
-        update = largest_fitting(lambda n: self.peak("update", n), budget, above=together)
-        return {"generation": largest_fitting(rollout, budget), "update": update}
+        def update(n: int) -> int:
+            return self.peak("update", n)
 
-    def _together(self) -> int:
-        """Sequences up to which the update's lanes share a traversal; beyond, peaks drop before they rise again."""
-        trained = {(r.backbone, r.slot) for r in self.roles.values() if r.trainable}
-        most = max(sum(b == name for b, _ in trained) for name, _ in trained)
-        return self.setting.token_budget // (most * self.setting.length) if most > 1 else 0
+        def above(phase: str) -> int:
+            return self._rows_together(phase) if self._most_lanes(phase) > 1 else 0
+
+        return {
+            "generation": largest_fitting(rollout, budget, above=above("inference")),
+            "update": largest_fitting(update, budget, above=above("update")),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,8 +145,10 @@ def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # a larger budget than all lanes of all tokens, or a smaller one than one sequence, changes nothing
-            budget = min(model.token_budget, len(roles) * batch.n_tokens)
+            # a larger budget than all lanes of all tokens, one between that and a single lane of them, or a smaller one
+            # than one sequence, changes nothing
+            together = len(roles) * batch.n_tokens
+            budget = together if model.token_budget >= together else min(model.token_budget, batch.n_tokens)
             if budget <= max(batch.lengths):
                 raise MemoryLimitError(
                     "scoring a single sequence does not fit into memory; shorten answers or use a smaller model"

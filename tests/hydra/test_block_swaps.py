@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import FunctionType
+
 import pytest
 import torch
 from rlhf_kernels import block, native, registry
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
@@ -74,7 +78,7 @@ class ShiftedRMSNorm(LlamaRMSNorm):
     """Looks like the norm that is known, and computes something else."""
 
     def forward(self, hidden_states):
-        return super().forward(hidden_states) + 1e-6
+        return LlamaRMSNorm.forward(self, hidden_states) + 1e-6
 
 
 class SquashedMLP(LlamaMLP):
@@ -84,17 +88,43 @@ class SquashedMLP(LlamaMLP):
 
 class DemandingRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states):
-        return super().forward(hidden_states) * self.scale
+        return LlamaRMSNorm.forward(self, hidden_states) * self.scale
 
 
-@pytest.mark.parametrize("cls", [ShiftedRMSNorm, SquashedMLP, DemandingRMSNorm])
-def test_a_class_that_computes_something_else_is_left_alone(cls):
+def attention_that_turns(turn):
+    """A class like Llama's attention whose file has another function of the known name."""
+    names = {**LlamaAttention.forward.__globals__, "apply_rotary_pos_emb": turn}
+    forward = FunctionType(LlamaAttention.forward.__code__, names)
+    return type("OtherAttention", (LlamaAttention,), {"forward": forward})
+
+
+OTHERS = {
+    "shifted norm": ("input_layernorm", ShiftedRMSNorm),
+    "norm with a scale": ("input_layernorm", DemandingRMSNorm),
+    "clamped MLP": ("mlp", SquashedMLP),
+    "sine first": ("self_attn", attention_that_turns(lambda q, k, sin, cos: apply_rotary_pos_emb(q, k, cos, sin))),
+    "backwards": ("self_attn", attention_that_turns(lambda q, k, cos, sin: apply_rotary_pos_emb(q, k, cos, -sin))),
+    "three results": ("self_attn", attention_that_turns(lambda *a: (*apply_rotary_pos_emb(*a), None))),
+}
+
+
+@pytest.mark.parametrize(("leaf", "cls"), OTHERS.values(), ids=list(OTHERS))
+def test_a_class_that_computes_something_else_is_left_alone(leaf, cls):
     model = plain_model("llama")
-    layer = model.model.layers[0]
-    where, leaf = (layer, "mlp") if cls is SquashedMLP else (layer, "input_layernorm")
-    getattr(where, leaf).__class__ = cls
+    module = getattr(model.model.layers[0], leaf)
+    module.__class__ = cls
+    assert fuse_blocks(model) == 8
+    assert type(module) is cls
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_of_a_fused_model(duplicate):
+    model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
     fuse_blocks(model)
-    assert type(getattr(where, leaf)) is cls
+    other = duplicate(model)
+    assert fused_kinds(other) == FUSED["llama"]
+    with torch.no_grad():
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
 def test_where_the_kernels_do_not_run(monkeypatch):

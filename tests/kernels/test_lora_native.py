@@ -405,7 +405,12 @@ def test_decoding_with_strides_and_nan_beside(decode_calls):
     hurt = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
     assert hurt[2].isnan().all()
     assert torch.equal(hurt[[0, 1, *range(3, 9)]], expected[[0, 1, *range(3, 9)]])
-    assert len(decode_calls) == 3
+    x, *_ = few_rows(9, 64, 40)
+    B[1][7] = torch.inf  # of the slot on the first three rows
+    hurt = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    assert torch.equal(hurt[3:], expected[3:])
+    assert not hurt[:3, :, 7].isfinite().any()
+    assert len(decode_calls) == 4
 
 
 def test_where_decoding_runs_as_everything_else(decode_calls):

@@ -190,6 +190,16 @@ def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
         assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact[phase], rel=0.005), phase
 
 
+@pytest.mark.parametrize("phase", ["inference", "update"])
+def test_a_line_s_points_run_their_lanes_as_the_rows_they_stand_for(phase, monkeypatch):
+    """With 24 rows all lanes would share a traversal, with 48 and 72 they go one after another."""
+    plan = setting(token_budget=30 * 16 * (3 if phase == "inference" else 2))
+    assert Planner("hydra_ppo", plan)._rows_together(phase) == 30
+    exact = Planner("hydra_ppo", plan).peak(phase, 72)
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 48)
+    assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact, rel=0.005)
+
+
 @pytest.mark.parametrize("method", ["full_ppo", "hydra_ppo"])
 def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
     plan = setting("llama", batch=16, micro_batch=8, prompt_length=24, completion_length=24)

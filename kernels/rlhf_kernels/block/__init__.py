@@ -23,7 +23,7 @@ autograd does.
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
 any one shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all tensors of a call have one.
 Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: same bits for
-any number of threads. Backends: cpu, reference.
+any number of threads, dweight aside, which torch adds up. Backends: cpu, reference.
 """
 
 from __future__ import annotations

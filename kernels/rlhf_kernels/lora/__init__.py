@@ -257,7 +257,7 @@ def lora_linear(
 ) -> Tensor:
     """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear.
 
-    decode: the rows are the next tokens of a few sequences, and no gradient is wanted. Where all of them are on, the
+    decode: the rows are the next tokens of a few sequences. Where all of them are on and nothing wants a gradient, the
     `cpu` backend then reads the weight once for product and delta; it adds in another order than torch, so on rows may
     differ from what they are without it by rounding. Everything else runs as without it.
     """
@@ -281,7 +281,7 @@ def lora_linear(
     if (
         decode
         and chosen == "cpu"
-        and not torch.is_grad_enabled()
+        and not _wants_gradient(x, weight, bias, *lanes.A, *lanes.B)
         and eager.eager(x, weight, bias, *lanes.A, *lanes.B)
         and native.decodes(x, weight, bias, lanes)
     ):
@@ -294,6 +294,10 @@ def _resolve(backend: str, x: Tensor, lanes: Lanes) -> str:
     """The backend for x and the adapters: float64 on either side asks for products in float64."""
     wide = [t for t in (*lanes.A, *lanes.B) if t.dtype == torch.float64]
     return registry.resolve("lora", backend, wide[0] if wide else x)
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _merged(lanes: Lanes) -> list[tuple[int, int]]:

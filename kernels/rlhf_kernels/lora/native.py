@@ -1,5 +1,6 @@
-"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's. Equations: see the package docstring.
+"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's, but for `decode`.
 
+Equations: see the package docstring.
 Same functions and arguments as `reference`. x, y and their gradients are fp32 or bf16, adapters too (fp16 ones
 enter as fp32, exactly). Everything accumulates in fp32; on tile registers (AMX) an fp32 operand enters as a sum
 of bf16 parts that keeps 16 or 24 of its bits, see csrc/cpu/lora_tiles.inc.h.

@@ -2,7 +2,8 @@
 
 Floor: the base linear alone: `torch.mm` forward and, where there is a backward, its dx. Gradients to x and to every A
 and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is.
-In a mixed case half of the rows are off and the slots share the other half. Decode cases are forward only.
+In a mixed case half of the rows are off and the slots share the other half. Decode cases are forward only, without
+gradients.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def lanes(size: str, device_type: str) -> list[Lanes]:
         if size == "full":
             grid += [Lanes(N=n_rows, K=K, M=M, slots=slots, mixed=True) for slots in (8, 32)]
         grid += [Lanes(N=n, K=K, M=M, slots=min(2, n), mixed=n >= 4, backward=False) for n in decode]
+        grid += [Lanes(N=n, K=K, M=M, backward=False) for n in decode if n >= 4]
     return grid
 
 
@@ -110,8 +112,10 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
 
         def linear(given: Tensors) -> Tensor:
             adapters = [given[n] for n in A], [given[n] for n in B]
+            scales = [scale] * lane.slots
+            decode = not lane.backward
             return lora_linear(
-                given["x"], given["weight"], None, *adapters, [scale] * lane.slots, segments, backend=backend
+                given["x"], given["weight"], None, *adapters, scales, segments, decode=decode, backend=backend
             )
 
         return finish(linear, inputs)
