@@ -16,6 +16,7 @@ Peaks, each = what is resident in the phase + the traced peak of what the phase 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -197,9 +198,8 @@ class Planner:
 
     def _most_lanes(self, phase: str) -> int:
         """Lanes of the phase on the backbone that has most of them."""
-        read = (r for r in self.roles.values() if phase == "inference" or (phase == "update" and r.trainable))
-        lanes = {(r.backbone, r.slot) for r in read}
-        return max((sum(b == name for b, _ in lanes) for name, _ in lanes), default=1)
+        lanes = {lane[:2] for lane in self._lanes(phase)}  # backbone, slot
+        return max(Counter(backbone for backbone, _ in lanes).values())
 
     def _rows_together(self, phase: str) -> int:
         """Sequences up to which lanes share a traversal; beyond, peaks drop before they rise again."""
