@@ -46,6 +46,28 @@ Dropout dropout_of(const DropoutArguments& arguments) {
     return {seed, at<const int64_t>(row_ids), stream};
 }
 
+// All that `decode` takes but x and y, which are the only things that change from one token to the next.
+class Decoder {
+public:
+    Decoder(const MatrixArguments& weight, Address bias, int64_t N, int64_t K, int64_t M,
+            const std::vector<SlotArguments>& slots, const std::vector<RunArguments>& runs)
+        : weight_(matrix(weight)), bias_(at<const void>(bias)), N_(N), K_(K), M_(M), slots_(slots_of(slots, K)),
+          runs_(runs_of(runs)) {}
+
+    // x [N, K] with rows `stride` apart, y [N, M] dense.
+    void run(Address x, int64_t stride, Address y, int threads) const {
+        const Matrix from{at<void>(x), stride, weight_.type}, to{at<void>(y), M_, weight_.type};
+        decode(from, weight_, bias_, to, N_, K_, M_, slots_, runs_, threads);
+    }
+
+private:
+    const Matrix weight_;
+    const void* const bias_;
+    const int64_t N_, K_, M_;
+    const std::vector<Slot> slots_;
+    const std::vector<Run> runs_;
+};
+
 }  // namespace
 
 void define_lora(pybind11::module_& m) {
@@ -54,12 +76,10 @@ void define_lora(pybind11::module_& m) {
                              const DropoutArguments& dropout, int threads) {
         forward(matrix(x), matrix(y), add, K, M, slots_of(slots, K), runs_of(runs), dropout_of(dropout), threads);
     }, NoGil());
-    m.def("lora_decode", [](const MatrixArguments& x, const MatrixArguments& weight, Address bias,
-                            const MatrixArguments& y, int64_t N, int64_t K, int64_t M,
-                            const std::vector<SlotArguments>& slots, const std::vector<RunArguments>& runs, int threads) {
-        decode(matrix(x), matrix(weight), at<const void>(bias), matrix(y), N, K, M, slots_of(slots, K), runs_of(runs),
-               threads);
-    }, NoGil());
+    pybind11::class_<Decoder>(m, "LoraDecoder")
+        .def(pybind11::init<const MatrixArguments&, Address, int64_t, int64_t, int64_t,
+                            const std::vector<SlotArguments>&, const std::vector<RunArguments>&>())
+        .def("__call__", &Decoder::run, pybind11::call_guard<pybind11::gil_scoped_release>());
     m.def("lora_decodes", [](int type) { return decodes(static_cast<Type>(type)); });
     m.def("lora_backward", [](const MatrixArguments& dy, const MatrixArguments& x, const MatrixArguments& dx, int64_t K,
                               int64_t M, const std::vector<SlotArguments>& slots,

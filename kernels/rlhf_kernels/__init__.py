@@ -3,19 +3,21 @@
 Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `rlhf_kernels.registry`.
 """
 
+from rlhf_kernels.block import rms_norm, rotary, swiglu
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
-from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_delta_, lora_linear
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.registry import BackendUnavailableError, set_default_backend, use_backend
 from rlhf_kernels.sample import SampleOutputs, sample
 
 __all__ = [
     "BackendUnavailableError",
+    "DecodeLinear",
     "Dropout",
     "HeadLora",
     "LinearPpoLossOutputs",
@@ -35,8 +37,11 @@ __all__ = [
     "lora_linear",
     "masked_moments",
     "ppo_loss",
+    "rms_norm",
+    "rotary",
     "sample",
     "set_default_backend",
+    "swiglu",
     "use_backend",
     "value_loss",
     "whiten",

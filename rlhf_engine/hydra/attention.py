@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from rlhf_kernels.decode_attention import decode_attention
+from rlhf_kernels.lora import DecodeLinear
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -94,6 +96,13 @@ class DecodePlan:
     """int64 [N], position of the new token = tokens already cached in that row."""
     max_length: int
     """Longest row including the new token, known on the host."""
+    linears: dict[tuple[int, gate.SlotTable], DecodeLinear] = field(default_factory=dict)
+    """What the layers (by stream) have prepared for a slot table; the steps of one generation share it."""
+
+    @cached_property
+    def lengths_N(self) -> torch.Tensor:
+        """int64 [N], tokens of each row with the new one."""
+        return self.positions_N + 1
 
 
 AttentionPlan = PackedPlan | DecodePlan
@@ -316,7 +325,7 @@ def _decode(
         query[0].transpose(0, 1),
         plan.cache.keys[layer][:, :longest],
         plan.cache.values[layer][:, :longest],
-        plan.positions_N + 1,
+        plan.lengths_N,
         plan.rows_N[:, None],
         scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
         window=rule.window,

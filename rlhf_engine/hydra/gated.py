@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rlhf_kernels.logits import HeadLora
-from rlhf_kernels.lora import Dropout, lora_delta_, lora_linear
+from rlhf_kernels.lora import DecodeLinear, Dropout, lora_delta_, lora_linear
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -80,12 +80,19 @@ class GatedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         call = gate.current()
+        if call is not None and isinstance(call.attention, DecodePlan):
+            prepared = call.attention.linears.get((self.gated.stream, call.table))
+            if prepared is not None:
+                return prepared(x)
         arguments = None if call is None else self.gated.lora_arguments(call)
         if call is None or arguments is None:
             return F.linear(x, self.weight, self.bias)
         *lora, dropout = arguments
-        decode = isinstance(call.attention, DecodePlan)
-        return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout, decode=decode)
+        if dropout is None and isinstance(call.attention, DecodePlan):
+            prepared = DecodeLinear(self.weight, self.bias, *lora)
+            call.attention.linears[self.gated.stream, call.table] = prepared
+            return prepared(x)
+        return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
 
 
 class GatedConv1D(Conv1D):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rlhf_kernels.lora import DecodeLinear
 from rlhf_kernels.sample import sample
 
 from rlhf_engine.hydra.attention import DecodePlan, KVCache, plan_packed
@@ -133,6 +134,7 @@ class _LiveRows:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.live = list(range(len(prompts)))
+        self.linears: dict[tuple[int, SlotTable], DecodeLinear] = {}
         self.eos = set(sampling.eos_token_ids)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -152,7 +154,9 @@ class _LiveRows:
         for i in self.live:
             self.lengths[i] += 1
         longest = max(self.lengths[i] for i in self.live)
-        plan = DecodePlan(cache=self.cache, rows_N=rows, positions_N=positions, max_length=longest)
+        plan = DecodePlan(
+            cache=self.cache, rows_N=rows, positions_N=positions, max_length=longest, linears=self.linears
+        )
         table = SlotTable.uniform(self.slot, len(self.live))
         self._draw(self.backbone.run(tokens, positions, table, plan))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rlhf_kernels import native, philox, registry, testing
-from rlhf_kernels.lora import Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
+from rlhf_kernels.lora import DecodeLinear, Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
@@ -346,12 +346,16 @@ def in_double(x, weight, bias, A, B, scales, segments):
     return lora_linear(*wide, [a.double() for a in A], [b.double() for b in B], scales, segments, backend="reference")
 
 
+def decoded(x, *rest):
+    return DecodeLinear(*rest, backend="cpu")(x)
+
+
 @pytest.fixture
 def decode_calls(monkeypatch):
     """How often the kernel ran."""
     calls = []
-    run = cpu.decode
-    monkeypatch.setattr(cpu, "decode", lambda *arguments: calls.append(1) or run(*arguments))
+    run = cpu.Decoder.__call__
+    monkeypatch.setattr(cpu.Decoder, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
     return calls
 
 
@@ -362,7 +366,7 @@ def decode_calls(monkeypatch):
 def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
     x, weight, bias, *rest = few_rows(*shape, dtype, adapter)
     arguments = x, weight, bias if with_bias else None, *rest
-    y = lora_linear(*arguments, decode=True, backend="cpu")
+    y = decoded(*arguments)
     served = dtype == FP32 or isa in ("avx512_bf16", "amx_bf16")
     assert len(decode_calls) == served
     assert y.dtype == dtype
@@ -381,11 +385,11 @@ def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype):
         found = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(lora_linear(x, weight, bias, A, B, scales, whole(40), decode=True, backend="cpu"))
+            found.append(decoded(x, weight, bias, A, B, scales, whole(40)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
-    some = lora_linear(x[21:30], weight, bias, A, B, scales, whole(9), decode=True, backend="cpu")
+    some = decoded(x[21:30], weight, bias, A, B, scales, whole(9))
     if dtype == FP32 or isa in ("avx512_bf16", "amx_bf16"):
         assert torch.equal(some, found[0][21:30])
 
@@ -393,39 +397,62 @@ def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype):
 @torch.no_grad()
 def test_decoding_with_strides_and_nan_beside(decode_calls):
     x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40)
-    expected = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    expected = decoded(x, weight, bias, A, B, scales, segments)
     wide = torch.full((9, 1, 130), torch.nan)
     wide[..., 1:129:2] = x
     frame = torch.full((40, 70), torch.nan)
     frame[:, 3:67] = weight
     turned = [a.T.contiguous().T for a in A]
-    got = lora_linear(wide[..., 1:129:2], frame[:, 3:67], bias, turned, B, scales, segments, decode=True, backend="cpu")
+    got = decoded(wide[..., 1:129:2], frame[:, 3:67], bias, turned, B, scales, segments)
     assert torch.equal(got, expected)
     x[2] = torch.nan
-    hurt = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    hurt = decoded(x, weight, bias, A, B, scales, segments)
     assert hurt[2].isnan().all()
     assert torch.equal(hurt[[0, 1, *range(3, 9)]], expected[[0, 1, *range(3, 9)]])
     x, *_ = few_rows(9, 64, 40)
     B[1][7] = torch.inf  # of the slot on the first three rows
-    hurt = lora_linear(x, weight, bias, A, B, scales, segments, decode=True, backend="cpu")
+    hurt = decoded(x, weight, bias, A, B, scales, segments)
     assert torch.equal(hurt[3:], expected[3:])
     assert not hurt[:3, :, 7].isfinite().any()
     assert len(decode_calls) == 4
 
 
 def test_where_decoding_runs_as_everything_else(decode_calls):
-    """Off rows keep F.linear's bits; dropout, gradients, other depths and many rows take the usual way."""
+    """Off rows keep F.linear's bits; gradients, autocast, other depths and many rows take the usual way."""
     x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40)
-    call = lambda x, weight, *rest, **more: lora_linear(x, weight, bias, *rest, decode=True, backend="cpu", **more)  # noqa: E731
     off = Segments(starts=(3,), ends=(9,), slots=(0,))
     with torch.no_grad():
-        assert torch.equal(call(x, weight, A, B, scales, off)[:3], F.linear(x, weight, bias)[:3])
-        dropout = Dropout(p=(0.5, 0.5), seed=1, row_ids=torch.arange(9), stream=0)
-        call(x, weight, A, B, scales, segments, dropout=dropout)
-        call(x[..., :63], weight[:, :63], [a[:, :63] for a in A], B, scales, segments)
-        call(x[:1], weight, A, B, scales, Segments(starts=(0,), ends=(1,), slots=(0,)))
-        call(x.repeat(8, 1, 1), weight, A, B, scales, Segments(starts=(0,), ends=(72,), slots=(0,)))
+        assert torch.equal(decoded(x, weight, bias, A, B, scales, off)[:3], F.linear(x, weight, bias)[:3])
+        decoded(x[..., :63], weight[:, :63], bias, [a[:, :63] for a in A], B, scales, segments)
+        decoded(x[:1], weight, bias, A, B, scales, Segments(starts=(0,), ends=(1,), slots=(0,)))
+        decoded(x.repeat(8, 1, 1), weight, bias, A, B, scales, Segments(starts=(0,), ends=(72,), slots=(0,)))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert decoded(x, weight, bias, A, B, scales, segments).dtype == BF16
     A[0].requires_grad_()
-    call(x, weight, A, B, scales, segments).sum().backward()
+    decoded(x, weight, bias, A, B, scales, segments).sum().backward()
     assert A[0].grad is not None
     assert decode_calls == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adapter", [FP32, FP16], ids=str)
+def test_decoding_follows_its_tensors(adapter, decode_calls):
+    """Weights that change between two tokens, in place or by moving, and an x that is not what it was."""
+    x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40, adapter=adapter)
+    weight, A = torch.nn.Parameter(weight, requires_grad=False), [torch.nn.Parameter(a, requires_grad=False) for a in A]
+    linear = DecodeLinear(weight, bias, A, B, scales, segments, backend="cpu")
+    agree = lambda x: torch.equal(linear(x), decoded(x, weight, bias, A, B, scales, segments))  # noqa: E731
+    assert agree(x)
+    B[0].mul_(2)
+    weight[3].neg_()
+    assert agree(x)
+    weight.data, A[1].data = weight.data.clone() + 1, A[1].data.clone() * 3
+    assert agree(x)
+    assert agree(x.transpose(0, 1))
+    assert len(decode_calls) == 8
+    with pytest.raises(TypeError, match=r"^weight: expected torch.bfloat16"):
+        linear(x.bfloat16())
+    with pytest.raises(ValueError, match=r"^segments: expected runs within the 8 rows"):
+        linear(x[:8])
+    with pytest.raises(ValueError, match=r"^weight: expected shape \[M, 32\]"):
+        linear(x[..., :32])

@@ -40,7 +40,7 @@ from rlhf_kernels.lora import native, reference
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
 from rlhf_kernels.lora.segments import OFF, Dropout, Lanes, Segments, make_lanes
 
-__all__ = ["OFF", "Dropout", "Lanes", "Segments", "lora_delta_", "lora_linear"]
+__all__ = ["OFF", "DecodeLinear", "Dropout", "Lanes", "Segments", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
@@ -252,20 +252,10 @@ def lora_linear(
     segments: Segments,
     *,
     dropout: Dropout | None = None,
-    decode: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear.
-
-    decode: the rows are the next tokens of a few sequences. Where all of them are on and nothing wants a gradient, the
-    `cpu` backend then reads the weight once for product and delta; it adds in another order than torch, so on rows may
-    differ from what they are without it by rounding. Everything else runs as without it.
-    """
-    _check_input("x", x)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear."""
+    _check_linear(x, weight, bias)
     lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
     chosen = _resolve(backend, x, lanes)
     if not lanes.A:
@@ -278,16 +268,62 @@ def lora_linear(
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
-    if (
-        decode
-        and chosen == "cpu"
-        and not _wants_gradient(x, weight, bias, *lanes.A, *lanes.B)
-        and eager.eager(x, weight, bias, *lanes.A, *lanes.B)
-        and native.decodes(x, weight, bias, lanes)
-    ):
-        return native.decode(x, weight, bias, lanes)
     with no_autocast(x):
         return _linear_op(x, weight, bias, *lanes, chosen)
+
+
+class DecodeLinear:
+    """`lora_linear` for the steps of decoding: everything but x is given, and checked, once.
+
+    Where the few rows of x are all on and nothing wants a gradient, the `cpu` backend reads the weight once for product
+    and delta; it adds in another order than torch, so y may differ from `lora_linear`'s by rounding. Every other call
+    is one of `lora_linear`, with its checks and errors. Weights may change between calls, or move.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        A: Sequence[Tensor],
+        B: Sequence[Tensor],
+        scales: Sequence[float],
+        segments: Segments,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self._given = (weight, bias, list(A), list(B), list(scales), segments)
+        self._tensors = [t for t in (weight, bias, *A, *B) if t is not None]
+        self._backend = backend
+        self._decoder: native.Decoder | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [.., K] → y [.., M]."""
+        plain = eager.eager(x) and not torch.is_autocast_enabled(x.device.type)
+        if not plain or _wants_gradient(x, *self._tensors):
+            return lora_linear(x, *self._given, backend=self._backend)
+        if self._decoder is not None and self._decoder.takes(x):
+            return self._decoder(x)
+        decoder = self._make_decoder(x)
+        if decoder is None:
+            return lora_linear(x, *self._given, backend=self._backend)
+        self._decoder = decoder if decoder.lasting else None
+        return decoder(x)
+
+    def _make_decoder(self, x: Tensor) -> native.Decoder | None:
+        weight, bias, A, B, scales, segments = self._given
+        _check_linear(x, weight, bias)
+        lanes = make_lanes(x, weight.shape[0], A, B, scales, segments, None)
+        if not lanes.A or _resolve(self._backend, x, lanes) != "cpu" or not eager.eager(*self._tensors):
+            return None
+        return native.Decoder(x, weight, bias, lanes) if native.Decoder.serves(x, weight, bias, lanes) else None
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_input("x", x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
 
 
 def _resolve(backend: str, x: Tensor, lanes: Lanes) -> str:

@@ -1,4 +1,4 @@
-"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's, but for `decode`.
+"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's, but for `Decoder`.
 
 Equations: see the package docstring.
 Same functions and arguments as `reference`. x, y and their gradients are fp32 or bf16, adapters too (fp16 ones
@@ -22,7 +22,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _Matrix = tuple[int, int, int]  # address, row stride, type
 _ABSENT: _Matrix = (0, 0, 0)
 _DECODE_ROWS = {torch.float32: (4, 64), torch.bfloat16: (1, 64)}
-"""Fewest and most rows with which `decode` is faster than torch's product and `_forward`."""
+"""Fewest and most rows with which `Decoder` is faster than torch's product and `_forward`."""
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
@@ -63,42 +63,63 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes)
     return y
 
 
-def decodes(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
-    """Whether `decode` serves: a few rows, all on and without dropout, in a type and depth that have code."""
-    return (
-        x.dtype in _TYPES
-        and _DECODE_ROWS[x.dtype][0] <= lanes.n_on <= _DECODE_ROWS[x.dtype][1]
-        and math.prod(x.shape[:-1]) == lanes.n_on
-        and lanes.row_ids is None
-        and x.shape[-1] % 32 == 0
-        and weight.stride(1) == 1
-        and (bias is None or bias.is_contiguous())
-        and native.extension().lora_decodes(_TYPES[x.dtype])
-    )
+class Decoder:
+    """`linear_forward` for x of one shape, all rows on, without dropout; rounds where that rounds.
 
+    It reads the tensors where they lay when it was made.
+    """
 
-def decode(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
-    """y of `linear_forward` for what `decodes` has let through, rounded where that rounds."""
-    n_rows, n_in, n_out = lanes.n_on, x.shape[-1], weight.shape[0]
-    rows = _unit_inner_stride(x.reshape(n_rows, n_in))
-    y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
-    A, B = _adapters(lanes.A), _adapters(lanes.B)
-    native.extension().lora_decode(
-        _matrix(rows),
-        _matrix(weight),
-        0 if bias is None else bias.data_ptr(),
-        (y.data_ptr(), n_out, _TYPES[y.dtype]),
-        n_rows,
-        n_in,
-        n_out,
-        [
-            (_matrix(a), _matrix(b), a.shape[0], scale, 0.0, 0, 0)
-            for a, b, scale in zip(A, B, lanes.scales, strict=True)
-        ],
-        _in_place(lanes),
-        native.threads(),
-    )
-    return y
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> None:
+        self._tensors = [t for t in (weight, bias, *lanes.A, *lanes.B) if t is not None]
+        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._shape, self._dtype = x.shape, x.dtype
+        self._y_shape = (*x.shape[:-1], weight.shape[0])
+        A, B = self._adapters = _adapters(lanes.A), _adapters(lanes.B)
+        self.lasting = all(own is given for own, given in zip((*A, *B), (*lanes.A, *lanes.B), strict=True))
+        """Whether it sees what becomes of its tensors later: none of them is a copy."""
+        self._run = native.extension().LoraDecoder(
+            _matrix(weight),
+            0 if bias is None else bias.data_ptr(),
+            lanes.n_on,
+            x.shape[-1],
+            weight.shape[0],
+            [
+                (_matrix(a), _matrix(b), a.shape[0], scale, 0.0, 0, 0)
+                for a, b, scale in zip(A, B, lanes.scales, strict=True)
+            ],
+            _in_place(lanes),
+        )
+
+    @staticmethod
+    def serves(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
+        """A few rows, all on and without dropout, in a type and depth that have code."""
+        return (
+            x.dtype in _TYPES
+            and _DECODE_ROWS[x.dtype][0] <= lanes.n_on <= _DECODE_ROWS[x.dtype][1]
+            and math.prod(x.shape[:-1]) == lanes.n_on
+            and lanes.row_ids is None
+            and x.shape[-1] % 32 == 0
+            and weight.dtype == x.dtype
+            and weight.stride(1) == 1
+            and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+            and native.extension().lora_decodes(_TYPES[x.dtype])
+        )
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x has the shape and dtype it was made for, and its tensors lie where they lay."""
+        return (
+            x.shape == self._shape
+            and x.dtype == self._dtype
+            and x.is_cpu
+            and [t.data_ptr() for t in self._tensors] == self._addresses
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [.., K] → y [.., M], dense."""
+        rows = x if x.is_contiguous() else _unit_inner_stride(x.reshape(-1, x.shape[-1]))
+        y = torch.empty(self._y_shape, dtype=self._dtype)
+        self._run(rows.data_ptr(), rows.stride(-2), y.data_ptr(), native.threads())
+        return y
 
 
 def linear_backward(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import Segments, lora_linear
+from rlhf_kernels import DecodeLinear, Segments, lora_linear
 from torch import Tensor
 
 from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, differentiate, gemm_floor, leaves_of, require
@@ -113,10 +113,10 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
         def linear(given: Tensors) -> Tensor:
             adapters = [given[n] for n in A], [given[n] for n in B]
             scales = [scale] * lane.slots
-            decode = not lane.backward
-            return lora_linear(
-                given["x"], given["weight"], None, *adapters, scales, segments, decode=decode, backend=backend
-            )
+            base = given["weight"], None
+            if lane.backward:
+                return lora_linear(given["x"], *base, *adapters, scales, segments, backend=backend)
+            return DecodeLinear(*base, *adapters, scales, segments, backend=backend)(given["x"])
 
         return finish(linear, inputs)
 
