@@ -5,7 +5,7 @@ how they attend:
 
 * `PackedPlan`: every sequence attends causally to itself. Sequences of similar length go through one SDPA call, the
   shorter ones padded on the right; under a causal mask no real query sees that padding, so no mask tensor exists.
-  With `cache`, keys and values are also written into it (prefill).
+  With `new`, keys and values are also written into a cache (prefill).
 * `DecodePlan`: one new token per row; keys and values are appended to the cache and the op `decode_attention` reads it.
 
 A sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long sequences
@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.hydra import attention_cpu, gate
+from rlhf_engine.hydra.kv_cache import NewTokens
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -64,11 +65,8 @@ class PackedPlan:
 
     buckets: tuple[Bucket, ...]
     max_length: int
-    cache: KVCache | None = None
-    cache_rows_T: torch.Tensor | None = None
-    """int64 [T], cache row of each token (with `cache`)."""
-    positions_T: torch.Tensor | None = None
-    """int64 [T], cache position of each token (with `cache`)."""
+    new: NewTokens | None = None
+    """Where keys and values are kept for decoding (prefill); None: nowhere."""
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
@@ -89,11 +87,8 @@ class ScoreRule:
 class DecodePlan:
     """One new token per row against the cache."""
 
-    cache: KVCache
-    rows_N: torch.Tensor
-    """int64 [N], cache row of each batch row."""
-    positions_N: torch.Tensor
-    """int64 [N], position of the new token = tokens already cached in that row."""
+    new: NewTokens
+    """Place of each row's new token; its position is the number of tokens before it."""
     max_length: int
     """Longest row including the new token, known on the host."""
     linears: dict[tuple[int, gate.SlotTable], DecodeLinear] = field(default_factory=dict)
@@ -102,40 +97,24 @@ class DecodePlan:
     @cached_property
     def lengths_N(self) -> torch.Tensor:
         """int64 [N], tokens of each row with the new one."""
-        return self.positions_N + 1
+        return self.new.positions_T + 1
+
+    @cached_property
+    def table_N1(self) -> torch.Tensor:
+        """int64 [N, 1], cache row of each row: its one block."""
+        return self.new.rows_T[:, None]
 
 
 AttentionPlan = PackedPlan | DecodePlan
-
-
-@dataclass(eq=False)
-class KVCache:
-    """Keys and values of every layer, [rows, capacity, K, D] each, allocated when a layer first writes."""
-
-    rows: int
-    capacity: int
-    keys: dict[int, torch.Tensor] = field(default_factory=dict)
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def write(
-        self, layer: int, rows: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Store key/value [n, K, D] at (rows[n], positions[n]) of a layer."""
-        if layer not in self.keys:
-            shape = (self.rows, self.capacity, *key.shape[1:])
-            self.keys[layer], self.values[layer] = key.new_zeros(shape), value.new_zeros(shape)
-        self.keys[layer][rows, positions] = key
-        self.values[layer][rows, positions] = value
 
 
 def plan_packed(
     lengths: Sequence[int],
     device: torch.device,
     *,
-    cache: KVCache | None = None,
-    positions_T: torch.Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> PackedPlan:
-    """Plan for sequences of the given lengths, packed one after another; with `cache`, row i of it gets sequence i."""
+    """Plan for sequences of the given lengths, packed one after another; `new` says where their tokens are kept."""
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
@@ -147,16 +126,7 @@ def plan_packed(
         else:
             groups.append([i])
     buckets = tuple(_bucket(sorted(group), lengths, starts, device) for group in groups)
-    cache_rows_T = None
-    if cache is not None:
-        cache_rows_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    return PackedPlan(
-        buckets=buckets,
-        max_length=max(lengths),
-        cache=cache,
-        cache_rows_T=cache_rows_T,
-        positions_T=positions_T,
-    )
+    return PackedPlan(buckets=buckets, max_length=max(lengths), new=new)
 
 
 def _bucket(group: list[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
@@ -208,9 +178,8 @@ def packed_attention(
     rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap)
     if isinstance(plan, DecodePlan):
         return _decode(module, query, key, value, rule, plan, longest), None
-    if plan.cache is not None and plan.cache_rows_T is not None and plan.positions_T is not None:
-        layer = _layer_index(module)
-        plan.cache.write(layer, plan.cache_rows_T, plan.positions_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if plan.new is not None:
+        plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
         out = _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])  # [T, H, D]
         return out[None], None
@@ -320,13 +289,12 @@ def _decode(
     longest: int,
 ) -> torch.Tensor:
     layer = _layer_index(module)
-    plan.cache.write(layer, plan.rows_N, plan.positions_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    plan.new.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = decode_attention(
         query[0].transpose(0, 1),
-        plan.cache.keys[layer][:, :longest],
-        plan.cache.values[layer][:, :longest],
+        *plan.new.cache.read(layer, longest),
         plan.lengths_N,
-        plan.rows_N[:, None],
+        plan.table_N1,
         scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
         window=rule.window,
         softcap=rule.softcap,

@@ -14,10 +14,11 @@ import torch
 from rlhf_kernels.lora import DecodeLinear
 from rlhf_kernels.sample import sample
 
-from rlhf_engine.hydra.attention import DecodePlan, KVCache, plan_packed
+from rlhf_engine.hydra.attention import DecodePlan, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 
@@ -140,7 +141,9 @@ class _LiveRows:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run all prompts packed, fill the cache, draw each row's first token."""
         batch = PackedBatch.from_lists(prompts, [[]] * len(prompts), device=self.backbone.device)
-        plan = plan_packed(self.lengths, batch.device, cache=self.cache, positions_T=batch.positions_T)
+        rows_T = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(self.lengths)).to(batch.device)
+        new = NewTokens(cache=self.cache, rows_T=rows_T, positions_T=batch.positions_T)
+        plan = plan_packed(self.lengths, batch.device, new=new)
         table = SlotTable.uniform(self.slot, batch.n_tokens)
         hidden = self.backbone.run(batch.tokens_T, batch.positions_T, table, plan)
         self._draw(hidden.index_select(0, batch.last_rows_N))
@@ -154,9 +157,8 @@ class _LiveRows:
         for i in self.live:
             self.lengths[i] += 1
         longest = max(self.lengths[i] for i in self.live)
-        plan = DecodePlan(
-            cache=self.cache, rows_N=rows, positions_N=positions, max_length=longest, linears=self.linears
-        )
+        new = NewTokens(cache=self.cache, rows_T=rows, positions_T=positions)
+        plan = DecodePlan(new=new, max_length=longest, linears=self.linears)
         table = SlotTable.uniform(self.slot, len(self.live))
         self._draw(self.backbone.run(tokens, positions, table, plan))
 

@@ -61,8 +61,8 @@ def test_log_probs_are_those_of_the_training_forward(dtype, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeypatch):
     calls = []
-    run = lora_cpu.decode
-    monkeypatch.setattr(lora_cpu, "decode", lambda *arguments: calls.append(1) or run(*arguments))
+    run = lora_cpu.Decoder.__call__
+    monkeypatch.setattr(lora_cpu.Decoder, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
     plain = tiny_llama(dtype=dtype, width=4)  # the kernel wants a depth that 32 divides
     model = HydraModel.from_pretrained(plain, roles=hydra_roles()).eval()
     randomise(model, "actor")
@@ -79,7 +79,7 @@ def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeyp
     assert len(calls) == (29 * linears if served else 0)  # all but the prefill
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(lora_cpu, "decodes", lambda *arguments: False)
+        patch.setattr(lora_cpu.Decoder, "serves", lambda *arguments: False)
         plainly = mismatch()
     assert calls == []
     assert ours <= 1.25 * plainly
