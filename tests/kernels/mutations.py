@@ -1552,6 +1552,160 @@ DECODE_ATTENTION = [
     ),
 ]
 
+_DECODE_LORA = "csrc/cpu/lora_decode_body.inc.h"
+_DECODE_LORA_UNITS = tuple(f"cpu/lora_decode_{isa}.cpp" for isa in ("portable", "avx512", "avx512_bf16", "amx"))
+_DECODE_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
+
+DECODE_LINEAR = [
+    Mutation(
+        "another slot's infinity",
+        CPU,
+        _DECODE_LORA,
+        "carries != 0.0f ? sum + deltas[i] : sum",
+        "sum + deltas[i]",
+        ("test_lora_native.py::test_decoding_with_strides_and_nan_beside",),
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "first sixteen rows' h for all",
+        CPU,
+        _DECODE_LORA,
+        "const float* h = call.h + (half + side) * call.ranks * 16;",
+        "const float* h = call.h;",
+        _DECODE_TIERS,
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "last ranks lost",
+        CPU,
+        _DECODE_LORA,
+        "    for (; r < to; ++r) shrink<1>(rows",
+        "    for (; r < from; ++r) shrink<1>(rows",
+        _DECODE_TIERS,
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "ranks of the first thread alone",
+        CPU,
+        _DECODE_LORA,
+        "item < call.halves * shares; ++item",
+        "item < call.halves * shares; item += shares",
+        ("test_lora_native.py::test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads",),
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "bias of the first strip",
+        CPU,
+        _DECODE_LORA,
+        "wide(bias[first + v])",
+        "wide(bias[v])",
+        _DECODE_TIERS,
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "rounded once",
+        CPU,
+        _DECODE_LORA,
+        "                sum = (f32x16)(__builtin_convertvector(to_bf16(sum), u32x16) << 16);\n",
+        "",
+        ("test_lora_native.py::test_decoding_rounds_where_training_does",),
+        _DECODE_LORA_UNITS,
+    ),
+    Mutation(
+        "weights that moved read where they lay",
+        CPU,
+        _LORA_NATIVE,
+        "[t.data_ptr() for t in self._tensors] == self._addresses",
+        "self._addresses",
+        ("test_lora_native.py::test_decoding_follows_its_tensors",),
+    ),
+    Mutation(
+        "copies kept",
+        CPU,
+        f"{_PYTHON}/lora/__init__.py",
+        "self._decoder = decoder if decoder.lasting else None",
+        "self._decoder = decoder",
+        ("test_lora_native.py::test_decoding_follows_its_tensors",),
+    ),
+]
+
+_BLOCK = f"{_PYTHON}/block/native.py"
+_BLOCK_CPP = "csrc/cpu/block_kernel.inc.h"
+_BLOCK_UNITS = ("cpu/block_portable.cpp", "cpu/block_avx512.cpp")
+
+BLOCK = [
+    Mutation(
+        "norm rounded once",
+        CPU,
+        _BLOCK_CPP,
+        "const V normed = rounded<T>(load(x + i, width - i) * scale);",
+        "const V normed = load(x + i, width - i) * scale;",
+        ("test_block.py::test_a_norm_has_the_bits_of_llama_s",),
+        _BLOCK_UNITS,
+    ),
+    Mutation(
+        "squares of a strided x in another order",
+        CPU,
+        _BLOCK,
+        "if x.dtype == torch.float32 or not x.is_contiguous():",
+        "x = x.contiguous()\n    if x.dtype == torch.float32:",
+        ("test_block.py::test_layouts_change_no_bit",),
+    ),
+    Mutation(
+        "mean of the slope over a padded width",
+        CPU,
+        _BLOCK_CPP,
+        "rstd * rstd * rstd / double(width)",
+        "rstd * rstd * rstd / double((width + 15) / 16 * 16)",
+        ("test_block.py::test_gradients_of_a_norm",),
+        _BLOCK_UNITS,
+    ),
+    Mutation(
+        "norm's slope on the wrong side",
+        CPU,
+        _BLOCK_CPP,
+        "float(-dot * rstd",
+        "float(dot * rstd",
+        ("test_block.py::test_gradients_of_a_norm",),
+        _BLOCK_UNITS,
+    ),
+    Mutation(
+        "first half's angles for both",
+        CPU,
+        _BLOCK_CPP,
+        "a_sin = rounded<T>(a * load(sin + half + i, left))",
+        "a_sin = rounded<T>(a * load(sin + i, left))",
+        ("test_block.py::test_turned_heads_have_the_bits_of_llama_s",),
+        _BLOCK_UNITS,
+    ),
+    Mutation(
+        "gradient turned onwards",
+        CPU,
+        _BLOCK_CPP,
+        "-(da * load(sin + i, left))",
+        "da * load(sin + i, left)",
+        ("test_block.py::test_gradients_of_turned_heads",),
+        _BLOCK_UNITS,
+    ),
+    Mutation(
+        "first sequence's angles for all",
+        CPU,
+        _BLOCK,
+        "tokens * dim if cos.shape[0] == batch else 0",
+        "0",
+        ("test_block.py::test_turned_heads_have_the_bits_of_llama_s",),
+    ),
+    Mutation(
+        "slope of the logistic function alone",
+        CPU,
+        _BLOCK_CPP,
+        "(s * L::fma(g, 1.0f - s, L::splat(1.0f)))",
+        "s",
+        ("test_block.py::test_gradients_of_a_gated_product",),
+        _BLOCK_UNITS,
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
     for op, mutations in {
@@ -1564,6 +1718,8 @@ MUTATIONS = [
         "ppo_loss": PPO_LOSS,
         "sample": SAMPLE,
         "decode_attention": DECODE_ATTENTION,
+        "decode_linear": DECODE_LINEAR,
+        "block": BLOCK,
     }.items()
     for mutation in mutations
 ]

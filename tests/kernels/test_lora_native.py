@@ -376,22 +376,31 @@ def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("n_rows", [9, 40])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype):
-    x, weight, bias, A, B, scales, _ = few_rows(40, 512, 300, dtype)
+def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype, n_rows):
+    x, weight, bias, A, B, scales, _ = few_rows(n_rows, 512, 1024, dtype)  # work enough for threads
     whole = lambda n: Segments(starts=(0,), ends=(n,), slots=(0,))  # noqa: E731
     before = torch.get_num_threads()
     try:
         found = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(decoded(x, weight, bias, A, B, scales, whole(40)))
+            found.append(decoded(x, weight, bias, A, B, scales, whole(n_rows)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
-    some = decoded(x[21:30], weight, bias, A, B, scales, whole(9))
+    some = decoded(x[3:8], weight, bias, A, B, scales, whole(5))
     if dtype == FP32 or isa in ("avx512_bf16", "amx_bf16"):
-        assert torch.equal(some, found[0][21:30])
+        assert torch.equal(some, found[0][3:8])
+
+
+@torch.no_grad()
+def test_decoding_rounds_where_training_does(isa):
+    """bf16: the product, then the sum. Sums of another order flip a rounding here and there, no more."""
+    arguments = few_rows(40, 96, 300, BF16)
+    differ = decoded(*arguments) != lora_linear(*arguments, backend="cpu")
+    assert differ.float().mean() < 0.03
 
 
 @torch.no_grad()
