@@ -70,7 +70,7 @@ RLHF_INLINE void find_rows(const DecodeCall& call, const int64_t* table, const P
     for (int64_t i = count; i < kTile; ++i) rows[i] = rows[count - 1];
 }
 
-// A position's row is a few lines, and the next one lies behind those of all other heads: too short for the processor
+// A position's row is a few lines, and the next one may lie behind those of all other heads: too short for the processor
 // to foresee, so the next tile is asked for here.
 template <typename T>
 RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]] int64_t count,

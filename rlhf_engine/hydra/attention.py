@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,6 +82,10 @@ class ScoreRule:
     """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
 
 
+Linears = dict[tuple[object, gate.SlotTable], DecodeLinear]
+"""By layer and slot table: the layer's linear for the few rows of a decoding step."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
     """One new token per row against the cache."""
@@ -91,18 +94,12 @@ class DecodePlan:
     """Place of each row's new token; its position is the number of tokens before it."""
     max_length: int
     """Longest row including the new token, known on the host."""
-    linears: dict[tuple[int, gate.SlotTable], DecodeLinear] = field(default_factory=dict)
-    """What the layers (by stream) have prepared for a slot table; the steps of one generation share it."""
-
-    @cached_property
-    def lengths_N(self) -> torch.Tensor:
-        """int64 [N], tokens of each row with the new one."""
-        return self.new.positions_T + 1
-
-    @cached_property
-    def table_N1(self) -> torch.Tensor:
-        """int64 [N, 1], cache row of each row: its one block."""
-        return self.new.rows_T[:, None]
+    lengths_N: torch.Tensor
+    """int64 [N], tokens of each row with the new one."""
+    table_N1: torch.Tensor
+    """int64 [N, 1], cache row of each row: its one block."""
+    linears: Linears
+    """What layers have prepared; the steps of one generation share it."""
 
 
 AttentionPlan = PackedPlan | DecodePlan
@@ -127,6 +124,17 @@ def plan_packed(
             groups.append([i])
     buckets = tuple(_bucket(sorted(group), lengths, starts, device) for group in groups)
     return PackedPlan(buckets=buckets, max_length=max(lengths), new=new)
+
+
+def plan_decode(new: NewTokens, max_length: int, linears: Linears | None = None) -> DecodePlan:
+    """Plan for one new token per row; with `linears` of the step before, layers need not prepare again."""
+    return DecodePlan(
+        new=new,
+        max_length=max_length,
+        lengths_N=new.positions_T + 1,
+        table_N1=new.rows_T[:, None],
+        linears={} if linears is None else linears,
+    )
 
 
 def _bucket(group: list[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.hydra import gate
-from rlhf_engine.hydra.attention import DecodePlan
+from rlhf_engine.hydra.attention import DecodePlan, Linears
 from rlhf_engine.hydra.bank import ALL_LINEAR, AdapterSlot
 
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
@@ -80,19 +80,24 @@ class GatedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         call = gate.current()
-        if call is not None and isinstance(call.attention, DecodePlan):
-            prepared = call.attention.linears.get((self.gated.stream, call.table))
-            if prepared is not None:
-                return prepared(x)
+        if call is not None and call.dropout is None and isinstance(call.attention, DecodePlan):
+            return self._decode(x, call, call.attention.linears)
         arguments = None if call is None else self.gated.lora_arguments(call)
-        if call is None or arguments is None:
+        if arguments is None:
             return F.linear(x, self.weight, self.bias)
         *lora, dropout = arguments
-        if dropout is None and isinstance(call.attention, DecodePlan):
-            prepared = DecodeLinear(self.weight, self.bias, *lora)
-            call.attention.linears[self.gated.stream, call.table] = prepared
-            return prepared(x)
         return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
+
+    def _decode(self, x: torch.Tensor, call: gate.TrunkCall, linears: Linears) -> torch.Tensor:
+        """Through what the first step of a generation has prepared."""
+        key = (self.gated, call.table)
+        if key not in linears:
+            arguments = self.gated.lora_arguments(call)
+            if arguments is None:
+                return F.linear(x, self.weight, self.bias)
+            *lora, _ = arguments
+            linears[key] = DecodeLinear(self.weight, self.bias, *lora)
+        return linears[key](x)
 
 
 class GatedConv1D(Conv1D):

@@ -36,12 +36,12 @@ class NewTokens:
     """int64 [T], cache row of each token."""
     positions_T: torch.Tensor
     """int64 [T], position of each token in its row."""
-    _places: dict[int, torch.Tensor] = field(default_factory=dict)
+    _places: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, K, D] of a layer."""
-        _, heads, dim = key.shape
         for new, layers in ((key, self.cache.keys), (value, self.cache.values)):
+            _, heads, dim = new.shape
             if layer not in layers:
                 layers[layer] = new.new_zeros((self.cache.rows, heads, self.cache.capacity, dim))
             layers[layer].view(-1, dim).index_copy_(0, self._places_of(heads), new.reshape(-1, dim))

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rlhf_kernels.lora import DecodeLinear
 from rlhf_kernels.sample import sample
 
-from rlhf_engine.hydra.attention import DecodePlan, plan_packed
+from rlhf_engine.hydra.attention import Linears, plan_decode, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
@@ -135,7 +134,7 @@ class _LiveRows:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.live = list(range(len(prompts)))
-        self.linears: dict[tuple[int, SlotTable], DecodeLinear] = {}
+        self.linears: Linears = {}
         self.eos = set(sampling.eos_token_ids)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -158,7 +157,7 @@ class _LiveRows:
             self.lengths[i] += 1
         longest = max(self.lengths[i] for i in self.live)
         new = NewTokens(cache=self.cache, rows_T=rows, positions_T=positions)
-        plan = DecodePlan(new=new, max_length=longest, linears=self.linears)
+        plan = plan_decode(new, longest, self.linears)
         table = SlotTable.uniform(self.slot, len(self.live))
         self._draw(self.backbone.run(tokens, positions, table, plan))
 
@@ -187,6 +186,8 @@ class _LiveRows:
             self.logprobs[i].append(logprob)
             if token not in self.eos and len(self.tokens[i]) < self.sampling.max_completion_length:
                 still.append(i)
+        if len(still) < len(self.live):
+            self.linears = {}
         self.live = still
 
 

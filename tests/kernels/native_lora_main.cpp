@@ -162,6 +162,7 @@ int main() {
             }
             run_case(isa, 640, 300, 31, 48, type, Type::float32, 3);  // several groups, work enough for threads
             decode_case(isa, 33, 512, 300, 16, type, Type::float32, 3);
+            decode_case(isa, 9, 512, 1024, 2, type, Type::float32, 6);  // more threads than ranks
         }
     }
     std::puts("native code is clean");

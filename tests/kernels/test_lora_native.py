@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.lora import DecodeLinear, Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
+from rlhf_kernels.lora.segments import make_lanes
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
@@ -379,20 +380,23 @@ def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
 @pytest.mark.parametrize("n_rows", [9, 40])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype, n_rows):
-    x, weight, bias, A, B, scales, _ = few_rows(n_rows, 512, 1024, dtype)  # work enough for threads
-    whole = lambda n: Segments(starts=(0,), ends=(n,), slots=(0,))  # noqa: E731
+    """Up to more threads than there are ranks; first with several, so that nothing lies where one has put it."""
+    x, weight, bias, A, B, scales, segments = few_rows(n_rows, 512, 1024, dtype)  # work enough for threads
     before = torch.get_num_threads()
     try:
         found = []
-        for threads in (1, 3):
+        for threads in (3, 30, 2, 1):
             torch.set_num_threads(threads)
-            found.append(decoded(x, weight, bias, A, B, scales, whole(n_rows)))
+            found.append(decoded(x, weight, bias, A, B, scales, segments))
+            decoded(-x, weight, bias, A, B, scales, segments)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*found)
-    some = decoded(x[3:8], weight, bias, A, B, scales, whole(5))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    at = n_rows // 3
+    some = decoded(x[at : at + 5], weight, bias, A, B, scales, Segments(starts=(0,), ends=(5,), slots=(0,)))
     if dtype == FP32 or isa in ("avx512_bf16", "amx_bf16"):
-        assert torch.equal(some, found[0][3:8])
+        assert torch.equal(some, found[0][at : at + 5])
 
 
 @torch.no_grad()
@@ -445,23 +449,65 @@ def test_where_decoding_runs_as_everything_else(decode_calls):
 
 @torch.no_grad()
 @pytest.mark.parametrize("adapter", [FP32, FP16], ids=str)
-def test_decoding_follows_its_tensors(adapter, decode_calls):
+def test_decoding_follows_its_tensors(adapter, decode_calls, monkeypatch):
     """Weights that change between two tokens, in place or by moving, and an x that is not what it was."""
+    made = []
+    make = cpu.Decoder.__init__
+    monkeypatch.setattr(cpu.Decoder, "__init__", lambda *arguments: made.append(1) or make(*arguments))
     x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40, adapter=adapter)
     weight, A = torch.nn.Parameter(weight, requires_grad=False), [torch.nn.Parameter(a, requires_grad=False) for a in A]
     linear = DecodeLinear(weight, bias, A, B, scales, segments, backend="cpu")
-    agree = lambda x: torch.equal(linear(x), decoded(x, weight, bias, A, B, scales, segments))  # noqa: E731
-    assert agree(x)
+
+    def check(x):
+        exact = in_double(x, weight, bias, A, B, scales, segments)
+        eager = lora_linear(x, weight, bias, A, B, scales, segments, backend="reference")
+        testing.assert_ok(testing.tier1(linear(x), exact, eager), "y")
+
+    check(x)
     B[0].mul_(2)
     weight[3].neg_()
-    assert agree(x)
+    check(x)
+    check(-x)
+    assert len(made) == (1 if adapter == FP32 else 3)  # bound once, unless adapters have to be converted
     weight.data, A[1].data = weight.data.clone() + 1, A[1].data.clone() * 3
-    assert agree(x)
-    assert agree(x.transpose(0, 1))
-    assert len(decode_calls) == 8
+    check(x)
+    check(x.transpose(0, 1))
+    check(x.view(1, 9, 64).transpose(0, 1))  # contiguous, with strides (64, 576, 1)
+    check(torch.randn(9, 1, 65)[..., 1:])
+    assert len(made) == (4 if adapter == FP32 else 7)
+    assert len(decode_calls) == 7
     with pytest.raises(TypeError, match=r"^weight: expected torch.bfloat16"):
         linear(x.bfloat16())
     with pytest.raises(ValueError, match=r"^segments: expected runs within the 8 rows"):
         linear(x[:8])
     with pytest.raises(ValueError, match=r"^weight: expected shape \[M, 32\]"):
         linear(x[..., :32])
+
+
+@torch.no_grad()
+def test_a_bound_linear_heeds_the_process_s_backend(decode_calls):
+    x, *given = few_rows(9, 64, 40)
+    linear = DecodeLinear(*given)
+    linear(x)
+    with registry.use_backend("reference"):
+        assert torch.equal(linear(x), lora_linear(x, *given))
+    linear(x)
+    assert len(decode_calls) == 2
+
+
+@torch.no_grad()
+def test_what_no_decoder_serves_is_asked_once(monkeypatch):
+    asked = []
+    serves = cpu.Decoder.serves
+    monkeypatch.setattr(cpu.Decoder, "serves", lambda *arguments: asked.append(1) or serves(*arguments))
+    x, weight, bias, A, B, scales, _ = few_rows(9, 64, 40)
+    some_off = Segments(starts=(3,), ends=(9,), slots=(0,))
+    linear = DecodeLinear(weight, bias, A, B, scales, some_off, backend="cpu")
+    for factor in (1.0, 2.0, 3.0):
+        expected = lora_linear(factor * x, weight, bias, A, B, scales, some_off, backend="cpu")
+        assert torch.equal(linear(factor * x), expected)
+    assert len(asked) == 1
+    on_gpu = weight.to("meta")  # stands for any other device: its memory is not read
+    all_on = make_lanes(x, 40, A, B, scales, Segments(starts=(0,), ends=(9,), slots=(0,)), None)
+    assert serves(x, weight, bias, all_on)
+    assert not serves(x, on_gpu, bias, all_on)

@@ -46,7 +46,7 @@ def forward(
     grouped = q.reshape(n, n_kv, n_heads // n_kv, d).to(dtype) * scale
     with _no_autocast(q):
         out = None
-        if on_cpu and n_kv * d <= _PACKED_FEATURES:
+        if on_cpu and n_kv * d <= _PACKED_FEATURES and k.stride(2) == v.stride(2) == d:  # heads side by side
             out = _attend_packed(grouped, k.to(dtype), v.to(dtype), unused, softcap)
         if out is None:
             out = _attend(grouped, k.to(dtype), v.to(dtype), unused, softcap)

@@ -273,11 +273,15 @@ def lora_linear(
 
 
 class DecodeLinear:
-    """`lora_linear` for the steps of decoding: everything but x is given, and checked, once.
+    """`lora_linear` for the steps of decoding: everything but x is given once.
 
     Where the few rows of x are all on and nothing wants a gradient, the `cpu` backend reads the weight once for product
-    and delta; it adds in another order than torch, so y may differ from `lora_linear`'s by rounding. Every other call
-    is one of `lora_linear`, with its checks and errors. Weights may change between calls, or move.
+    and delta. That is checked and bound at the first call; later ones with such an x go straight to the kernel. It adds
+    in another order than torch, so y may differ from `lora_linear`'s by rounding. Every other call is one of
+    `lora_linear`, with its checks and errors.
+
+    Between calls tensors may change in place, and their storage may move; their shapes, strides and dtypes may not
+    change, nor the instruction set. Not for several threads at once.
     """
 
     def __init__(
@@ -295,18 +299,25 @@ class DecodeLinear:
         self._tensors = [t for t in (weight, bias, *A, *B) if t is not None]
         self._backend = backend
         self._decoder: native.Decoder | None = None
+        self._without: tuple[object, ...] | None = None
+        """What the last call was like that no decoder serves."""
+        self._default = ""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M]."""
         plain = eager.eager(x) and not torch.is_autocast_enabled(x.device.type)
         if not plain or _wants_gradient(x, *self._tensors):
             return lora_linear(x, *self._given, backend=self._backend)
-        if self._decoder is not None and self._decoder.takes(x):
+        default = registry.default_backend()
+        if self._decoder is not None and self._default == default and self._decoder.takes(x):
             return self._decoder(x)
-        decoder = self._make_decoder(x)
+        like = (x.shape, x.dtype, x.device, default)
+        decoder = None if like == self._without else self._make_decoder(x)
         if decoder is None:
+            self._without = like
             return lora_linear(x, *self._given, backend=self._backend)
-        self._decoder = decoder if decoder.lasting else None
+        if decoder.lasting:
+            self._decoder, self._default = decoder, default
         return decoder(x)
 
     def _make_decoder(self, x: Tensor) -> native.Decoder | None:

@@ -64,9 +64,9 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes)
 
 
 class Decoder:
-    """`linear_forward` for x of one shape, all rows on, without dropout; rounds where that rounds.
+    """`linear_forward` for x of one shape and dtype, all rows on, without dropout; rounds where that rounds.
 
-    It reads the tensors where they lay when it was made.
+    It reads the tensors where they lay when it was made, whatever they hold by then.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> None:
@@ -92,16 +92,15 @@ class Decoder:
 
     @staticmethod
     def serves(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
-        """A few rows, all on and without dropout, in a type and depth that have code."""
+        """A few rows, all on, in a type and depth that have code; `lanes` have no dropout."""
         return (
             x.dtype in _TYPES
             and _DECODE_ROWS[x.dtype][0] <= lanes.n_on <= _DECODE_ROWS[x.dtype][1]
             and math.prod(x.shape[:-1]) == lanes.n_on
-            and lanes.row_ids is None
             and x.shape[-1] % 32 == 0
-            and weight.dtype == x.dtype
+            and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
-            and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+            and (bias is None or ((bias.dtype, bias.device) == (x.dtype, x.device) and bias.is_contiguous()))
             and native.extension().lora_decodes(_TYPES[x.dtype])
         )
 
@@ -116,9 +115,12 @@ class Decoder:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M], dense."""
-        rows = x if x.is_contiguous() else _unit_inner_stride(x.reshape(-1, x.shape[-1]))
         y = torch.empty(self._y_shape, dtype=self._dtype)
-        self._run(rows.data_ptr(), rows.stride(-2), y.data_ptr(), native.threads())
+        if x.is_contiguous():  # says nothing about the strides of dimensions of size 1
+            self._run(x.data_ptr(), x.shape[-1], y.data_ptr(), native.threads())
+        else:
+            rows = _unit_inner_stride(x.reshape(-1, x.shape[-1]))
+            self._run(rows.data_ptr(), rows.stride(0), y.data_ptr(), native.threads())
         return y
 
 

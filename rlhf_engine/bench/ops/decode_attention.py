@@ -59,8 +59,8 @@ def _case(s: CacheSize, dtype: torch.dtype, ragged: bool) -> Case:
 
         return {
             "q": numbers(s.N, s.Hq, s.D),
-            "k_cache": numbers(s.N, s.S, s.Hkv, s.D),
-            "v_cache": numbers(s.N, s.S, s.Hkv, s.D),
+            "k_cache": numbers(s.N, s.Hkv, s.S, s.D).transpose(1, 2),  # as rollouts lay it out
+            "v_cache": numbers(s.N, s.Hkv, s.S, s.D).transpose(1, 2),
             "lengths": torch.tensor(lengths, device=device),
             "block_table": torch.arange(s.N, device=device)[:, None],
         }

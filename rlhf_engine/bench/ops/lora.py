@@ -106,6 +106,8 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
         leaves = leaves_of(inputs, gradients)
         return differentiate({"y": linear(inputs | leaves)}, {"y": inputs["grad_y"]}, leaves)
 
+    bound: dict[tuple[int, str], DecodeLinear] = {}
+
     def run(inputs: Tensors, backend: str) -> Tensors:
         starts, ends, slot_of = zip(*lane.runs, strict=True)
         segments = Segments(starts=starts, ends=ends, slots=slot_of)
@@ -116,7 +118,10 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
             base = given["weight"], None
             if lane.backward:
                 return lora_linear(given["x"], *base, *adapters, scales, segments, backend=backend)
-            return DecodeLinear(*base, *adapters, scales, segments, backend=backend)(given["x"])
+            key = (id(given["weight"]), backend)  # it stays what it is for as long as `bound` holds the weight
+            if key not in bound:
+                bound[key] = DecodeLinear(*base, *adapters, scales, segments, backend=backend)
+            return bound[key](given["x"])
 
         return finish(linear, inputs)
 
