@@ -175,7 +175,8 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     peak: Callable[[Callable[[], object]], int] = peak_on_cuda if device.type == "cuda" else peak_of_process
     before = held_bytes(device)
     method = Method(arguments, arguments.rows, arguments.micro)
-    experience = method.inference(method.generation())
+    rollout = method.generation()
+    experience = method.inference(rollout)
     method.update(experience)  # optimizer state, and workspaces that stay
     peak(lambda: None)  # gives free memory back first
     state = held_bytes(device) - before
@@ -183,7 +184,7 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
         "state_bytes": state,
         "peak_bytes": {
             "generation": state + peak(method.generation),
-            "inference": state + peak(lambda: method.inference(method.generation())),
+            "inference": state + peak(lambda: method.inference(rollout)),
             "update": state + peak(lambda: method.update(experience)),
         },
         "parameters": method.model.held_parameters(),

@@ -15,7 +15,7 @@ curves are kept and the numbers that the table compares:
     final: [eval/reward, eval/kl]
 
 Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
-in runs/sweeps/<grid>/<run>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
+in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
 A `train` run that was stopped resumes from its last checkpoint. Writes OUT/summary.md and OUT/curves.png: lines are
 means over the seeds, bands span them.
 """
@@ -23,8 +23,10 @@ means over the seeds, bands span them.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -92,10 +94,32 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
+def command_of(grid: Grid, point: dict[str, Any]) -> list[str]:
+    """The command of a run, without folders of this machine."""
+    return [grid.command, *flags_of(grid.flags), *flags_of(point)]
+
+
+def read_record(grid: Grid, point: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A run's record. Raises SystemExit for one that other flags have made."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    command = shlex.join(["rlhf-engine", *command_of(grid, point)])
+    if record["command"] != command:
+        raise SystemExit(
+            f"{path}: expected a record of `{command}`, got one of `{record['command']}`; remove it, or give another "
+            "--out"
+        )
+    return record
+
+
+def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
+    """Where a run lives while it lasts; a run with other flags is another run and does not resume it."""
+    flags = shlex.join([*command_of(grid, point), *extra])
+    return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
 def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path) -> None:
     """One run in a process of its own, and its record."""
-    folder = WORK / grid.name / grid.run_name(point)
-    shown = [grid.command, *flags_of(grid.flags), *flags_of(point)]
+    folder, shown = work_folder(grid, point, extra), command_of(grid, point)
     argv = [*shown, "--output_dir", str(folder), *extra]
     if grid.command == "train":
         argv += ["--resume_from_checkpoint", "auto"]
@@ -120,7 +144,7 @@ def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: 
         record_path,
         {
             "run": point,
-            "command": "rlhf-engine " + " ".join(shown),
+            "command": shlex.join(["rlhf-engine", *shown]),
             "final": {name: final[name] for name in grid.final},
             "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
             "seconds": time.perf_counter() - began,
@@ -211,7 +235,7 @@ def main() -> None:
             print(f"[{number}/{len(points)}] {grid.run_name(point)}", file=sys.stderr)
             run_point(grid, point, extra, path)
         if path.exists():
-            records.append(json.loads(path.read_text()))
+            records.append(read_record(grid, point, path))
     if not records:
         raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")
     print(summarise(grid, records, arguments.out))

@@ -190,31 +190,45 @@ class PPOConfig(_TrainingOptions):
                 raise ConfigError(f"{name}: expected 'lane' among reward_funcs, got {self.reward_funcs}")
         if self.reward_adapter is not None and self.reward_model_path is not None:
             raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
-        if "lane" not in self.reward_funcs:
-            if self.method == "dynamic_lora_ppo":
-                raise ConfigError(
-                    "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward "
-                    f"model, got {self.reward_funcs}"
-                )
-            if self.critic_init == "reward":
-                raise ConfigError(
-                    "critic_init: expected 'lane' among reward_funcs to start as the reward model, "
-                    f"got {self.reward_funcs}"
-                )
+        if "lane" not in self.reward_funcs and self.method == "dynamic_lora_ppo":
+            raise ConfigError(
+                "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward "
+                f"model, got {self.reward_funcs}"
+            )
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
         if self.method == "full_ppo":
-            for name in ("load_in_8bit", "load_in_4bit", "actor_adapter"):
+            for name in ("load_in_8bit", "load_in_4bit", "actor_adapter", "reference_adapter"):
                 if getattr(self, name):
                     raise ConfigError(
-                        f"{name}: expected it unset for full_ppo, which trains whole backbones, "
+                        f"{name}: expected it unset for full_ppo, which trains whole backbones from the base on, "
                         f"got {getattr(self, name)!r}"
                     )
+        if self.critic_init == "reward":
+            self._check_start_as_reward()
         if self.critic_init == "actor" and self.method == "dynamic_lora_ppo":
             raise ConfigError(
                 "critic_init: expected 'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than "
                 "the actor, got 'actor'"
             )
+
+    def _check_start_as_reward(self) -> None:
+        """Where the critic has no slot of its own, its hidden states have to be the reward model's all the same."""
+        if "lane" not in self.reward_funcs:
+            raise ConfigError(
+                f"critic_init: expected 'lane' among reward_funcs to start as the reward model, got {self.reward_funcs}"
+            )
+        apart = {
+            "full_ppo": ("reward_adapter",),
+            "j_hydra_ppo": ("reward_adapter", "actor_adapter", "reference_adapter"),
+        }.get(self.method, ())
+        for name in apart:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"critic_init: expected another start than 'reward' for {self.method} with {name}, because its "
+                    "critic has no slot of its own and would read other hidden states than the reward head, "
+                    f"got 'reward' with {name} {getattr(self, name)!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra.loading import read_config
+
+_ELSEWHERE = "a reward model with another tokenizer can be one of the reward_funcs"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -28,6 +31,35 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             f"{str(path)!r}; set eos_token in its tokenizer_config.json, or answers could never end"
         )
     return tokenizer
+
+
+def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], vocabulary: int) -> None:
+    """Raise ConfigError unless the reward model in `folder` reads the policy's token ids as the policy does.
+
+    Tokens that were added to either tokenizer are not compared: reward models often bring a padding token. Where the
+    folder has no tokenizer, its vocabulary has to be as large as the policy's, which `vocabulary` says.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"reward_model_path: expected a local model folder, got {str(folder)!r} which is not one")
+    theirs = int(read_config(folder).get_text_config().vocab_size)
+    try:
+        other = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError):
+        if theirs != vocabulary:
+            raise ConfigError(
+                f"reward_model_path: expected a vocabulary of {vocabulary} tokens, the policy's, in {str(folder)!r}, "
+                f"got {theirs}; {_ELSEWHERE}"
+            ) from None
+        return
+    ours, found, added = tokenizer.get_vocab(), other.get_vocab(), tokenizer.get_added_vocab()
+    differing = sorted((i, token) for token, i in ours.items() if token not in added and found.get(token) != i)
+    if differing:
+        i, token = differing[0]
+        raise ConfigError(
+            f"reward_model_path: expected the policy's tokenizer in {str(folder)!r}, got one in which {len(differing)} "
+            f"of its tokens have another id, such as {token!r} (id {i} of the policy's, {found.get(token)} here); "
+            + _ELSEWHERE
+        )
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:

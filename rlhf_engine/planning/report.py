@@ -81,15 +81,17 @@ def make_setting(config: PlanConfig) -> Setting:
 
 
 def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
-    """One method's line: bytes everywhere."""
+    """One method's line: bytes everywhere. max_batch: prompts of a step, 0 where no micro-batch fits its update."""
     options = {key: value for key, value in config.to_dict().items() if key not in ("method", "json", "out")}
     return {
         "method": prediction.method,
-        "state_bytes": prediction.state_bytes,
+        "state_bytes": sum(prediction.state_bytes.values()),
+        "state_parts": prediction.state_bytes,
         "kv_cache_bytes": prediction.kv_cache_bytes,
         "activation_bytes": prediction.activation_bytes,
         "peak_bytes": prediction.peak_bytes,
-        "max_batch": prediction.max_batch,
+        "max_batch": prediction.max_batch["generation"] if prediction.max_batch["update"] else 0,
+        "max_micro_batch": prediction.max_batch["update"],
         "budget_bytes": config.budget_bytes,
         "options": options,
         "assumptions": assumptions(config, [prediction]),

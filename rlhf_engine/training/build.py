@@ -16,7 +16,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import Quantization, load_model
+from rlhf_engine.hydra.loading import Quantization, load_model, read_config
 from rlhf_engine.hydra.roles import OFF
 
 
@@ -47,7 +47,7 @@ def build_ppo_model(config: PPOConfig) -> HydraModel:
     the base model, not the policy that supervised training made.
     """
     roles = ppo_roles(config)
-    _check_adapters(config)
+    check_sources(config)
     head = _reward_head(config, roles)
     slots = _slots(config, roles)
     quantization = _quantization(config)
@@ -182,21 +182,39 @@ def _quantization(config: PPOConfig) -> Quantization:
     return "8bit" if config.load_in_8bit else "none"
 
 
+def check_sources(config: PPOConfig) -> None:
+    """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
+    declared = getattr(read_config(config.model_name_or_path), "quantization_config", None)
+    if config.method == "full_ppo" and declared is not None:
+        raise ConfigError(
+            "model_name_or_path: expected a base that is not quantised for full_ppo, which trains whole backbones, got "
+            f"{config.model_name_or_path!r} whose config has a quantization_config"
+        )
+    _check_adapters(config)
+
+
 def _check_adapters(config: PPOConfig) -> None:
-    """Adapters that say which base they were made for must all say the same, by the last part of its name."""
-    bases: dict[str, str] = {}
+    """Adapters must all be of one base: by its hash where two have recorded one, else by the last part of its name."""
+    named, hashed = {}, {}
     for option in ("actor_adapter", "reference_adapter", "reward_adapter"):
         folder = getattr(config, option)
-        if folder is None:
-            continue
-        path = Path(folder) / peft_io.CONFIG_FILE
-        if path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-            if named:
-                bases[option] = Path(named).name
-    if len(set(bases.values())) > 1:
-        listed = ", ".join(f"{option} of {base!r}" for option, base in bases.items())
-        raise ConfigError(
-            f"{next(iter(bases))}: expected adapters of one base, got {listed}; if these are one and the same, correct "
-            f"base_model_name_or_path in {peft_io.CONFIG_FILE}"
-        )
+        if folder is not None:
+            name = _recorded(folder, peft_io.CONFIG_FILE, "base_model_name_or_path")
+            named[option] = Path(name).name if name else None
+            hashed[option] = _recorded(folder, peft_io.ENGINE_FILE, "base_hash")
+    for bases, advice in (
+        (hashed, "two bases by their hashes"),
+        (named, f"if these are one and the same, correct base_model_name_or_path in {peft_io.CONFIG_FILE}"),
+    ):
+        known = {option: base for option, base in bases.items() if base}
+        if len(set(known.values())) > 1:
+            listed = ", ".join(f"{option} of {base[:12]!r}" for option, base in known.items())
+            raise ConfigError(f"{next(iter(known))}: expected adapters of one base, got {listed}; {advice}")
+        if known.keys() == named.keys():  # equal hashes say more than names
+            return
+
+
+def _recorded(folder: str, file: str, key: str) -> str | None:
+    path = Path(folder) / file
+    found: str | None = json.loads(path.read_text(encoding="utf-8")).get(key) if path.is_file() else None
+    return found

@@ -23,11 +23,11 @@ from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.hydra.loading import read_context_length
+from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
-from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
-from rlhf_engine.training.build import build_ppo_model
+from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     list_checkpoints,
@@ -85,7 +85,11 @@ class PpoTrainer:
         self.output = Path(config.output_dir)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         self._check_output(resume)
+        check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
+        if config.reward_model_path is not None:
+            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
+            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
         context = read_context_length(config.model_name_or_path)
         self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)

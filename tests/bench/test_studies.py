@@ -35,21 +35,32 @@ def write_grid(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path):
+@pytest.fixture
+def sweep(monkeypatch):
+    """bench/sweep.py as a module."""
+    specification = importlib.util.spec_from_file_location("sweep", ROOT / "bench" / "sweep.py")
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "sweep", module)  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, sweep):
     model, out = write_model(tmp_path / "m"), tmp_path / "out"
     grid = write_grid(tmp_path / "tiny.yaml")
     reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
     shared = ["--model_name_or_path", model, "--dataset_name", write_prompts(tmp_path), "--reward_funcs", reward]
     arguments = [grid, "--out", out, "--", *shared, "--num_samples", 0]
     # the second run cannot end: its folder's place is taken by a file
-    taken = tmp_path / "runs" / "sweeps" / "tiny"
-    taken.mkdir(parents=True)
-    (taken / "method-hydra_ppo_seed-1").write_text("")
+    extra = [str(x) for x in arguments[arguments.index("--") + 1 :]]
+    taken = tmp_path / sweep.work_folder(sweep.Grid.read(grid), {"seed": 1, "method": "hydra_ppo"}, extra)
+    taken.parent.mkdir(parents=True)
+    taken.write_text("")
     stopped = run("sweep.py", *arguments, cwd=tmp_path, code=1)
     assert "method-hydra_ppo_seed-1: the run ended with exit code 2; run this again to go on" in stopped.stderr
     (record,) = out.glob("*.json")
     first = record.read_text()
-    (taken / "method-hydra_ppo_seed-1").unlink()
+    taken.unlink()
     table = run("sweep.py", *arguments, cwd=tmp_path).stdout
     assert record.read_text() == first
     found = json.loads((out / "method-hydra_ppo_seed-1.json").read_text())
@@ -59,6 +70,10 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path):
     assert "| hydra_ppo | 2 | " in table
     assert table.strip() in (out / "summary.md").read_text()
     assert (out / "curves.png").stat().st_size > 5000
+    write_grid(grid, flags={**yaml.safe_load(grid.read_text())["flags"], "learning_rate": 0.5})
+    other = run("sweep.py", *arguments, cwd=tmp_path, code=1)
+    assert "expected a record of `rlhf-engine train" in other.stderr
+    assert record.read_text() == first
 
 
 @pytest.mark.parametrize(
@@ -70,11 +85,7 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path):
         ({"grid": {"seed": 3}}, r"grid\.seed: expected a list of values, got 3"),
     ],
 )
-def test_grids_that_are_none(tmp_path, monkeypatch, changes, message):
-    specification = importlib.util.spec_from_file_location("sweep", ROOT / "bench" / "sweep.py")
-    sweep = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "sweep", sweep)  # dataclasses look their module up
-    specification.loader.exec_module(sweep)
+def test_grids_that_are_none(tmp_path, sweep, changes, message):
     with pytest.raises(ValueError, match=message):
         sweep.Grid.read(write_grid(tmp_path / "g.yaml", **changes))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, hydra_roles, load_pretrained, save_pretrained
-from rlhf_engine.training.build import build_ppo_model
+from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.rl import PpoTrainer
 from tests.conftest import random_batch
 from tests.training.test_data import ppo_config, write_model
@@ -213,6 +213,15 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
         ({"method": "full_ppo", "load_in_8bit": True}, "load_in_8bit: expected it unset for full_ppo"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "load_in_4bit: expected either load_in_8bit or load_in_4bit"),
         ({"method": "full_ppo", "actor_adapter": "a"}, "actor_adapter: expected it unset for full_ppo"),
+        ({"method": "full_ppo", "reference_adapter": "a"}, "reference_adapter: expected it unset for full_ppo"),
+        (
+            {"method": "full_ppo", "critic_init": "reward", "reward_adapter": "a"},
+            "critic_init: expected another start than 'reward' for full_ppo with reward_adapter",
+        ),
+        (
+            {"method": "j_hydra_ppo", "critic_init": "reward", "reward_model_path": "b", "reference_adapter": "a"},
+            "critic_init: expected another start than 'reward' for j_hydra_ppo with reference_adapter",
+        ),
         (
             {"method": "dynamic_lora_ppo", "reward_funcs": ["m:f"]},
             "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward model",
@@ -271,6 +280,66 @@ def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
         ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of 'vicuna'"
     ):
         build(base, tmp_path, actor_adapter=str(other), reward_adapter=str(lora_reward))
+
+
+def test_a_quantised_folder_does_not_train_as_a_whole(model, tmp_path):
+    base = broken(tmp_path / "base", model)
+    config = json.loads((base / "config.json").read_text())
+    declared = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    with pytest.raises(ConfigError, match=r"model_name_or_path: expected a base that is not quantised for full_ppo"):
+        build(base, tmp_path, method="full_ppo")
+
+
+def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path):
+    def adapter(name: str, base: str, digest: str | None) -> str:
+        folder = tmp_path / name
+        shutil.copytree(lora_reward, folder)
+        recorded = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**recorded, "base_model_name_or_path": base}))
+        if digest is not None:
+            (folder / "rlhf_engine.json").write_text(json.dumps({"base_hash": digest}))
+        return str(folder)
+
+    def check(actor: str, reward: str) -> None:
+        check_sources(ppo_config(model, tmp_path / "run", actor_adapter=actor, reward_adapter=reward))
+
+    of_hub, of_snapshot = adapter("a", "org/tiny", "1" * 64), adapter("b", "/cache/0f3e", "1" * 64)
+    check(of_hub, of_snapshot)
+    with pytest.raises(ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of '1111"):
+        check(of_hub, adapter("c", "org/tiny", "2" * 64))
+    with pytest.raises(ConfigError, match=r"actor_adapter of 'tiny', reward_adapter of '0f3e'; if these are one"):
+        check(of_hub, adapter("d", "/cache/0f3e", None))
+
+
+def test_a_reward_model_reads_the_policy_s_tokens(model, same_trunk, tmp_path):
+    def trainer(folder: Path) -> PpoTrainer:
+        return PpoTrainer(ppo_config(model, tmp_path / "run", reward_model_path=str(folder)))
+
+    with_tokens = tmp_path / "with_tokens"
+    shutil.copytree(same_trunk, with_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.save_pretrained(with_tokens)
+    trainer(with_tokens)
+    tokenizer.add_special_tokens({"pad_token": "[padding]"})
+    tokenizer.save_pretrained(with_tokens)  # reward models often bring one
+    trainer(with_tokens)
+    path = with_tokens / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    vocabulary = stored["model"]["vocab"]
+    a, b = [token for token in vocabulary if token not in tokenizer.all_special_tokens][-2:]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected the policy's tokenizer in .* 2 of its tokens"):
+        trainer(with_tokens)
+    larger = tmp_path / "larger"
+    shutil.copytree(same_trunk, larger)
+    config = json.loads((larger / "config.json").read_text())
+    (larger / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected a vocabulary of \d+ tokens, the policy's"):
+        trainer(larger)
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected a local model folder, got 'none'"):
+        trainer(Path("none"))
 
 
 def test_a_folder_that_lacks_its_lm_head_is_refused(model, tmp_path):

@@ -281,6 +281,13 @@ def test_answers_that_never_end_pay_the_penalty(model, tmp_path):
 # ---- 4 bad input, before the model is built --------------------------------------------------------------------------
 
 
+def without_tokenizer(folder: Path) -> Path:
+    write_model(folder)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    return folder
+
+
 def without_eos(folder: Path) -> Path:
     write_model(folder)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -331,7 +338,11 @@ def data(*rows: Any):
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
         (lambda p: {"actor_adapter": str(p / "none")}, r"adapter: expected a folder with adapter_config\.json"),
         (lambda p: {"model_name_or_path": str(p / "no")}, "model_name_or_path: expected a local model folder, got"),
-        (lambda p: {"model_name_or_path": str(p)}, "model_name_or_path: expected a tokenizer in"),
+        (lambda p: {"model_name_or_path": str(p)}, "model_name_or_path: expected a folder with config.json, got"),
+        (
+            lambda p: {"model_name_or_path": str(without_tokenizer(p / "m"))},
+            "model_name_or_path: expected a tokenizer in",
+        ),
         (
             lambda p: {"model_name_or_path": str(without_eos(p / "m"))},
             "model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without",
