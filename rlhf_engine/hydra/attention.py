@@ -179,8 +179,10 @@ def packed_attention(
             "score or generate"
         )
     plan = call.attention
-    longest = plan.max_length  # read exactly once per call: the backbone's probe counts
+    longest = plan.max_length
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    if call.windows is not None:
+        call.windows.append(window)
     _refuse_unserved(kwargs, attention_mask, dropout)
     bites = window is not None and window < longest
     rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap)

@@ -52,6 +52,8 @@ class TrunkCall:
     table: SlotTable
     attention: AttentionPlan
     dropout: DropoutKey | None = None
+    windows: list[int | None] | None = None
+    """Where given, every layer's attention notes the sliding window that it was asked for: proof of what ran."""
 
 
 _local = threading.local()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,28 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
     if encodes or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f"model_name_or_path: expected a decoder-only language model, got {name!r} of type {config.model_type!r}"
+        )
+
+
+def require_windows(config: PreTrainedConfig, windows: Sequence[int | None], name: str) -> None:
+    """Raise ValueError unless the layers of a model asked for the sliding windows that its config promises.
+
+    windows: what each layer's attention was asked for, in order. A window as long as the context never bites.
+    """
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        slides = window is not None and getattr(text, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * len(windows)
+    never_bites = window is not None and window >= context_length(config)
+    for layer, (kind, asked) in enumerate(zip(kinds, windows, strict=True)):
+        wanted = window if kind == "sliding_attention" else None
+        if kind in ("sliding_attention", "full_attention") and (asked == wanted or never_bites):
+            continue
+        raise ValueError(
+            f"{name}: expected layer {layer} to ask for {kind.replace('_', ' ')} (window {wanted}), as its config has "
+            f"it, its attention was asked for window {asked}; this architecture needs masks that are not served"
         )
 
 

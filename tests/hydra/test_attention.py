@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, attention_cpu, hydra_roles
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
@@ -267,3 +274,33 @@ def test_somebody_elses_change_of_attention_is_noticed():
     model.backbone().model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match="expected the attention 'rlhf_engine' that it was given, got 'sdpa'"):
         model.score(random_batch())
+
+
+_SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
+
+
+def test_a_window_that_attention_is_not_told_is_refused():
+    """Qwen2-MoE puts its window into a mask, which packed rows never get."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sliding = {"use_sliding_window": True, "max_window_layers": 1}
+    make = lambda window: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SMALL, **experts, **sliding, sliding_window=window))  # noqa: E731
+    with pytest.raises(ValueError, match=r"expected layer 0 to ask for sliding attention \(window 4\).* window None"):
+        HydraModel.from_pretrained(make(4), roles=hydra_roles())
+    HydraModel.from_pretrained(make(64), roles=hydra_roles())  # as long as the context: it never bites
+
+
+def test_hidden_states_of_zero_are_no_difference():
+    """The probe's first token is padding here, whose embedding is zero, and OLMo 3 adds nothing to it."""
+    plain = Olmo3ForCausalLM(Olmo3Config(**_SMALL, sliding_window=4))
+    with torch.no_grad():
+        assert not plain.base_model(torch.ones(1, 1, dtype=torch.int64)).last_hidden_state.any()
+    HydraModel.from_pretrained(plain, roles=hydra_roles())
