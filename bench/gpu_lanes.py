@@ -53,10 +53,11 @@ SHAPES = {  # options of a script, in full and with --quick
         ("--hidden", "2048", "--layers", "16", "--tokens", "512", "--batches", "1", "2", "4", "8", "16", "32"),
         ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
     ),
+    "plan_check": ((), ("--shape", "llama", "--method", "hydra_ppo")),
     "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
         (
             *("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB"),
-            *("--batch", "2", "--rounds", "1", "--gradient-checkpointing"),
+            *("--batch", "2", "--rounds", "1", "--limit", "256"),
         ),
         ("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB", "--limit", "8"),
     ),
@@ -181,6 +182,7 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
         lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
     lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
+    lanes.append(_bench("plan_check", folder, "--device", "cuda", *SHAPES["plan_check"][quick]))
     for method in METHODS:  # one method a lane: each adds its row to the table
         options = ("--methods", method, "--dtype", "bfloat16", *SHAPES["hydra_table"][quick])
         lanes.append(_bench("hydra_table", folder, *options, name=f"hydra_table-{method}"))

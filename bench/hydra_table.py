@@ -12,7 +12,7 @@ Every method runs the engine's own step on random weights, once per process:
     update       --epochs PPO epochs over them, one minibatch each, micro-batches of `micro` sequences, AdamW
 
 Equal batch: batch = micro = --batch for every method; state and the peak of each phase, measured above the process
-before the model was made. Equal memory: batch and micro are the largest that `rlhf-engine plan` says fit --cap (at
+before the model was made, which has run a small one. Equal memory: batch and micro are the largest that `rlhf-engine plan` says fit --cap (at
 most --limit); seconds per sample by phase, and the measured peak beside the cap. On a GPU the allocator refuses memory
 beyond the cap; on a CPU the peak is only compared with it.
 
@@ -170,15 +170,19 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     if device.type == "cpu":
         set_up_malloc()
-        warm = torch.randn(512, 512)  # threads and their stacks
-        warm @ warm
     peak: Callable[[Callable[[], object]], int] = peak_on_cuda if device.type == "cuda" else peak_of_process
+    # what a process gets once: code, thread stacks, what libraries keep
+    few = argparse.Namespace(**{**vars(arguments), "shape": "small", "prompt": 4, "answer": 2})
+    warm = Method(few, 2, 1)
+    warm.update(warm.inference(warm.generation()))
+    del warm
+    peak(lambda: None)  # gives free memory back
     before = held_bytes(device)
     method = Method(arguments, arguments.rows, arguments.micro)
     rollout = method.generation()
     experience = method.inference(rollout)
     method.update(experience)  # optimizer state, and workspaces that stay
-    peak(lambda: None)  # gives free memory back first
+    peak(lambda: None)
     state = held_bytes(device) - before
     return {
         "state_bytes": state,
@@ -268,7 +272,7 @@ def table(records: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> 
     lora = records.get("lora_ppo")
     lines = [
         f"| method | state MB | of LoRA-PPO's | peak at batch {arguments.batch}: generation, inference, update MB | "
-        f"batch in {arguments.cap} | measured peak MB | s/sample | generation | inference | update | "
+        f"batch in {arguments.cap}, at most {arguments.limit} | measured peak MB | s/sample | generation | inference | update | "
         "against LoRA-PPO |",
         "|---" * 11 + "|",
     ]

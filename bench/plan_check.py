@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
 from rlhf_engine.planning.phases import Setting, build_model
 from rlhf_engine.planning.predict import PHASES, Planner
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.metrics import git_commit
 from rlhf_engine.training.optimizer import RoleOptimizer
 
 _COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
@@ -243,7 +245,10 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {
             "device": arguments.device,
+            "command": sys.argv,
+            "git_commit": git_commit(Path(__file__)),
             "torch": torch.__version__,
+            "transformers": transformers.__version__,
             "threads": torch.get_num_threads(),
             "rows": rows,
         }
