@@ -11,9 +11,9 @@ Every method runs the engine's own step on random weights, once per process:
     inference    one scoring pass of all roles over them
     update       --epochs PPO epochs over them, one minibatch each, micro-batches of `micro` sequences, AdamW
 
-Equal batch: batch = micro = --batch for every method; state and the peak of each phase, measured above the process
-before the model was made, which has run a small one. Equal memory: batch and micro are the largest that `rlhf-engine plan` says fit --cap (at
-most --limit); seconds per sample by phase, and the measured peak beside the cap. On a GPU the allocator refuses memory
+Equal batch: batch = micro = --batch for every method; state and the peak of each phase, measured above a process that
+has run a small model. Equal memory: batch and micro are the largest that `rlhf-engine plan` says fit --cap (at most
+--limit); seconds per sample by phase, and the measured peak beside the cap. On a GPU the allocator refuses memory
 beyond the cap; on a CPU the peak is only compared with it.
 
 The paper (arXiv 2309.00754, table 1, Llama-7B): LoRA-PPO 18.75 s per sample in 68.0 GB, J-Hydra 5.01 in 67.9, Hydra
@@ -272,8 +272,8 @@ def table(records: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> 
     lora = records.get("lora_ppo")
     lines = [
         f"| method | state MB | of LoRA-PPO's | peak at batch {arguments.batch}: generation, inference, update MB | "
-        f"batch in {arguments.cap}, at most {arguments.limit} | measured peak MB | s/sample | generation | inference | update | "
-        "against LoRA-PPO |",
+        f"batch in {arguments.cap}, at most {arguments.limit} | measured peak MB | s/sample | generation | inference | "
+        "update | against LoRA-PPO |",
         "|---" * 11 + "|",
     ]
     for method, r in records.items():
