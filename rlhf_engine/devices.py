@@ -39,10 +39,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""What a RuntimeError says when the CPU, cuBLAS or the driver finds no memory."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed, on a GPU or on the CPU (where torch has no class for it)."""
+    """Whether an error says that an allocation failed; torch has a class of its own for one of the ways only."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
 
 

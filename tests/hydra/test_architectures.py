@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rlhf_kernels import testing
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
@@ -76,8 +79,8 @@ def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
     save_pretrained(model, tmp_path)
     theirs = PeftModel.from_pretrained(plain_model(name), tmp_path).eval()
     with torch.no_grad():
-        expected = rows_of(theirs, batch)
-        close(logits(model, batch, "actor"), expected)
+        single, double = rows_of(theirs, batch), rows_of(theirs.double(), batch)
+    testing.assert_ok(testing.tier1(logits(model, batch, "actor"), double, single), name)
     back = HydraModel.from_pretrained(
         plain_model(name), roles=ACTOR, slots={"actor": peft_io.read_slot_config(tmp_path)}
     ).eval()
@@ -89,22 +92,23 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     model, batch = hydra(name), random_batch(LENGTHS)
     save_pretrained(model, tmp_path)
     theirs = PeftModel.from_pretrained(plain_model(name), tmp_path, is_trainable=True).eval()
+    exactly = copy.deepcopy(theirs).double()
     weights = torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(2))
 
     (out,) = model(batch, (Logprobs(),))
     (out.logprob * weights).sum().backward()
-    logprobs = rows_of(theirs, batch)[batch.predict_rows_M].log_softmax(-1)
-    expected = logprobs.gather(1, batch.targets_M[:, None])[:, 0]
-    (expected * weights).sum().backward()
-
-    close(out.logprob, expected)
-    modules = dict(theirs.base_model.model.named_modules())
+    found = []
+    for peft_model in (theirs, exactly):
+        logprobs = rows_of(peft_model, batch)[batch.predict_rows_M].log_softmax(-1)
+        found.append(logprobs.gather(1, batch.targets_M[:, None])[:, 0])
+        (found[-1] * weights).sum().backward()
+    testing.assert_ok(testing.tier1(out.logprob.detach(), found[1].detach(), found[0].detach()), "logprob")
+    modules, exact_modules = (dict(m.base_model.model.named_modules()) for m in (theirs, exactly))
     for path, pair in model.backbone().slot("actor").items():
         for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):
-            gradient = getattr(modules[path], half)["default"].weight.grad
-            assert gradient.any(), path
-            scale = gradient.abs().max().item()
-            torch.testing.assert_close(ours.grad, gradient, rtol=1e-3, atol=2e-5 * scale, msg=f"{path}.{half}")
+            single, double = (getattr(m[path], half)["default"].weight.grad for m in (modules, exact_modules))
+            assert double.any(), path
+            testing.assert_ok(testing.tier1(ours.grad, double, single), f"{path}.{half}")
 
 
 @every

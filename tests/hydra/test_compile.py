@@ -11,7 +11,7 @@ import torch
 
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, host
 from tests.conftest import random_batch, randomise
-from tests.hydra.architectures import plain_model
+from tests.hydra.architectures import CONFIGS, plain_model
 
 BATCH = random_batch(((3, 9), (4, 8), (1, 5)))
 ROLES = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
@@ -47,7 +47,12 @@ def compare(name: str, backend: str, tolerance: float) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+QUICK = ("llama", "gemma2", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+)
 def test_a_compiled_trunk_is_one_graph_with_eager_s_numbers(name):
     compare(name, "aot_eager", 0.0 if name == "llama" else 1e-6)
 

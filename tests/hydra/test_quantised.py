@@ -7,11 +7,22 @@ import torch
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, SlotConfig, hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.hydra import (
+    METHODS,
+    HydraModel,
+    Logprobs,
+    PackedBatch,
+    SlotConfig,
+    hydra_roles,
+    load_pretrained,
+    save_pretrained,
+)
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.rl import PpoTrainer
 from tests.conftest import VOCAB, random_batch, randomise, tiny_llama
+from tests.training.test_data import ppo_config, write_model, write_reward
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -135,3 +146,25 @@ def test_a_quantised_base_is_not_trained(base):
             roles=METHODS["full_ppo"](),
             backbones={name: tiny_llama() for name in ("reference", "critic", "reward")},
         )
+
+
+@both
+@pytest.mark.parametrize("method", ["hydra_ppo", "lora_ppo"])
+def test_a_run_trains_adapters_on_a_quantised_base(tmp_path, bits, method):
+    base = write_model(tmp_path / "m", reward_head=False, hidden_size=64, intermediate_size=128)
+    reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
+    quantised = {f"load_in_{bits}": True, "method": method, "reward_funcs": [reward], "max_steps": 2}
+    trainer = PpoTrainer(ppo_config(base, tmp_path / "run", **quantised, gradient_checkpointing=True, lora_dropout=0.1))
+    assert all(backbone.quantized for backbone in trainer.model.backbones.values())
+    before = {name: p.clone() for name, p in trainer.model.backbone().base_parameters()}
+    adapters = [p.clone() for p in trainer.model.backbone().slot("actor").parameters()]
+    trainer.run()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.backbone().base_parameters())
+    moved = zip(trainer.model.backbone().slot("actor").parameters(), adapters, strict=True)
+    assert all(not torch.equal(p, old) for p, old in moved)
+    again = load_pretrained(tmp_path / "run" / "final")
+    batch = PackedBatch.from_lists([[5, 6, 7], [8, 9]], [[4, 5], [6, 7, 8]])
+    expected = trainer.model.eval().score(batch, ("actor", "reference"))
+    found = again.eval().score(batch, ("actor", "reference"))
+    assert torch.equal(found.logprobs_M, expected.logprobs_M)
+    assert torch.equal(found.ref_logprobs_M, expected.ref_logprobs_M)

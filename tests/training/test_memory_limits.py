@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
@@ -228,3 +229,19 @@ def write_length_reward(folder):
     path = folder / "length.py"
     path.write_text("def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
     return path
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (MemoryError(), True),  # what native code throws
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+    ids=str,
+)
+def test_what_counts_as_out_of_memory(error, found):
+    assert is_out_of_memory(error) == found
