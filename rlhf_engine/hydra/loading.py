@@ -96,6 +96,15 @@ def has_lm_head(config: PreTrainedConfig) -> bool:
     return not saved or any(name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in saved)
 
 
+def require_lm_head(config: PreTrainedConfig, name: str) -> None:
+    """Raise ValueError for a checkpoint that was saved without its LM head."""
+    if not has_lm_head(config):
+        raise ValueError(
+            f"model_name_or_path: expected a model with an LM head, got {name!r} which was saved as "
+            f"{(config.architectures or ['?'])[0]}"
+        )
+
+
 def is_sequence_classifier(config: PreTrainedConfig) -> bool:
     """Whether a folder holds an AutoModelForSequenceClassification."""
     saved = getattr(config, "architectures", None) or []
@@ -121,11 +130,8 @@ def load_model(
     Nothing is fetched from a network.
     """
     config = read_config(path)
-    if lm_head and not has_lm_head(config):
-        raise ValueError(
-            f"model_name_or_path: expected a model with an LM head, got {str(path)!r} which was saved as "
-            f"{(config.architectures or ['?'])[0]}"
-        )
+    if lm_head:
+        require_lm_head(config, str(path))
     headless = not lm_head and can_be_headless(config)
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
     if headless:

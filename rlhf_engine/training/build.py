@@ -16,7 +16,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import Quantization, load_model, read_config
+from rlhf_engine.hydra.loading import Quantization, load_model, read_config, require_lm_head
 from rlhf_engine.hydra.roles import OFF
 
 
@@ -184,8 +184,9 @@ def _quantization(config: PPOConfig) -> Quantization:
 
 def check_sources(config: PPOConfig) -> None:
     """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
-    declared = getattr(read_config(config.model_name_or_path), "quantization_config", None)
-    if config.method == "full_ppo" and declared is not None:
+    base = read_config(config.model_name_or_path)
+    require_lm_head(base, config.model_name_or_path)
+    if config.method == "full_ppo" and getattr(base, "quantization_config", None) is not None:
         raise ConfigError(
             "model_name_or_path: expected a base that is not quantised for full_ppo, which trains whole backbones, got "
             f"{config.model_name_or_path!r} whose config has a quantization_config"

@@ -241,6 +241,27 @@ def test_train_refuses_in_one_line(capsys, model, tmp_path, more, message):
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            "expected a decoder-only model, got '{}', a t5 with an encoder and a decoder",
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaModel"]},
+            "expected a model with an LM head, got '{}' which was saved as LlamaModel",
+        ),
+    ],
+)
+def test_train_refuses_models_that_are_no_policy_by_their_config(capsys, tmp_path, config, message):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "model_name_or_path: " + message.format(folder) in refused(capsys, *train_flags(folder, tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ("return [1.0]", "reward function 'reward': expected 2 rewards, got 1"),
