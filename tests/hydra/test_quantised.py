@@ -162,7 +162,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(tmp_path, bits, method):
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.backbone().base_parameters())
     moved = zip(trainer.model.backbone().slot("actor").parameters(), adapters, strict=True)
     assert all(not torch.equal(p, old) for p, old in moved)
-    again = load_pretrained(tmp_path / "run" / "final")
+    again = load_pretrained(tmp_path / "run" / "final", quantization=bits)
     batch = PackedBatch.from_lists([[5, 6, 7], [8, 9]], [[4, 5], [6, 7, 8]])
     expected = trainer.model.eval().score(batch, ("actor", "reference"))
     found = again.eval().score(batch, ("actor", "reference"))
