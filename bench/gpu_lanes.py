@@ -53,7 +53,7 @@ SHAPES = {  # options of a script, in full and with --quick
         ("--hidden", "2048", "--layers", "16", "--tokens", "512", "--batches", "1", "2", "4", "8", "16", "32"),
         ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
     ),
-    "plan_check": ((), ("--shape", "llama", "--method", "hydra_ppo")),
+    "plan_check": (("llama", "gpt2", "qwen3"), ("llama",)),  # shapes, one a lane
     "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
         (
             *("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB"),
@@ -182,15 +182,17 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
         lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
     lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
-    lanes.append(_bench("plan_check", folder, "--device", "cuda", *SHAPES["plan_check"][quick]))
+    for shape in SHAPES["plan_check"][quick]:
+        options = ("--device", "cuda", "--shape", shape)
+        lanes.append(_bench("plan_check", folder, *options, name=f"plan_check-{shape}", part=shape))
     for method in METHODS:  # one method a lane: each adds its row to the table
         options = ("--methods", method, "--dtype", "bfloat16", *SHAPES["hydra_table"][quick])
         lanes.append(_bench("hydra_table", folder, *options, name=f"hydra_table-{method}"))
     return lanes
 
 
-def _bench(script: str, folder: Path, *options: str, name: str | None = None) -> Lane:
-    command = (sys.executable, str(ROOT / "bench" / f"{script}.py"), *options, "--out", str(folder / script))
+def _bench(script: str, folder: Path, *options: str, name: str | None = None, part: str = "") -> Lane:
+    command = (sys.executable, str(ROOT / "bench" / f"{script}.py"), *options, "--out", str(folder / script / part))
     return Lane(name=name or script, command=command)
 
 

@@ -23,6 +23,7 @@ The paper (arXiv 2309.00754, table 1, Llama-7B): LoRA-PPO 18.75 s per sample in 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -176,7 +177,8 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     warm = Method(few, 2, 1)
     warm.update(warm.inference(warm.generation()))
     del warm
-    peak(lambda: None)  # gives free memory back
+    gc.collect()
+    peak(lambda: None)  # gives a CPU's free memory back
     before = held_bytes(device)
     method = Method(arguments, arguments.rows, arguments.micro)
     rollout = method.generation()

@@ -180,7 +180,8 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
             cells.append(f"{statistics.fmean(values):.4g}{spread} ({', '.join(f'{v:.4g}' for v in values)})")
         lines.append(f"| {name} | {len(members)} | " + " | ".join(cells) + " |")
     table = "\n".join(lines)
-    commits = sorted({record["git_commit"]["commit"][:12] for record in records if record["git_commit"]})
+    found = [record["git_commit"] for record in records if record["git_commit"]]
+    commits = sorted({c["commit"][:12] + (" with changed files" if c["dirty"] else "") for c in found})
     caption = f"Mean ± standard deviation (each run) of the grid's runs, commit {', '.join(commits)}."
     (out / "summary.md").write_text(f"# {grid.name}\n\n{caption}\n\n{table}\n")
     if grid.curves:
@@ -227,8 +228,12 @@ def main() -> None:
     arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
     grid = Grid.read(arguments.grid)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    records = []
     points = grid.runs()
+    for point in points:  # of all that is there, before any time is spent
+        path = arguments.out / f"{grid.run_name(point)}.json"
+        if path.exists():
+            read_record(grid, point, path)
+    records = []
     for number, point in enumerate(points, start=1):
         path = arguments.out / f"{grid.run_name(point)}.json"
         if not path.exists() and not arguments.summary:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rlhf_engine.config_parser import Options, option, parse_config, required
@@ -218,17 +219,18 @@ class PPOConfig(_TrainingOptions):
             raise ConfigError(
                 f"critic_init: expected 'lane' among reward_funcs to start as the reward model, got {self.reward_funcs}"
             )
+        start = self.actor_adapter or self.reference_adapter  # of the actor's slot, which J-Hydra's critic reads
         apart = {
-            "full_ppo": ("reward_adapter",),
-            "j_hydra_ppo": ("reward_adapter", "actor_adapter", "reference_adapter"),
-        }.get(self.method, ())
-        for name in apart:
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"critic_init: expected another start than 'reward' for {self.method} with {name}, because its "
-                    "critic has no slot of its own and would read other hidden states than the reward head, "
-                    f"got 'reward' with {name} {getattr(self, name)!r}"
-                )
+            "full_ppo": self.reward_adapter is not None,
+            "j_hydra_ppo": (start and Path(start).resolve())
+            != (self.reward_adapter and Path(self.reward_adapter).resolve()),
+        }
+        if apart.get(self.method, False):
+            raise ConfigError(
+                f"critic_init: expected 'base' for {self.method} here, whose critic has no slot of its own and starts "
+                f"on {start or 'the base'!r}, where the reward head reads {self.reward_adapter or 'the base'!r}; got "
+                "'reward'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

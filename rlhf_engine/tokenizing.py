@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_config
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _ELSEWHERE = "a reward model with another tokenizer can be one of the reward_funcs"
 
 
@@ -36,29 +37,35 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], vocabulary: int) -> None:
     """Raise ConfigError unless the reward model in `folder` reads the policy's token ids as the policy does.
 
-    Tokens that were added to either tokenizer are not compared: reward models often bring a padding token. Where the
-    folder has no tokenizer, its vocabulary has to be as large as the policy's, which `vocabulary` says.
+    It may know more tokens. Where the folder has no tokenizer, its vocabulary has to be as large as the policy's, which
+    `vocabulary` says.
     """
+    place = f"reward_model_path: expected {{}} in {str(folder)!r}, got "
     if not Path(folder).is_dir():
         raise ConfigError(f"reward_model_path: expected a local model folder, got {str(folder)!r} which is not one")
-    theirs = int(read_config(folder).get_text_config().vocab_size)
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise ConfigError(place.format("a model") + "an adapter; give it as reward_adapter")
     try:
-        other = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError):
-        if theirs != vocabulary:
+        size = int(read_config(folder).get_text_config().vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("model_name_or_path", "reward_model_path", 1)) from error
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):  # transformers may make one up
+        if size != vocabulary:
             raise ConfigError(
-                f"reward_model_path: expected a vocabulary of {vocabulary} tokens, the policy's, in {str(folder)!r}, "
-                f"got {theirs}; {_ELSEWHERE}"
-            ) from None
+                place.format(f"a vocabulary of {vocabulary} tokens, the policy's,") + f"{size}; {_ELSEWHERE}"
+            )
         return
-    ours, found, added = tokenizer.get_vocab(), other.get_vocab(), tokenizer.get_added_vocab()
-    differing = sorted((i, token) for token, i in ours.items() if token not in added and found.get(token) != i)
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
+    except (OSError, ValueError) as error:
+        raise ConfigError(place.format("a tokenizer") + str(error).strip().partition("\n")[0]) from error
+    differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i or i >= size)
     if differing:
         i, token = differing[0]
         raise ConfigError(
-            f"reward_model_path: expected the policy's tokenizer in {str(folder)!r}, got one in which {len(differing)} "
-            f"of its tokens have another id, such as {token!r} (id {i} of the policy's, {found.get(token)} here); "
-            + _ELSEWHERE
+            place.format("the policy's tokenizer")
+            + f"one in which {len(differing)} of its tokens have another id or none, such as {token!r} (id {i} of the "
+            f"policy's, {theirs.get(token)} of {size} here); {_ELSEWHERE}"
         )
 
 

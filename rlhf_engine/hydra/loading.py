@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,10 +75,10 @@ def require_windows(config: PreTrainedConfig, windows: Sequence[int | None], nam
     windows: what each layer's attention was asked for, in order. A window as long as the context never bites.
     """
     text = config.get_text_config()
-    window: int | None = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
+    window: int | None = _declared(text, "sliding_window")
+    kinds = _declared(text, "layer_types")
     if kinds is None:
-        slides = window is not None and getattr(text, "use_sliding_window", True)
+        slides = window is not None and _declared(text, "use_sliding_window") is not False
         kinds = ["sliding_attention" if slides else "full_attention"] * len(windows)
     never_bites = window is not None and window >= context_length(config)
     for layer, (kind, asked) in enumerate(zip(kinds, windows, strict=True)):
@@ -85,9 +86,19 @@ def require_windows(config: PreTrainedConfig, windows: Sequence[int | None], nam
         if kind in ("sliding_attention", "full_attention") and (asked == wanted or never_bites):
             continue
         raise ValueError(
-            f"{name}: expected layer {layer} to ask for {kind.replace('_', ' ')} (window {wanted}), as its config has "
-            f"it, its attention was asked for window {asked}; this architecture needs masks that are not served"
+            f"{name}: expected layer {layer} to ask for {kind.replace('_', ' ')}"
+            f"{'' if wanted is None else f' over {wanted} keys'}, as its config has it, it asked for "
+            f"{'full attention' if asked is None else f'{asked} keys'}; this architecture needs masks that are not "
+            "served"
         )
+
+
+def _declared(config: PreTrainedConfig, name: str) -> Any:
+    """A field that the config's class knows of; None for what a checkpoint's config.json merely carries along."""
+    known = getattr(type(config), "__dataclass_fields__", {})  # of transformers' newer configs
+    if name in known or name in inspect.signature(type(config).__init__).parameters:
+        return getattr(config, name, None)
+    return None
 
 
 def has_lm_head(config: PreTrainedConfig) -> bool:

@@ -90,6 +90,18 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     return _slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
 
 
+def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
+    """What an adapter's folder says of its base: name or path, and hash; None for what it does not say.
+
+    Raises ValueError for a file that is not JSON.
+    """
+    found: list[str | None] = []
+    for file, key in ((CONFIG_FILE, "base_model_name_or_path"), (ENGINE_FILE, "base_hash")):
+        there = (Path(folder) / file).is_file()
+        found.append(_read_json(Path(folder), file, "adapter").get(key) if there else None)
+    return found[0], found[1]
+
+
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], *, base_hash: Callable[[], str]) -> None:
     """Load a PEFT folder's weights into a slot. Raises ValueError if it belongs to another base or does not fit."""
     theirs = read_slot_config(folder)

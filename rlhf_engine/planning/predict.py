@@ -73,6 +73,11 @@ class Prediction:
         """Of all phases."""
         return max(self.peak_bytes.values())
 
+    @property
+    def largest_batch(self) -> int:
+        """Prompts per step that fit; 0 where the update of not even one does."""
+        return self.max_batch["generation"] if self.max_batch["update"] else 0
+
 
 class Planner:
     """Predicts one method. What was traced is kept, so that a search does not repeat it."""

@@ -90,7 +90,7 @@ def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
         "kv_cache_bytes": prediction.kv_cache_bytes,
         "activation_bytes": prediction.activation_bytes,
         "peak_bytes": prediction.peak_bytes,
-        "max_batch": prediction.max_batch["generation"] if prediction.max_batch["update"] else 0,
+        "max_batch": prediction.largest_batch,
         "max_micro_batch": prediction.max_batch["update"],
         "budget_bytes": config.budget_bytes,
         "options": options,
@@ -118,7 +118,7 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         table.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes[phase]) for p in predictions))
     table.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
     table.add_section()
-    table.add_row(f"largest batch in {config.gpu}", *(f"{p.max_batch['generation']:,}" for p in predictions))
+    table.add_row(f"largest batch in {config.gpu}", *(f"{p.largest_batch:,}" for p in predictions))
     table.add_row(f"largest micro-batch in {config.gpu}", *(f"{p.max_batch['update']:,}" for p in predictions))
     return table
 

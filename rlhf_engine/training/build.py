@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,27 +194,20 @@ def check_sources(config: PPOConfig) -> None:
 
 
 def _check_adapters(config: PPOConfig) -> None:
-    """Adapters must all be of one base: by its hash where two have recorded one, else by the last part of its name."""
-    named, hashed = {}, {}
-    for option in ("actor_adapter", "reference_adapter", "reward_adapter"):
-        folder = getattr(config, option)
-        if folder is not None:
-            name = _recorded(folder, peft_io.CONFIG_FILE, "base_model_name_or_path")
-            named[option] = Path(name).name if name else None
-            hashed[option] = _recorded(folder, peft_io.ENGINE_FILE, "base_hash")
-    for bases, advice in (
-        (hashed, "two bases by their hashes"),
-        (named, f"if these are one and the same, correct base_model_name_or_path in {peft_io.CONFIG_FILE}"),
-    ):
-        known = {option: base for option, base in bases.items() if base}
-        if len(set(known.values())) > 1:
-            listed = ", ".join(f"{option} of {base[:12]!r}" for option, base in known.items())
-            raise ConfigError(f"{next(iter(known))}: expected adapters of one base, got {listed}; {advice}")
-        if known.keys() == named.keys():  # equal hashes say more than names
-            return
-
-
-def _recorded(folder: str, file: str, key: str) -> str | None:
-    path = Path(folder) / file
-    found: str | None = json.loads(path.read_text(encoding="utf-8")).get(key) if path.is_file() else None
-    return found
+    """Adapters must all be of one base: by its hash where they have recorded one, else by the last part of its name."""
+    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter", "reward_adapter")}
+    recorded = {option: peft_io.recorded_base(folder) for option, folder in given.items() if folder is not None}
+    hashes = {option: digest for option, (_, digest) in recorded.items() if digest}
+    if len(set(hashes.values())) > 1:
+        listed = ", ".join(f"{option} of hash {digest[:12]}…" for option, digest in hashes.items())
+        raise ConfigError(f"{next(iter(hashes))}: expected adapters of one base, got {listed}")
+    names = {option: Path(name).name for option, (name, _) in recorded.items() if name}
+    one_base = {names[option] for option in hashes if option in names}  # equal hashes say that these are one
+    for option in names.keys() - hashes.keys():
+        if one_base and names[option] not in one_base:
+            listed = ", ".join(f"{other} of {name!r}" for other, name in names.items())
+            raise ConfigError(
+                f"{next(iter(names))}: expected adapters of one base, got {listed}; if these are one and the same, "
+                f"correct base_model_name_or_path in {peft_io.CONFIG_FILE}"
+            )
+        one_base.add(names[option])

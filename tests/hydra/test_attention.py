@@ -7,6 +7,10 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
     Qwen2MoeConfig,
@@ -293,9 +297,18 @@ def test_a_window_that_attention_is_not_told_is_refused():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     sliding = {"use_sliding_window": True, "max_window_layers": 1}
     make = lambda window: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SMALL, **experts, **sliding, sliding_window=window))  # noqa: E731
-    with pytest.raises(ValueError, match=r"expected layer 0 to ask for sliding attention \(window 4\).* window None"):
+    with pytest.raises(
+        ValueError, match=r"expected layer 0 to ask for sliding attention over 4 keys, .* full attention"
+    ):
         HydraModel.from_pretrained(make(4), roles=hydra_roles())
     HydraModel.from_pretrained(make(64), roles=hydra_roles())  # as long as the context: it never bites
+
+
+def test_what_a_config_merely_carries_along_is_no_window():
+    """A Llama with a leftover of Mistral's, and Mistral with a flag of Qwen's."""
+    HydraModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**_SMALL, sliding_window=4)), roles=hydra_roles())
+    mistral = MistralConfig(**_SMALL, sliding_window=4, use_sliding_window=False)
+    HydraModel.from_pretrained(MistralForCausalLM(mistral), roles=hydra_roles())
 
 
 def test_hidden_states_of_zero_are_no_difference():

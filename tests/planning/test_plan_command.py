@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from transformers import LlamaConfig, T5Config
@@ -65,7 +66,7 @@ def test_one_json_object_per_method(capsys, folder):
     assert [row["method"] for row in rows] == list(METHODS)
     for row in rows:
         assert set(row["peak_bytes"]) == set(PHASES)
-        assert row["max_batch"] > row["max_micro_batch"] > 0 or row["method"] == "full_ppo"
+        assert (row["max_batch"] > 0) == (row["max_micro_batch"] > 0)
         assert row["peak_bytes"]["update"] > row["state_bytes"] > 0
         assert {"frozen_weights", "gradients", "optimizer"} <= set(row["state_parts"])
         assert sum(row["state_parts"].values()) == row["state_bytes"]
@@ -73,6 +74,18 @@ def test_one_json_object_per_method(capsys, folder):
         assert row["assumptions"]
     held = {row["method"]: row["state_parts"]["frozen_weights"] for row in rows}
     assert held["lora_ppo"] > held["dynamic_lora_ppo"] > held["hydra_ppo"] == held["j_hydra_ppo"]
+
+
+def test_nothing_fits_where_no_update_does(capsys, folder):
+    options = ("--model", str(folder), *SHORT[:4], "--method", "full_ppo", "--num_mini_batches", "1")
+    options += ("--batch", "1", "--reserve", "0MB")
+    _, out, _ = run(capsys, *options, "--per_device_train_batch_size", "1", "--json")
+    peaks = json.loads(out)["peak_bytes"]
+    between = f"{(max(peaks['generation'], peaks['inference']) + peaks['update']) / 2e6:.4f}MB"
+    _, out, _ = run(capsys, *options, "--gpu", between, "--json")
+    assert json.loads(out)["max_batch"] == json.loads(out)["max_micro_batch"] == 0
+    _, out, _ = run(capsys, *options, "--gpu", between)
+    assert re.search(rf"largest batch in {re.escape(between)} +│ +0 ", out)
 
 
 def test_parts_of_a_bar_add_up_to_the_peak(capsys, folder):

@@ -10,11 +10,18 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.tokenizing import require_same_tokens
 from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.rl import PpoTrainer
 from tests.conftest import random_batch
@@ -160,7 +167,9 @@ def test_a_critic_that_starts_as_the_reward_model_predicts_its_rewards(
 ):
     batch = batch_for(model)
     sources = [{"reward_model_path": str(same_trunk)}]
-    if method not in ("full_ppo", "j_hydra_ppo"):  # no slot of its own that could start as the reward's
+    if method == "j_hydra_ppo":  # no slot of its own that could start as the reward's, but the actor's can
+        sources.append({"reward_adapter": str(lora_reward), "reference_adapter": str(lora_reward)})
+    elif method != "full_ppo":
         sources.append({"reward_adapter": str(lora_reward)})
     for source in sources:
         ours = build(model, tmp_path, method=method, critic_init="reward", **source)
@@ -216,11 +225,11 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
         ({"method": "full_ppo", "reference_adapter": "a"}, "reference_adapter: expected it unset for full_ppo"),
         (
             {"method": "full_ppo", "critic_init": "reward", "reward_adapter": "a"},
-            "critic_init: expected another start than 'reward' for full_ppo with reward_adapter",
+            "critic_init: expected 'base' for full_ppo here, .* on 'the base', where the reward head reads 'a'",
         ),
         (
             {"method": "j_hydra_ppo", "critic_init": "reward", "reward_model_path": "b", "reference_adapter": "a"},
-            "critic_init: expected another start than 'reward' for j_hydra_ppo with reference_adapter",
+            "critic_init: expected 'base' for j_hydra_ppo here, .* on 'a', where the reward head reads 'the base'",
         ),
         (
             {"method": "dynamic_lora_ppo", "reward_funcs": ["m:f"]},
@@ -306,40 +315,76 @@ def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path
 
     of_hub, of_snapshot = adapter("a", "org/tiny", "1" * 64), adapter("b", "/cache/0f3e", "1" * 64)
     check(of_hub, of_snapshot)
-    with pytest.raises(ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of '1111"):
+    third = adapter("e", "elsewhere/0f3e", None)
+    check_sources(
+        ppo_config(model, tmp_path / "run", actor_adapter=of_hub, reference_adapter=of_snapshot, reward_adapter=third)
+    )
+    with pytest.raises(
+        ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of hash 111"
+    ):
         check(of_hub, adapter("c", "org/tiny", "2" * 64))
     with pytest.raises(ConfigError, match=r"actor_adapter of 'tiny', reward_adapter of '0f3e'; if these are one"):
         check(of_hub, adapter("d", "/cache/0f3e", None))
 
 
-def test_a_reward_model_reads_the_policy_s_tokens(model, same_trunk, tmp_path):
-    def trainer(folder: Path) -> PpoTrainer:
-        return PpoTrainer(ppo_config(model, tmp_path / "run", reward_model_path=str(folder)))
+def test_a_reward_model_reads_the_policy_s_tokens(model, same_trunk, lora_reward, tmp_path):
+    def trainer(folder: Path, policy: Path = model) -> PpoTrainer:
+        return PpoTrainer(ppo_config(policy, tmp_path / "run", reward_model_path=str(folder)))
 
-    with_tokens = tmp_path / "with_tokens"
-    shutil.copytree(same_trunk, with_tokens)
+    trainer(same_trunk)  # no tokenizer, a vocabulary of one size
+    larger = tmp_path / "larger"
+    other = classifier_on(model)
+    other.resize_token_embeddings(other.config.vocab_size + 1)
+    other.save_pretrained(larger)
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected a vocabulary of \d+ tokens, the policy's"):
+        trainer(larger)
+
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.save_pretrained(with_tokens)
-    trainer(with_tokens)
     tokenizer.add_special_tokens({"pad_token": "[padding]"})
-    tokenizer.save_pretrained(with_tokens)  # reward models often bring one
-    trainer(with_tokens)
-    path = with_tokens / "tokenizer.json"
-    stored = json.loads(path.read_text())
+    tokenizer.save_pretrained(larger)  # reward models often bring one
+    trainer(larger)
+    more = tmp_path / "more"
+    shutil.copytree(model, more)
+    tokenizer.save_pretrained(more)
+    AutoTokenizer.from_pretrained(model).save_pretrained(larger)
+    with pytest.raises(ConfigError, match=r"1 of its tokens have another id or none, such as '\[padding\]'"):
+        trainer(larger, more)  # a token that the policy has been given and the reward model has not
+
+    stored = json.loads((larger / "tokenizer.json").read_text())
     vocabulary = stored["model"]["vocab"]
     a, b = [token for token in vocabulary if token not in tokenizer.all_special_tokens][-2:]
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    path.write_text(json.dumps(stored))
+    (larger / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(ConfigError, match=r"reward_model_path: expected the policy's tokenizer in .* 2 of its tokens"):
-        trainer(with_tokens)
-    larger = tmp_path / "larger"
-    shutil.copytree(same_trunk, larger)
-    config = json.loads((larger / "config.json").read_text())
-    (larger / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
-    with pytest.raises(ConfigError, match=r"reward_model_path: expected a vocabulary of \d+ tokens, the policy's"):
         trainer(larger)
+
     with pytest.raises(ConfigError, match=r"reward_model_path: expected a local model folder, got 'none'"):
         trainer(Path("none"))
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected a model in .*, got an adapter; give it as rew"):
+        trainer(lora_reward)
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ConfigError, match=r"^reward_model_path: expected a decoder-only language model"):
+        trainer(bert)
+
+
+def test_a_folder_without_a_tokenizer_has_none_whatever_transformers_makes_up(model, tmp_path):
+    """Qwen2's tokenizer class comes with a vocabulary of one token where there are no files."""
+    small = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_labels": 1,
+        "pad_token_id": 0,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    Qwen2ForSequenceClassification(Qwen2Config(**small, vocab_size=len(tokenizer))).save_pretrained(tmp_path / "rm")
+    require_same_tokens(tokenizer, tmp_path / "rm", len(tokenizer))
+    with pytest.raises(ConfigError, match="expected a vocabulary of 7 tokens, the policy's"):
+        require_same_tokens(tokenizer, tmp_path / "rm", 7)
 
 
 def test_a_folder_that_lacks_its_lm_head_is_refused(model, tmp_path):
