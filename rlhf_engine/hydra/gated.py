@@ -89,7 +89,7 @@ class GatedLinear(nn.Linear):
         return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
 
     def _decode(self, x: torch.Tensor, call: gate.TrunkCall, linears: Linears) -> torch.Tensor:
-        """Through what the first step of a generation has prepared."""
+        """Through what the first step with these rows has prepared."""
         key = (self.gated, call.table)
         if key not in linears:
             arguments = self.gated.lora_arguments(call)
