@@ -1623,8 +1623,8 @@ DECODE_LINEAR = [
         "copies kept",
         CPU,
         f"{_PYTHON}/lora/__init__.py",
-        "self._decoder = decoder if decoder.lasting else None",
-        "self._decoder = decoder",
+        "        if decoder.lasting:\n            self._decoder, self._default = decoder, default",
+        "        self._decoder, self._default = decoder, default",
         ("test_lora_native.py::test_decoding_follows_its_tensors",),
     ),
 ]

@@ -41,14 +41,14 @@ class LimitedMemory:
         self.refused = 0
         run = Backbone.run
 
-        def limited(backbone, tokens_T, *args):
+        def limited(backbone, tokens_T, *args, **options):
             n = len(tokens_T)
             if n <= limit:
-                return run(backbone, tokens_T, *args)
+                return run(backbone, tokens_T, *args, **options)
             if not in_backward:
                 self.refused += 1
                 raise torch.OutOfMemoryError(f"forward of {n} tokens")
-            hidden = run(backbone, tokens_T, *args)
+            hidden = run(backbone, tokens_T, *args, **options)
             if hidden.requires_grad:
                 hidden.register_hook(self._refuse)
             return hidden
