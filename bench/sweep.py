@@ -229,18 +229,16 @@ def main() -> None:
     grid = Grid.read(arguments.grid)
     arguments.out.mkdir(parents=True, exist_ok=True)
     points = grid.runs()
-    for point in points:  # of all that is there, before any time is spent
-        path = arguments.out / f"{grid.run_name(point)}.json"
-        if path.exists():
-            read_record(grid, point, path)
-    records = []
-    for number, point in enumerate(points, start=1):
-        path = arguments.out / f"{grid.run_name(point)}.json"
-        if not path.exists() and not arguments.summary:
-            print(f"[{number}/{len(points)}] {grid.run_name(point)}", file=sys.stderr)
-            run_point(grid, point, extra, path)
-        if path.exists():
-            records.append(read_record(grid, point, path))
+    paths = [arguments.out / f"{grid.run_name(point)}.json" for point in points]
+    # what is there is read before any time is spent
+    found = {path: read_record(grid, point, path) for point, path in zip(points, paths, strict=True) if path.exists()}
+    if not arguments.summary:
+        for number, (point, path) in enumerate(zip(points, paths, strict=True), start=1):
+            if path not in found:
+                print(f"[{number}/{len(points)}] {grid.run_name(point)}", file=sys.stderr)
+                run_point(grid, point, extra, path)
+                found[path] = read_record(grid, point, path)
+    records = [found[path] for path in paths if path in found]
     if not records:
         raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")
     print(summarise(grid, records, arguments.out))

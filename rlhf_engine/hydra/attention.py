@@ -126,14 +126,14 @@ def plan_packed(
     return PackedPlan(buckets=buckets, max_length=max(lengths), new=new)
 
 
-def plan_decode(new: NewTokens, max_length: int, linears: Linears | None = None) -> DecodePlan:
-    """Plan for one new token per row; with `linears` of the step before, layers need not prepare again."""
+def plan_decode(new: NewTokens, max_length: int, linears: Linears) -> DecodePlan:
+    """Plan for one new token per row; with the `linears` of the step before, layers need not prepare again."""
     return DecodePlan(
         new=new,
         max_length=max_length,
         lengths_N=new.positions_T + 1,
         table_N1=new.rows_T[:, None],
-        linears={} if linears is None else linears,
+        linears=linears,
     )
 
 

@@ -91,13 +91,14 @@ class GatedLinear(nn.Linear):
     def _decode(self, x: torch.Tensor, call: gate.TrunkCall, linears: Linears) -> torch.Tensor:
         """Through what the first step with these rows has prepared."""
         key = (self.gated, call.table)
-        if key not in linears:
+        prepared = linears.get(key)
+        if prepared is None:
             arguments = self.gated.lora_arguments(call)
             if arguments is None:
                 return F.linear(x, self.weight, self.bias)
             *lora, _ = arguments
-            linears[key] = DecodeLinear(self.weight, self.bias, *lora)
-        return linears[key](x)
+            prepared = linears[key] = DecodeLinear(self.weight, self.bias, *lora)
+        return prepared(x)
 
 
 class GatedConv1D(Conv1D):
