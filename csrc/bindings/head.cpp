@@ -69,11 +69,12 @@ void define_head(py::module_& m) {
                       threads);
     });
     m.def("head_sample", [](const py::tuple& head_t, const py::tuple& batch_t, Address seed, Address position,
-                            Address greedy, uint32_t stream, Address token, Address logprob, Address entropy,
-                            int threads) {
+                            Address greedy, Address forbidden, int64_t n_forbidden, Address forbids, uint32_t stream,
+                            Address token, Address logprob, Address entropy, int threads) {
         const Head head = head_of(head_t);
         const Batch batch = batch_of(batch_t);
-        const Draws draws{at<const int64_t>(seed), at<const int64_t>(position), at<const uint8_t>(greedy), stream,
+        const Draws draws{at<const int64_t>(seed), at<const int64_t>(position), at<const uint8_t>(greedy),
+                          at<const int64_t>(forbidden), n_forbidden, at<const uint8_t>(forbids), stream,
                           at<int64_t>(token), at<float>(logprob), at<float>(entropy)};
         py::gil_scoped_release release;
         head_sample(head, batch, draws, threads);

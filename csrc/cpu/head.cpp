@@ -60,6 +60,9 @@ void head_sample(const Head& head, const Batch& batch, const Draws& draws, int t
     RLHF_CHECK(head.V <= INT32_MAX, "V", "at most 2^31 - 1", head.V);
     RLHF_CHECK_POINTER(draws.seed, batch.n);
     RLHF_CHECK_POINTER(draws.position, batch.n);
+    RLHF_CHECK_SIZE(draws.n_forbidden);
+    RLHF_CHECK_POINTER(draws.forbidden, draws.n_forbidden);
+    RLHF_CHECK_POINTER(draws.forbids, draws.n_forbidden * batch.n);
     RLHF_CHECK_POINTER(draws.token, batch.n);
     RLHF_CHECK_POINTER(draws.logprob, batch.n);
     if (batch.n > 0) functions(head, batch).sample(head, batch, draws, threads);

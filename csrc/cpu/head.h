@@ -106,6 +106,9 @@ struct Draws {
     const int64_t* seed;
     const int64_t* position;
     const uint8_t* greedy;  // 0 or 1 per row; null: no row is
+    const int64_t* forbidden;  // words that rows marked in forbids never draw
+    int64_t n_forbidden;
+    const uint8_t* forbids;  // 0 or 1 per row; null with n_forbidden 0
     uint32_t stream;
     int64_t* token;
     float* logprob;  // z_token - lse

@@ -30,6 +30,7 @@ struct alignas(64) HalfOptions {
     PhiloxRows noise;
     f32x16 temperature;
     f32x16 nothing_yet;         // -inf where a number is to be drawn, inf elsewhere: nothing exceeds that
+    i32x16 forbids;             // all bits of rows that never draw what is forbidden
     bool cools, greedy, draws;  // any temperature but 1; any greedy row; any row that is not
 };
 
@@ -109,12 +110,13 @@ RLHF_INLINE void draw_four(const SampleCall& call, const HalfOptions& o, int64_t
 }
 
 static HalfOptions half_options(const SampleCall& call, int64_t half) {
-    HalfOptions o{{}, splat(1.0f), splat(__builtin_inff()), false, false, false};
+    HalfOptions o{{}, splat(1.0f), splat(__builtin_inff()), {}, false, false, false};
     for (int64_t i = 0; i < 16 && half * 16 + i < call.batch.n; ++i) {
         const int64_t n = half * 16 + i;
         o.noise.set(i, call.draws.seed[n], call.draws.position[n]);
         o.temperature[i] = call.batch.temperature[n];
         o.cools |= call.batch.temperature[n] != 1.0f;
+        o.forbids[i] = call.draws.n_forbidden > 0 && call.draws.forbids[n] ? -1 : 0;
         if (is_greedy(call, n)) {
             o.greedy = true;
         } else {
@@ -123,6 +125,14 @@ static HalfOptions half_options(const SampleCall& call, int64_t half) {
         }
     }
     return o;
+}
+
+// Is word v one that rows may forbid?
+static bool is_forbidden(const Draws& draws, int64_t v) {
+    for (int64_t i = 0; i < draws.n_forbidden; ++i) {
+        if (draws.forbidden[i] == v) return true;
+    }
+    return false;
 }
 
 // logits [count][16] of sixteen rows of the batch, for rows of W from v0 on, go into their state.
@@ -139,6 +149,9 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
             z = tanh16(z * per_cap) * head.softcap;
         } else if (head.scale != 1.0f) {
             z = z * head.scale;
+        }
+        if (call.draws.n_forbidden > 0 && is_forbidden(call.draws, v0 + v)) {
+            z = o.forbids ? splat(-__builtin_inff()) : z;
         }
         if (o.greedy) {  // before the temperature: dividing could round two different logits onto each other
             const i32x16 better = (top == top) & ~(z <= top);

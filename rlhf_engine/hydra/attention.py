@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.hydra import attention_cpu, gate
-from rlhf_engine.hydra.kv_cache import NewTokens
+from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -96,8 +96,8 @@ class DecodePlan:
     """Longest row including the new token, known on the host."""
     lengths_N: torch.Tensor
     """int64 [N], tokens of each row with the new one."""
-    table_N1: torch.Tensor
-    """int64 [N, 1], cache row of each row: its one block."""
+    table_NB: torch.Tensor
+    """int64 [N, B], the blocks of each row."""
     linears: Linears
     """What layers have prepared; the steps of one generation share it."""
 
@@ -126,13 +126,15 @@ def plan_packed(
     return PackedPlan(buckets=buckets, max_length=max(lengths), new=new)
 
 
-def plan_decode(new: NewTokens, max_length: int, linears: Linears) -> DecodePlan:
+def plan_decode(
+    cache: KVCache, table_NB: torch.Tensor, positions_N: torch.Tensor, max_length: int, linears: Linears
+) -> DecodePlan:
     """Plan for one new token per row; with the `linears` of the step before, layers need not prepare again."""
     return DecodePlan(
-        new=new,
+        new=NewTokens.of_rows(cache, table_NB, positions_N),
         max_length=max_length,
-        lengths_N=new.positions_T + 1,
-        table_N1=new.rows_T[:, None],
+        lengths_N=positions_N + 1,
+        table_NB=table_NB,
         linears=linears,
     )
 
@@ -187,7 +189,7 @@ def packed_attention(
     bites = window is not None and window < longest
     rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap)
     if isinstance(plan, DecodePlan):
-        return _decode(module, query, key, value, rule, plan, longest), None
+        return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
@@ -296,15 +298,14 @@ def _decode(
     value: torch.Tensor,
     rule: ScoreRule,
     plan: DecodePlan,
-    longest: int,
 ) -> torch.Tensor:
     layer = _layer_index(module)
     plan.new.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = decode_attention(
         query[0].transpose(0, 1),
-        *plan.new.cache.read(layer, longest),
+        *plan.new.cache.read(layer),
         plan.lengths_N,
-        plan.table_N1,
+        plan.table_NB,
         scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
         window=rule.window,
         softcap=rule.softcap,

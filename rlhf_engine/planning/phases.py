@@ -157,19 +157,24 @@ def trace_generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeli
 
     def prefill() -> object:
         ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
-        return generate(model, [[0] * s.prompt_length] * rows, ends)
+        return generate(model, _prompts(rows, s.prompt_length), ends)
 
     found = traced(prefill, _known(model), s.device_type)
     if s.completion_length > 1:
 
         def last_step() -> object:
             goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
-            return generate(model, [[0] * (s.length - 2)] * rows, goes_on)
+            return generate(model, _prompts(rows, s.length - 2), goes_on)
 
         whole = traced(last_step, _known(model), s.device_type)
-        drawn = next(i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample"))
-        found.events += whole.events[drawn + 1 :]
+        draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
+        found.events += whole.events[draws[-2] + 1 :]
     return found
+
+
+def _prompts(rows: int, length: int) -> list[list[int]]:
+    """No two alike: prompts that are would be kept once."""
+    return [[0] * (length - 1) + [i] for i in range(rows)]
 
 
 def _batch(s: Setting, rows: int) -> PackedBatch:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_engine.hydra import METHODS, HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
     ROLES,
@@ -40,6 +41,7 @@ from rlhf_engine.planning.phases import (
     trace_update,
 )
 from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
+from rlhf_engine.rollout.engine import PREFILL_TOKENS
 
 _TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
     "generation": trace_generation,
@@ -161,7 +163,9 @@ class Planner:
         rows = rows or (s.update_rows if phase == "update" else s.batch)
         resident = self.resident
         if phase == "generation":
-            return resident + self._traced("generation", rows, 1)
+            together = min(rows, max(1, PREFILL_TOKENS // s.prompt_length))
+            others = self._cache_bytes(rows) - self._cache_bytes(together)
+            return resident + self._traced("generation", together, 1) + others
         if phase == "inference":
             return resident + self._traced("inference", *self._scored_together(rows))
         step = self.state_bytes["gradients"]  # while AdamW runs in place
@@ -181,7 +185,8 @@ class Planner:
         config = self.setting.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        values = config.num_hidden_layers * rows * self.setting.length * heads * size
+        blocks = -(-(self.setting.length - 1) // BLOCK)  # the last token is never read
+        values = config.num_hidden_layers * rows * blocks * BLOCK * heads * size
         return 2 * values * self.setting.dtype.itemsize
 
     def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:

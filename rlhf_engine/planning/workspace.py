@@ -10,6 +10,7 @@ Symbols: N rows, H hidden size, V vocabulary, r rank, K → M a linear, e bytes 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -144,10 +145,6 @@ def _traced_reference(name: str, args: Sequence[Any], device_type: str) -> int:
     key = (name, device_type, *described)
     if key not in _traces:
         _traces[key] = _trace_reference(name, args)
-        if name == "decode_attention" and device_type == "cuda":
-            # the CPU reads its cache in place where every row is live, a device gathers it
-            keys, n = args[1], args[3].shape[0]
-            _traces[key] += 2 * n * math.prod(keys.shape[1:]) * keys.element_size()
     return _traces[key]
 
 
@@ -155,14 +152,15 @@ def _trace_reference(name: str, args: Sequence[Any]) -> int:
     from rlhf_engine.planning.tracing import Tracker  # it imports this module
 
     if name == "sample":
-        inputs = [*args[:5], HeadOptions(*args[5:13]), *args[13:-1]]
+        inputs = [*args[:5], None, HeadOptions(*args[7:15]), *args[15:-1]]
         # False: not every row is greedy
         tracker = Tracker([a for a in args if isinstance(a, torch.Tensor)], device_type="cpu", answers={bool: False})
     else:
         inputs = list(args[:-1])
-        positions = args[1].shape[1]  # every row is as long as its cache
+        positions = args[1].shape[1] * args[4].shape[1]  # every row is as long as its table allows
+        read = itertools.chain((positions, positions), itertools.repeat(0))  # lengths; then the table
         known = [a for a in args if isinstance(a, torch.Tensor)]
-        tracker = Tracker(known, device_type="cpu", answers={int: positions})
+        tracker = Tracker(known, device_type="cpu", answers={int: lambda: next(read)})
     with torch.no_grad(), tracker:
         _PLAIN_TORCH[name](*inputs)
     return tracker.timeline.peak

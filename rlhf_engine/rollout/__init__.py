@@ -1,5 +1,18 @@
-"""Generation with a KV cache in the actor's lane."""
+"""Rollouts: continuous batching over a paged cache, on the backbone and adapter slots that train."""
 
-from rlhf_engine.rollout.generate import Rollout, SamplingConfig, check_prompts, generate
+from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.generate import generate, generate_requests
+from rlhf_engine.rollout.request import Answer, Request, Rollout, RolloutStats, SamplingConfig, check_prompts
 
-__all__ = ["Rollout", "SamplingConfig", "check_prompts", "generate"]
+__all__ = [
+    "Answer",
+    "EngineOptions",
+    "Request",
+    "Rollout",
+    "RolloutEngine",
+    "RolloutStats",
+    "SamplingConfig",
+    "check_prompts",
+    "generate",
+    "generate_requests",
+]

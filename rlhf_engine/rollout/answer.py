@@ -12,7 +12,7 @@ from rlhf_engine.config import GenerateConfig
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
-from rlhf_engine.rollout.generate import SamplingConfig, generate
+from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
 
 

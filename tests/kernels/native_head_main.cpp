@@ -238,8 +238,13 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
     RandomMatrix extra_hidden(n, extra, extra, type, 1.0f), extra_weight(V, extra, extra, type, 1.0f);
     auto bias = random_floats(V), temperature = random_floats(n), logprob = heap<float>(n), entropy = heap<float>(n);
     auto rows = heap<int64_t>(n), seed = heap<int64_t>(n), position = heap<int64_t>(n), token = heap<int64_t>(n);
-    auto greedy = heap<uint8_t>(n);
+    auto greedy = heap<uint8_t>(n), forbids = heap<uint8_t>(n);
+    auto forbidden = heap<int64_t>(2);
+    forbidden[0] = V - 1;
+    forbidden[1] = V / 3;
+    const bool bans = options && V > 2;
     for (int64_t i = 0; i < n; ++i) {
+        forbids[i] = i % 4 != 1;
         rows[i] = i;
         temperature[i] = options ? 1.0f + 0.5f * temperature[i] : 1.0f;
         seed[i] = -i * 0x123456789abcdefLL;
@@ -249,8 +254,9 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
     const Head head{weight.matrix, extra_weight.matrix, options ? bias.get() : nullptr, H, extra, V,
                     options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
     const Batch batch{hidden.matrix, extra_hidden.matrix, rows.get(), n, temperature.get(), nullptr};
-    head_sample(head, batch, {seed.get(), position.get(), options ? greedy.get() : nullptr, 9, token.get(),
-                              logprob.get(), entropy.get()}, threads);
+    head_sample(head, batch, {seed.get(), position.get(), options ? greedy.get() : nullptr,
+                              bans ? forbidden.get() : nullptr, bans ? 2 : 0, bans ? forbids.get() : nullptr, 9,
+                              token.get(), logprob.get(), entropy.get()}, threads);
     for (int64_t i = 0; i < n; ++i) {
         std::vector<double> z(V), score(V);
         double total = 0, p_z = 0;
@@ -258,7 +264,8 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
             double y = options ? bias[v] : 0.0;
             for (int64_t k = 0; k < H; ++k) y += weight.values[v * H + k] * hidden.values[i * H + k];
             for (int64_t k = 0; k < extra; ++k) y += extra_weight.values[v * extra + k] * extra_hidden.values[i * extra + k];
-            const double c = options ? head.softcap * std::tanh(head.scale * y / head.softcap) : y;
+            double c = options ? head.softcap * std::tanh(head.scale * y / head.softcap) : y;
+            if (bans && forbids[i] && (v == forbidden[0] || v == forbidden[1])) c = -HUGE_VAL;
             z[v] = c / temperature[i];
             const double u = std::min((philox_word(seed[i], position[i], 9, v) + 0.5) / 4294967296.0, 1 - 1.0 / (1 << 24));
             score[v] = options && greedy[i] ? c : z[v] - std::log(-std::log1p(-u));
@@ -266,7 +273,7 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
         }
         double best = score[0];
         for (int64_t v = 0; v < V; ++v) {
-            p_z += std::exp(z[v]) / total * z[v];
+            if (z[v] > -HUGE_VAL) p_z += std::exp(z[v]) / total * z[v];
             best = std::max(best, score[v]);
         }
         require(token[i] >= 0 && token[i] < V, name + ": a token of the vocabulary");

@@ -146,6 +146,49 @@ def test_greedy_rows_in_a_mixed_batch():
     assert torch.equal(all_greedy.token, best)
 
 
+@pytest.mark.parametrize("lanes", [5, 40])
+def test_some_rows_never_draw_what_is_forbidden(lanes):
+    hidden, weight, seed, position = make(lanes, 8, 600)
+    forbids, greedy = torch.arange(lanes) % 3 != 0, torch.arange(lanes) % 2 == 0
+    keys = {"seed": seed, "position": position, "greedy": greedy, "outputs": SampleOutputs._fields, "temperature": 0.8}
+    free = sample(hidden, weight, **keys)
+    forbidden = torch.cat([free.token, torch.tensor([599, 0])])  # what they would draw, and both ends
+    out = sample(hidden, weight, forbidden=forbidden, forbids=forbids, **keys)
+    for got, want in zip(out, free, strict=True):
+        assert torch.equal(got[~forbids], want[~forbids])
+    left = torch.ones(600, dtype=torch.bool)
+    left[forbidden] = False
+    rest = sample(hidden, weight[left], **keys)
+    assert torch.equal(out.token[forbids & greedy], left.nonzero()[rest.token][:, 0][forbids & greedy])
+    noise = gumbel(seed, position, 1, 600) + hidden @ weight.T / 0.8
+    drawn = noise.masked_fill(~left, -torch.inf).argmax(-1)
+    assert torch.equal(out.token[forbids & ~greedy], drawn[forbids & ~greedy])
+    z = (hidden @ weight.T / 0.8).double().masked_fill(~left, -torch.inf)
+    want = z.log_softmax(-1).gather(1, out.token[:, None])[:, 0]
+    torch.testing.assert_close(out.logprob[forbids], want[forbids].float(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(out.entropy[forbids], rest.entropy[forbids], rtol=1e-5, atol=2e-5)
+    filtered = sample(hidden, weight, forbidden=forbidden, forbids=forbids, top_k=2, **keys)
+    assert left[filtered.token[forbids]].all()
+
+
+def test_forbidding_with_a_softcap_that_bites():
+    hidden, weight, seed, position = make(20, 8, 40, scale=5.0)
+    forbidden = torch.arange(39)
+    out = sample(
+        hidden, weight, seed=seed, position=position, softcap=1.0, forbidden=forbidden, forbids=torch.ones(20).bool()
+    )
+    assert out.token.tolist() == [39] * 20
+    torch.testing.assert_close(out.logprob, torch.zeros(20), rtol=0, atol=1e-5)
+
+
+def test_forbidding_needs_both_arguments():
+    hidden, weight, seed, position = make(2, 3, 5)
+    with pytest.raises(ValueError, match="forbids: expected it together with forbidden"):
+        sample(hidden, weight, seed=seed, position=position, forbidden=torch.tensor([1]))
+    with pytest.raises(TypeError, match="forbids"):
+        sample(hidden, weight, seed=seed, position=position, forbidden=torch.tensor([1]), forbids=torch.zeros(2))
+
+
 def test_greedy_takes_the_first_maximum_before_the_temperature():
     weight = torch.tensor([[1.0], [3.0], [3.0], [2.0]])
     one = torch.zeros(1, dtype=torch.int64)
@@ -194,8 +237,10 @@ def test_opcheck(backend):
     op = torch.ops.rlhf_kernels.sample.default
     filters = (3, 0.9) if backend == "reference" else (0, 1.0)
     numbers = (0.5, 1.0, 2.0, 1.5, *filters, True)
-    torch.library.opcheck(op, (hidden, weight, seed, position, greedy, *tensors, *numbers, backend))
-    plain = (None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, backend)
+    torch.library.opcheck(
+        op, (hidden, weight, seed, position, greedy, torch.tensor([1, 5]), ~greedy, *tensors, *numbers, backend)
+    )
+    plain = (None, None, None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, backend)
     torch.library.opcheck(op, (hidden, weight, seed, position, *plain))
 
 

@@ -4,6 +4,7 @@ Forward   z = transform(hidden Wᵀ + …) / temperature           the logits of
           token = argmax_v (z_v + g_v),  g_v = −log(−log1p(−u_v)), u from Philox4x32-10 keyed by seed,
                   counter (v // 4, stream 1, position)         which is a draw from softmax(z)
           greedy rows: token = argmax_v of the logits before the temperature, first maximum
+          rows that forbid: z_v = −∞ for the forbidden tokens, greedy or not
           logprob = z_token − lse(z),  entropy = −Σ p log p
 Backward  none: inference only.
 
@@ -46,6 +47,8 @@ def sample(
     position: Tensor,
     temperature: float | Tensor = 1.0,
     greedy: Tensor | None = None,
+    forbidden: Tensor | None = None,
+    forbids: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float | None = None,
     bias: Tensor | None = None,
@@ -61,6 +64,8 @@ def sample(
         seed, position: [N] int64, the key and row id of the random numbers: (sequence seed, token position).
         temperature: > 0, one number or one per row. Greedy rows report their log-prob at it too.
         greedy: [N] bool, or None for no greedy row.
+        forbidden, forbids: [F] int64 and [N] bool, both or neither: tokens that the rows marked in `forbids` never
+            draw. log-prob and entropy of such a row are those of the rest, renormalised.
         outputs: which of `SampleOutputs`' fields to return.
         top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
             and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. On the CPU
@@ -72,6 +77,11 @@ def sample(
     check_tensor("position", position, (n_rows,), hidden, "int64")
     if greedy is not None:
         check_tensor("greedy", greedy, (n_rows,), hidden, "bool")
+    if (forbidden is None) != (forbids is None):
+        raise ValueError("forbids: expected it together with forbidden, got one of the two")
+    if forbidden is not None and forbids is not None:
+        check_tensor("forbidden", forbidden, tuple(forbidden.shape[:1]), hidden, "int64")
+        check_tensor("forbids", forbids, (n_rows,), hidden, "bool")
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k: expected None or an int ≥ 1, got {top_k!r}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
@@ -95,6 +105,8 @@ def sample(
         seed,
         position,
         greedy,
+        forbidden,
+        forbids,
         *options,
         top_k or 0,
         float(top_p or 1.0),
@@ -126,6 +138,8 @@ def _sample(
     seed: Tensor,
     position: Tensor,
     greedy: Tensor | None,
+    forbidden: Tensor | None,
+    forbids: Tensor | None,
     bias: Tensor | None,
     lora_A: Tensor | None,
     lora_B: Tensor | None,
@@ -141,7 +155,8 @@ def _sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("sample", backend).forward
-    return run(hidden, weight, seed, position, greedy, options, top_k, top_p, with_entropy)
+    bans = None if forbidden is None or forbids is None else (forbidden, forbids)
+    return run(hidden, weight, seed, position, greedy, bans, options, top_k, top_p, with_entropy)
 
 
 @_sample.register_fake

@@ -29,6 +29,7 @@ def forward(
     seed: Tensor,
     position: Tensor,
     greedy: Tensor | None,
+    bans: tuple[Tensor, Tensor] | None,
     options: HeadOptions,
     top_k: int,
     top_p: float,
@@ -44,6 +45,7 @@ def forward(
     call = HeadCall(hidden, weight, rows, options, rows)
     seed, position = seed.contiguous(), position.contiguous()
     greedy = None if greedy is None else greedy.contiguous()
+    forbidden, forbids = (None, None) if bans is None else (x.contiguous() for x in bans)
     token, logprob = torch.empty(n, dtype=torch.int64), torch.empty(n)
     entropy = torch.empty(n if with_entropy else 0)
     native.extension().head_sample(
@@ -52,6 +54,9 @@ def forward(
         native.dense("seed", seed, torch.int64),
         native.dense("position", position, torch.int64),
         0 if greedy is None else native.dense("greedy", greedy, torch.bool),
+        0 if forbidden is None else native.dense("forbidden", forbidden, torch.int64),
+        0 if forbidden is None else forbidden.numel(),
+        0 if forbids is None else native.dense("forbids", forbids, torch.bool),
         STREAM,
         token.data_ptr(),
         logprob.data_ptr(),

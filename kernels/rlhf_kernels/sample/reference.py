@@ -42,6 +42,7 @@ def forward(
     seed: Tensor,
     position: Tensor,
     greedy: Tensor | None,
+    bans: tuple[Tensor, Tensor] | None,
     options: HeadOptions,
     top_k: int,
     top_p: float,
@@ -56,6 +57,9 @@ def forward(
     entropy = torch.zeros(n_rows if with_entropy else 0, dtype=dtype, device=hidden.device)
     for rows in row_chunks(n_rows, n_vocab):
         c = head.capped(head.rows(hidden, rows))
+        if bans is not None:
+            forbidden, forbids = bans
+            c[:, forbidden] = c[:, forbidden].masked_fill(forbids[rows, None], -torch.inf)
         # Before the temperature: dividing could round two different logits onto each other
         best = None if greedy is None else c.argmax(-1)
         z = c.div_(head.divisor(rows))

@@ -1,0 +1,177 @@
+"""What is asked of a rollout and what comes back, for one answer and for a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlhf_engine.hydra.batch import PackedBatch
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How answers are drawn."""
+
+    max_completion_length: int
+    """Most tokens per answer."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer; the ending token belongs to it. Empty: answers end at their longest, or at a stop."""
+    min_completion_length: int = 0
+    """No answer ends with an end-of-sequence token before it has as many tokens, that one included."""
+    temperature: float = 1.0
+    """Logits are divided by it; log-probs are of that distribution."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens; log-probs are then of those, renormalised. A slower path."""
+    top_p: float | None = None
+    """Draw among the fewest tokens that hold this much probability; log-probs as with `top_k`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; the token that completes one belongs to it."""
+    seed: int = 0
+    """Seed of every draw."""
+
+    def __post_init__(self) -> None:
+        if self.max_completion_length < 1:
+            raise ValueError(f"max_completion_length: expected at least 1 token, got {self.max_completion_length}")
+        if not 0 <= self.min_completion_length <= self.max_completion_length:
+            raise ValueError(
+                f"min_completion_length: expected 0 to max_completion_length ({self.max_completion_length}), got "
+                f"{self.min_completion_length}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: expected a positive number (use greedy rows for 0), got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected None or a number in (0, 1], got {self.top_p}")
+        if any(not text for text in self.stop):
+            raise ValueError(f"stop: expected texts that are not empty, got {self.stop}")
+
+    @property
+    def filters(self) -> bool:
+        """Whether draws leave part of the vocabulary out, so that log-probs are not those of the training forward."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One answer to draw. What is None is as in the run's `SamplingConfig`."""
+
+    prompt: tuple[int, ...]
+    sample_id: int
+    """Names the answer for good: with the seed it keys its random numbers."""
+    role: str = "actor"
+    """Role whose adapter slot draws; it has an LM head."""
+    greedy: bool = False
+    """Take the arg-max instead of drawing."""
+    max_completion_length: int | None = None
+    min_completion_length: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
+        """The run's options with this request's own in place. Raises ValueError where they contradict each other."""
+        own = {name: getattr(self, name) for name in _OWN if getattr(self, name) is not None}
+        if not own:
+            return defaults
+        return SamplingConfig(**{**vars(defaults), **own})
+
+
+_OWN = ("max_completion_length", "min_completion_length", "temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished answer."""
+
+    index: int
+    """Place of its request in the order of submission."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-prob of each token under the distribution it was drawn from."""
+    finish_reason: FinishReason
+    """eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
+
+
+@dataclass(kw_only=True)
+class RolloutStats:
+    """Where a rollout's time and memory went."""
+
+    prompts: int = 0
+    """Prompts that went through the model; rows with the same prompt and slot share one pass."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Tokens drawn."""
+    steps: int = 0
+    """Decoding steps: one token for each of the rows alive."""
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    most_rows: int = 0
+    """Most rows alive at once."""
+    most_blocks: int = 0
+    """Most blocks of the cache in use at once."""
+    step: str = ""
+    """What ran the steps."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Drawn tokens per second of prefill and decoding."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.tokens / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """Answers and how they came about. M completion tokens of N sequences."""
+
+    batch: PackedBatch
+    logprobs_M: torch.Tensor
+    """fp32 [M], log-prob of each token under the distribution it was drawn from."""
+    finish_reasons: tuple[FinishReason, ...]
+    """N reasons why an answer ended."""
+    policy_version: int
+    """Version of the policy that made every token."""
+    filtered: bool
+    """Draws left part of the vocabulary out (top_k, top_p): log-probs are of the rest, no importance ratio holds."""
+    stats: RolloutStats
+
+    @property
+    def finished(self) -> tuple[bool, ...]:
+        """N flags: the answer ended by itself, not at its most tokens."""
+        return tuple(reason != "length" for reason in self.finish_reasons)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context_length: int, max_completion_length: int) -> None:
+    """Raise ValueError for an empty batch, an empty prompt, or one that leaves no room for the answer."""
+    if len(prompts) == 0:
+        raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
+    for i, prompt in enumerate(prompts):
+        check_prompt(f"prompts[{i}]", prompt, context_length, max_completion_length)
+
+
+def check_prompt(name: str, prompt: Sequence[int], context_length: int, max_completion_length: int) -> None:
+    """Raise ValueError for an empty prompt or one that leaves no room for the answer."""
+    if len(prompt) == 0:
+        raise ValueError(f"{name}: expected at least one token, got an empty prompt")
+    if len(prompt) + max_completion_length > context_length:
+        raise ValueError(
+            f"{name}: expected at most {context_length - max_completion_length} tokens (context "
+            f"{context_length} − max_completion_length {max_completion_length}), got {len(prompt)}"
+        )
+
+
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
+
+
+def row_seed(seed: int, sample_id: int) -> int:
+    """Seed of one answer: SplitMix64's finaliser over (seed, sample id), as a signed 64-bit integer."""
+    z = (seed * 0x9E3779B97F4A7C15 + sample_id + 1) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    z ^= z >> 31
+    return z - (1 << 64) if z >= 1 << 63 else z

@@ -1,0 +1,34 @@
+"""Texts that end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+_CONTEXT = 4
+"""Tokens before those that may hold a stop text: what a tokenizer does at the beginning of a text stays out of it."""
+
+
+class StopTexts:
+    """Finds the token that completes a stop text."""
+
+    def __init__(self, texts: Sequence[str], decode: Decode) -> None:
+        self._texts = tuple(texts)
+        self._decode = decode
+        # every token is at least one byte of the text
+        self._window = max((len(text.encode()) for text in texts), default=0) + _CONTEXT
+
+    def completed_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these tokens of an answer completes a stop text."""
+        text = self._decode(tokens[-self._window :])
+        if not any(stop in text for stop in self._texts):
+            return False
+        before = self._decode(tokens[-self._window : -1])
+        return not any(stop in before for stop in self._texts)
+
+    def cut(self, text: str) -> str:
+        """The text up to the first stop text in it."""
+        places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
+        return text[: min(places)] if places else text
