@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from rlhf_kernels.sample import sample
@@ -24,6 +24,7 @@ from rlhf_engine.hydra.gated import GatedHead
 from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
+from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.request import (
     Answer,
     FinishReason,
@@ -51,6 +52,8 @@ class EngineOptions:
     """Most rows alive at once; None: as many as there are requests, as far as the cache holds them."""
     cache_tokens: int | None = None
     """Most positions of the cache, all rows together; None: as many as the rows alive at once may need."""
+    step: Literal["auto", "native", "transformers"] = "auto"
+    """What runs a decoding step; auto: the native one where it serves the backbone."""
     batch_invariant: bool = False
     """Tokens and log-probs have the same bits whatever an answer was batched with."""
 
@@ -119,14 +122,15 @@ class RolloutEngine:
         self._prefixes: dict[tuple[str | None, tuple[int, ...]], _Prefix] = {}
         self._pool = BlockPool(self._blocks_needed(rows, options.cache_tokens))
         self.cache = KVCache(blocks=self._pool.size)
-        self._step: Step = TransformersStep(self.backbone, self.cache)
+        slots = sorted({row.slot for row in rows if row.slot is not None})
+        self._step = self._choose_step(options.step, slots, BLOCK * max(r.blocks_needed for r in rows))
         if options.batch_invariant and not self._step.invariant:
             self._max_rows = 1
         self.stats.step = self._step.name
         device = self.backbone.device
         heads = [layer for layer in self.backbone.linears.values() if isinstance(layer, GatedHead)]
         head_slots = frozenset(slot for head in heads for slot in head.slots)
-        self._live = LiveRows(device, max(row.blocks_needed for row in rows), head_slots)
+        self._live = LiveRows(device, max(row.blocks_needed for row in rows), slots, head_slots)
         self._ends = torch.tensor(sorted(self._eos), dtype=torch.int64, device=device)
 
     # ---- running ---------------------------------------------------------------------------------------------------
@@ -328,6 +332,15 @@ class RolloutEngine:
         self._pool.give_back(row.blocks)
         self.stats.most_blocks = self._pool.most_used
         return Answer(index=row.index, tokens=tuple(row.tokens), logprobs=tuple(row.logprobs), finish_reason=reason)
+
+    def _choose_step(self, name: str, slots: Sequence[str], positions: int) -> Step:
+        reason = native_step.unsupported(self.backbone) if name != "transformers" else ""
+        if reason is None:
+            decoder = native_step.decoder_of(self.backbone)
+            return native_step.NativeStep(self.backbone, decoder, self.cache, slots, positions)
+        if name == "native":
+            raise ValueError(f"step: expected a backbone that the native step serves, got one of which {reason}")
+        return TransformersStep(self.backbone, self.cache)
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
 

@@ -69,11 +69,14 @@ class DrawGroup:
 class LiveRows:
     """Rows being written, in the order of their slots, and their state."""
 
-    def __init__(self, device: torch.device, table_columns: int, head_slots: frozenset[str]) -> None:
-        """head_slots: slots with LoRA on the LM head."""
+    def __init__(
+        self, device: torch.device, table_columns: int, slots: Sequence[str], head_slots: frozenset[str]
+    ) -> None:
+        """slots: those that rows may carry. head_slots: slots with LoRA on the LM head."""
         self.rows: list[Row] = []
         self.device = device
         self._head_slots = head_slots
+        self._slot_numbers = {slot: i for i, slot in enumerate(slots)}
         self._columns = table_columns
         integers = {"dtype": torch.int64, "device": device}
         self.tokens_N = torch.empty(0, **integers)  # type: ignore[call-overload]
@@ -81,6 +84,8 @@ class LiveRows:
         self.lengths_N = torch.empty(0, **integers)  # type: ignore[call-overload]
         """Tokens of each row that are in the cache: the position of the next."""
         self.seeds_N = torch.empty(0, **integers)  # type: ignore[call-overload]
+        self.slots_N = torch.empty(0, **integers)  # type: ignore[call-overload]
+        """Place of each row's slot among `slots`; −1: none."""
         self.greedy_N = torch.empty(0, dtype=torch.bool, device=device)
         self.temperatures_N = torch.empty(0, dtype=torch.float32, device=device)
         self.table_NB = torch.empty((0, table_columns), **integers)  # type: ignore[call-overload]
@@ -102,6 +107,7 @@ class LiveRows:
             "tokens_N": torch.zeros(len(rows), dtype=torch.int64, device=device),
             "lengths_N": torch.tensor([len(row.prompt) for row in rows], device=device),
             "seeds_N": torch.tensor([row.seed for row in rows], device=device),
+            "slots_N": torch.tensor([self._number(row.slot) for row in rows], device=device),
             "greedy_N": torch.tensor([row.greedy for row in rows], device=device),
             "temperatures_N": torch.tensor(
                 [row.sampling.temperature for row in rows], dtype=torch.float32, device=device
@@ -112,6 +118,9 @@ class LiveRows:
             setattr(self, name, torch.cat([getattr(self, name), values]))
         self.rows += rows
         self._settle()
+
+    def _number(self, slot: str | None) -> int:
+        return -1 if slot is None else self._slot_numbers[slot]
 
     def keep(self, places: Sequence[int]) -> None:
         """Only the rows at these places go on, in this order."""
@@ -153,7 +162,7 @@ class LiveRows:
         ]
 
 
-_STATE = ("tokens_N", "lengths_N", "seeds_N", "greedy_N", "temperatures_N", "table_NB")
+_STATE = ("tokens_N", "lengths_N", "seeds_N", "slots_N", "greedy_N", "temperatures_N", "table_NB")
 
 
 def _common(numbers: Sequence[float]) -> float | None:

@@ -1,0 +1,266 @@
+"""Decoding steps of Llama-like backbones on the CPU, a whole model in one call of `rlhf_kernels.decode_step`.
+
+A backbone qualifies by what it is made of, and by a trial: some tokens go through transformers' forward and through the
+kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
+scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
+
+Prompts go through the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from torch import nn
+
+from rlhf_engine.hydra import host
+from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.backbone import Backbone, head_logits
+from rlhf_engine.hydra.bank import AdapterSlot
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.gated import GatedLinear
+from rlhf_engine.hydra.kv_cache import KVCache
+from rlhf_engine.rollout.request import SamplingConfig
+from rlhf_engine.rollout.rows import LiveRows, Prompt, Row
+from rlhf_engine.rollout.step import Step, TransformersStep
+
+_LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone."""
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Largest median error of a hidden state in the trial, relative to its norm."""
+_TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
+
+
+class NativeStep:
+    """Decoding through the kernel, prompts through the model's own forward."""
+
+    name = "native"
+    invariant = False  # prompts round by what they are prefilled with
+
+    def __init__(
+        self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
+    ) -> None:
+        """slots: those that rows may carry, by the numbers of `LiveRows.slots_N`. positions: most of any row."""
+        self.backbone, self.cache = backbone, cache
+        self._plain = TransformersStep(backbone, cache)
+        self._layers = range(len(decoder.layers))
+        self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
+        self._cos, self._sin = _angles(backbone, positions)
+        self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        return self._plain.prefill(prompts)
+
+    def decode(self, live: LiveRows) -> torch.Tensor:
+        if self._caches is None:
+            pairs = [self.cache.read(layer) for layer in self._layers]
+            self._caches = [keys for keys, _ in pairs], [values for _, values in pairs]
+        return self._run(
+            live.tokens_N, live.lengths_N, live.slots_N, self._cos, self._sin, *self._caches, live.table_NB
+        )
+
+
+# ---- which backbones -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """What became of a backbone, for as long as its weights are of this dtype."""
+
+    dtype: torch.dtype
+    decoder: Decoder | None
+    reason: str | None
+
+
+_found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
+
+
+def unsupported(backbone: Backbone) -> str | None:
+    """Why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
+    if not host.works_for_itself():
+        return "the CPU stands in for another device, or a graph is being compiled"
+    if registry.default_backend() not in ("auto", "cpu"):
+        return f"the kernels of {registry.default_backend()!r} were asked for"
+    if torch.is_autocast_enabled(backbone.device.type):
+        return "autocast is on"
+    reason = registry.unsupported("decode_step", "cpu", backbone.device.type, backbone.dtype)
+    if reason is not None:
+        return reason
+    return _examine(backbone).reason
+
+
+def decoder_of(backbone: Backbone) -> Decoder:
+    """The weights of a backbone that is not `unsupported`, as the kernel takes them."""
+    decoder = _examine(backbone).decoder
+    assert decoder is not None
+    return decoder
+
+
+def _examine(backbone: Backbone) -> _Found:
+    known = _found.get(backbone)
+    if known is None or known.dtype != backbone.dtype:
+        reason = _differs(backbone)
+        decoder = None
+        if reason is None:
+            decoder = _decoder(backbone)
+            reason = _try(backbone, decoder)
+        _found[backbone] = known = _Found(dtype=backbone.dtype, decoder=decoder, reason=reason)
+    return known
+
+
+def _differs(backbone: Backbone) -> str | None:
+    """How a backbone's modules differ from what the kernel computes; None where names and kinds agree."""
+    trunk: Any = backbone.trunk
+    parts = {name for name, _ in trunk.named_children()}
+    if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return f"its trunk is made of {sorted(parts)}"
+    if type(trunk.embed_tokens) is not nn.Embedding:
+        return f"its embedding is a {type(trunk.embed_tokens).__name__}"
+    if getattr(trunk.rotary_emb, "rope_type", None) not in _FIXED_ANGLES:
+        return f"its rotary embedding is of the kind {getattr(trunk.rotary_emb, 'rope_type', None)!r}"
+    for i, layer in enumerate(trunk.layers):
+        parts = {name for name, _ in layer.named_children()}
+        if parts != _NORMS | {"self_attn", "mlp"}:
+            return f"layer {i} is made of {sorted(parts)}"
+        inside = {f"self_attn.{name}" for name, _ in layer.self_attn.named_children()}
+        inside |= {f"mlp.{name}" for name, _ in layer.mlp.named_children()}
+        others = inside - set(_LINEARS.values()) - {"self_attn.q_norm", "self_attn.k_norm", "mlp.act_fn"}
+        missing = set(_LINEARS.values()) - inside
+        if others or missing:
+            return f"layer {i} has {sorted(others)} and lacks {sorted(missing)}"
+        if any(type(layer.get_submodule(path)) is not GatedLinear for path in _LINEARS.values()):
+            return f"linears of layer {i} are not plain ones"
+        if not isinstance(getattr(layer.self_attn, "head_dim", None), int):
+            return f"the attention of layer {i} does not say how large its heads are"
+    return None
+
+
+def _decoder(backbone: Backbone) -> Decoder:
+    trunk: Any = backbone.trunk
+    first = trunk.layers[0]
+    head_dim = first.self_attn.head_dim
+    return Decoder(
+        embedding=trunk.embed_tokens.weight,
+        layers=[_layer(layer, window) for layer, window in zip(trunk.layers, _windows(backbone), strict=True)],
+        final_norm=trunk.norm.weight,
+        eps=_eps(trunk.norm),
+        n_heads=first.self_attn.q_proj.out_features // head_dim,
+        n_kv_heads=first.self_attn.k_proj.out_features // head_dim,
+        head_dim=head_dim,
+        scale=float(getattr(first.self_attn, "scaling", head_dim**-0.5)),
+    )
+
+
+def _layer(layer: Any, window: int | None) -> DecoderLayer:
+    projections = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
+    attention = layer.self_attn
+    norms = {f"{x}_norm": getattr(attention, f"{x}_norm", None) for x in "qk"}
+    return DecoderLayer(
+        input_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        q_norm=None if norms["q_norm"] is None else norms["q_norm"].weight,
+        k_norm=None if norms["k_norm"] is None else norms["k_norm"].weight,
+        window=window,
+        **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
+    )
+
+
+def _eps(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+
+
+def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:
+    """A slot's pairs by layer and name; what it adapts elsewhere, such as the head, is not the step's."""
+    n_layers = backbone.model.config.get_text_config().num_hidden_layers
+    pairs = dict(slot.items())
+    return StepAdapter(
+        pairs=[
+            {
+                name: (pairs[path].A, pairs[path].B)
+                for name, path in ((name, f"{backbone.blocks_prefix}{i}.{end}") for name, end in _LINEARS.items())
+                if path in pairs
+            }
+            for i in range(n_layers)
+        ],
+        scale=slot.config.scale,
+    )
+
+
+def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, D] as the model's own rotary embedding makes them."""
+    trunk: Any = backbone.trunk
+    like = torch.empty(0, dtype=backbone.dtype, device=backbone.device)
+    with torch.no_grad():
+        cos, sin = trunk.rotary_emb(like, torch.arange(positions, device=backbone.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _try(backbone: Backbone, decoder: Decoder) -> str | None:
+    """How the kernel's steps differ from those of transformers' forward, or None where they agree."""
+    caches = KVCache(blocks=1), KVCache(blocks=1)
+    plain = _trial_steps(TransformersStep(backbone, caches[0]), backbone)
+    ours = _trial_steps(NativeStep(backbone, decoder, caches[1], (), len(_TRIAL_PROMPT) + _TRIAL_STEPS), backbone)
+    error = (ours - plain).float().norm(dim=-1) / plain.float().norm(dim=-1).clamp_min(1e-30)
+    if not error.max() <= _TRIAL_TOLERANCE[backbone.dtype]:
+        return f"its steps differ by {float(error.max()):.2g} of a hidden state's norm"
+    if backbone.has_lm_head:
+        expected, found = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
+        behind = expected.max(-1).values - expected.gather(1, found.argmax(-1, keepdim=True))[:, 0]
+        if (
+            behind > 2 * (found - expected).abs().max(-1).values
+        ).any():  # rounding may swap tokens that are nearly tied
+            return "its steps choose other tokens"
+    return None
+
+
+def _trial_steps(step: Step, backbone: Backbone) -> torch.Tensor:
+    """Hidden states [steps, H] of a few tokens after a prompt, the same on every way."""
+    vocabulary = backbone.model.config.get_text_config().vocab_size
+    row = Row(
+        index=0,
+        prompt=tuple(token % vocabulary for token in _TRIAL_PROMPT),
+        slot=None,
+        sampling=SamplingConfig(max_completion_length=_TRIAL_STEPS, eos_token_ids=()),
+        greedy=True,
+        seed=0,
+        blocks=[0],
+    )
+    step.prefill([Prompt(tokens=row.prompt, slot=None, blocks=row.blocks)])
+    live = LiveRows(backbone.device, 1, (), frozenset())
+    live.append([row])
+    states = []
+    for i in range(_TRIAL_STEPS):
+        live.tokens_N[:] = (31 * i + 7) % vocabulary
+        states.append(step.decode(live))
+        live.lengths_N += 1
+        live.longest += 1
+    return torch.cat(states)
+
+
+@torch.no_grad()
+def _windows(backbone: Backbone) -> list[int | None]:
+    """The sliding window that each layer asks its attention for."""
+    tokens = torch.zeros(1, dtype=torch.int64, device=backbone.device)
+    windows: list[int | None] = []
+    backbone.run(tokens, tokens, SlotTable.uniform(None, 1), plan_packed([1], backbone.device), windows=windows)
+    return windows
