@@ -7,6 +7,7 @@
 namespace rlhf::bindings {
 void define_block(pybind11::module_& m);
 void define_decode_attention(pybind11::module_& m);
+void define_decode_step(pybind11::module_& m);
 void define_gae(pybind11::module_& m);
 void define_head(pybind11::module_& m);
 void define_gather_logprob(pybind11::module_& m);
@@ -18,6 +19,7 @@ void define_lora(pybind11::module_& m);
 PYBIND11_MODULE(_native, m) {
     rlhf::bindings::define_block(m);
     rlhf::bindings::define_decode_attention(m);
+    rlhf::bindings::define_decode_step(m);
     rlhf::bindings::define_gae(m);
     rlhf::bindings::define_head(m);
     rlhf::bindings::define_gather_logprob(m);

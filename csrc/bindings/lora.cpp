@@ -4,8 +4,7 @@
 
 #include <tuple>
 
-#include "bindings/address.h"
-#include "common/check.h"
+#include "bindings/matrix.h"
 #include "cpu/lora_decode.h"
 
 namespace rlhf::bindings {
@@ -13,16 +12,9 @@ namespace {
 
 using namespace rlhf::cpu::lora;
 
-using MatrixArguments = std::tuple<Address, int64_t, int>;  // address, row stride, 0 = float32 or 1 = bfloat16
 using SlotArguments = std::tuple<MatrixArguments, MatrixArguments, int64_t, double, double, Address, Address>;
 using RunArguments = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using DropoutArguments = std::tuple<int64_t, Address, uint32_t>;
-
-Matrix matrix(const MatrixArguments& arguments) {
-    const auto& [address, stride, type] = arguments;
-    RLHF_CHECK(type == 0 || type == 1, "type", "0 or 1", type);
-    return {at<void>(address), stride, static_cast<Type>(type)};
-}
 
 std::vector<Slot> slots_of(const std::vector<SlotArguments>& arguments, int64_t K) {
     std::vector<Slot> slots;

@@ -43,6 +43,15 @@ RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+RLHF_INLINE f32x16 sqrt16(f32x16 x) {
+#if defined(RLHF_AVX512)
+    return (f32x16)_mm512_sqrt_ps((__m512)x);
+#else
+    for (int i = 0; i < 16; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
 RLHF_INLINE f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // bf16 -> fp32 is exact; fp32 -> bf16 rounds to nearest even and keeps NaN.

@@ -5,6 +5,7 @@ Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `
 
 from rlhf_kernels.block import rms_norm, rotary, swiglu
 from rlhf_kernels.decode_attention import decode_attention
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
@@ -18,14 +19,19 @@ from rlhf_kernels.sample import SampleOutputs, sample
 __all__ = [
     "BackendUnavailableError",
     "DecodeLinear",
+    "DecodeStep",
+    "Decoder",
+    "DecoderLayer",
     "Dropout",
     "HeadLora",
     "LinearPpoLossOutputs",
     "LogprobOutputs",
     "PairOutputs",
     "PpoLossOutputs",
+    "Projection",
     "SampleOutputs",
     "Segments",
+    "StepAdapter",
     "ValueLossOutputs",
     "decode_attention",
     "gae",

@@ -1,0 +1,275 @@
+// One new token per row through all layers of a decoder of the Llama kind.
+//
+// Contract. Equations: kernels/rlhf_kernels/decode_step. Weights, norms, biases, angles, caches and the result have one
+// type, adapters float or bfloat16 of their own; rows of matrices have any stride, columns are dense. Weights are read
+// once per call, where they lie, adapters too. Sums are float; results are rounded to the type where the modules of
+// transformers round them: norms, linears (base with bias, then with the adapter's part), rotary products, the logistic
+// and the gated product, attention, residual sums. Row n's key and value are written into its entry of the cache before
+// its attention reads the entries of its window; no other entry is written or read. Rows of one call do not look at each
+// other's new entries.
+// A row is a lane of vectors and one thread's work in attention, each in an order that its own position alone decides:
+// its bits depend neither on the rows beside it, nor on their slots, nor on where its blocks lie or the number of threads.
+// Everything of a call is checked before anything is written.
+
+#include "cpu/decode_step.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "common/check.h"
+#include "cpu/isa_pick.h"
+
+namespace rlhf::cpu::step {
+namespace {
+
+constexpr int64_t kSerialProducts = 1 << 24;  // of some tenths of a millisecond: too few to wait for a second core
+constexpr int64_t kLine = 64;
+
+constexpr Name kInputs[kGroups] = {Q, O, GATE, DOWN};  // a linear of each group
+constexpr Group kGroupOf[kNames] = {QKV, QKV, QKV, ATTENDED, GATED, GATED, INNER};
+constexpr const char* kNamed[kNames] = {"q", "k", "v", "o", "gate", "up", "down"};
+
+int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+int64_t first_position(int64_t length, int64_t window) { return window ? std::max<int64_t>(0, length - window) : 0; }
+
+void check_linear(const Linear& linear, Name name, int64_t out, int64_t in) {
+    RLHF_CHECK(linear.out == out, kNamed[name], "another number of output features", linear.out);
+    RLHF_CHECK(linear.in == in, kNamed[name], "another number of input features", linear.in);
+    RLHF_CHECK(linear.weight != nullptr, kNamed[name], "an address", "a null pointer");
+}
+
+// Every index of a row must be one of its table's.
+void check_range(const int64_t* index, int64_t n, int64_t low, int64_t high, const char* name, const char* what) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (index[i] >= low && index[i] < high) continue;
+        std::ostringstream expected;
+        expected << what << " from " << low << " to " << high - 1;
+        refuse(name, expected.str().c_str(), index[i]);
+    }
+}
+
+// Hands out aligned pieces of memory whose sum it knows; without memory it only counts.
+struct Layout {
+    char* memory;
+    int64_t bytes = 0;
+
+    template <typename T>
+    void take(T*& pointer, int64_t size, int64_t element) {
+        pointer = reinterpret_cast<T*>(memory + bytes);
+        bytes += round_up(size * element, kLine);
+    }
+};
+
+int64_t place(int64_t& bytes, int64_t size) {
+    const int64_t at = bytes;
+    bytes += round_up(size, kLine);
+    return at;
+}
+
+}  // namespace
+
+bool steps(Type type) { return type == Type::float32 || current_isa() >= Isa::avx512_bf16; }
+
+DecodeStep::DecodeStep(const Decoder& decoder, std::vector<Layer> layers, const std::vector<Adapter>& adapters)
+    : decoder_(decoder), layers_(std::move(layers)) {
+    const Decoder& d = decoder_;
+    RLHF_CHECK(d.hidden >= 1, "hidden", "at least 1", d.hidden);
+    RLHF_CHECK(d.head_dim >= 2 && d.head_dim % 2 == 0, "head_dim", "an even number of at least 2", d.head_dim);
+    RLHF_CHECK(d.cache_heads >= 1, "cache_heads", "at least 1", d.cache_heads);
+    RLHF_CHECK(d.query_heads >= 1 && d.query_heads % d.cache_heads == 0, "query_heads", "a multiple of cache_heads",
+               d.query_heads);
+    RLHF_CHECK(!layers_.empty(), "layers", "at least 1", 0);
+    RLHF_CHECK_POINTER(d.embedding, 1);
+    RLHF_CHECK_POINTER(d.final_norm, 1);
+    const int64_t queries = d.query_heads * d.head_dim, keys = d.cache_heads * d.head_dim, H = d.hidden;
+    const int64_t mlp = layers_[0].linears[GATE].out;
+    RLHF_CHECK(mlp >= 1, "gate", "at least 1 output feature", mlp);
+    window_ = layers_[0].window;
+    for (const Layer& layer : layers_) {
+        const int64_t outs[kNames] = {queries, keys, keys, H, mlp, mlp, H}, ins[kNames] = {H, H, H, queries, H, H, mlp};
+        for (int name = 0; name < kNames; ++name) {
+            check_linear(layer.linears[name], Name(name), outs[name], ins[name]);
+            weights_ += outs[name] * ins[name];
+        }
+        RLHF_CHECK_POINTER(layer.input_norm, 1);
+        RLHF_CHECK_POINTER(layer.mlp_norm, 1);
+        RLHF_CHECK(layer.window >= 0, "window", "at least 0", layer.window);
+        window_ = window_ && layer.window ? std::max(window_, layer.window) : 0;
+    }
+    make_plans(adapters);
+}
+
+void DecodeStep::make_plans(const std::vector<Adapter>& adapters) {
+    for (const Adapter& adapter : adapters) {
+        RLHF_CHECK(adapter.pairs.size() == layers_.size() * kNames, "adapters", "a pair for every linear",
+                   adapter.pairs.size());
+        slot_scales_.push_back(adapter.scale);
+    }
+    std::vector<std::pair<size_t, size_t>> shrinks, expands;  // where each group and linear begins and ends
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+        for (int group = 0; group < kGroups; ++group) {
+            int64_t h = 0;
+            const size_t first = shrinks_.size();
+            for (int name = 0; name < kNames; ++name) {
+                if (kGroupOf[name] != group) continue;
+                const size_t first_expand = expands_.size();
+                for (size_t slot = 0; slot < adapters.size(); ++slot) {
+                    const Pair& pair = adapters[slot].pairs[layer * kNames + name];
+                    RLHF_CHECK(pair.rank >= 0, "rank", "at least 0", pair.rank);
+                    if (pair.rank == 0) continue;
+                    RLHF_CHECK_POINTER(pair.A.data, pair.rank);
+                    RLHF_CHECK_POINTER(pair.B.data, pair.rank);
+                    expands_.push_back({pair.B, pair.rank, int64_t(slot), h});
+                    const int64_t size = pair.A.type == Type::float32 ? 4 : 2;
+                    for (int64_t r = 0; r < pair.rank; r += 4) {
+                        Matrix A = pair.A;
+                        A.data = static_cast<char*>(A.data) + r * A.stride * size;
+                        shrinks_.push_back({A, std::min<int64_t>(4, pair.rank - r), int64_t(slot), h + r});
+                    }
+                    h += pair.rank;
+                }
+                expands.push_back({first_expand, expands_.size()});
+            }
+            shrinks.push_back({first, shrinks_.size()});
+            ranks_ = std::max(ranks_, h);
+        }
+    }
+    plans_.resize(layers_.size());
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {  // groups go through the linears in their order
+        for (int group = 0; group < kGroups; ++group) {
+            const auto [first, last] = shrinks[layer * kGroups + group];
+            plans_[layer].shrinks[group] = {shrinks_.data() + first, int64_t(last - first)};
+        }
+        for (int name = 0; name < kNames; ++name) {
+            const auto [first, last] = expands[layer * kNames + name];
+            plans_[layer].expands[name] = {expands_.data() + first, int64_t(last - first)};
+        }
+    }
+}
+
+void DecodeStep::bind(int64_t blocks, int64_t block, std::vector<LayerCache> keys, std::vector<LayerCache> values) {
+    RLHF_CHECK_SIZE(blocks);
+    RLHF_CHECK(block >= 1, "block", "at least 1", block);
+    RLHF_CHECK(keys.size() == layers_.size(), "keys", "one cache per layer", keys.size());
+    RLHF_CHECK(values.size() == layers_.size(), "values", "one cache per layer", values.size());
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+        RLHF_CHECK(blocks == 0 || keys[layer].data != nullptr, "keys", "an address", "a null pointer");
+        RLHF_CHECK(blocks == 0 || values[layer].data != nullptr, "values", "an address", "a null pointer");
+    }
+    blocks_ = blocks;
+    block_ = block;
+    keys_ = std::move(keys);
+    values_ = std::move(values);
+}
+
+void DecodeStep::check(const Rows& rows) const {
+    RLHF_CHECK_SIZE(rows.n);
+    RLHF_CHECK_SIZE(rows.angles);
+    RLHF_CHECK_SIZE(rows.table_blocks);
+    RLHF_CHECK_POINTER(rows.tokens, rows.n);
+    RLHF_CHECK_POINTER(rows.positions, rows.n);
+    RLHF_CHECK_POINTER(rows.slots, rows.n);
+    RLHF_CHECK_POINTER(rows.cos, rows.n);
+    RLHF_CHECK_POINTER(rows.sin, rows.n);
+    RLHF_CHECK_POINTER(rows.table, rows.n);
+    RLHF_CHECK(rows.n == 0 || block_ > 0, "keys", "caches, which bind() takes", "none");
+    check_range(rows.tokens, rows.n, 0, decoder_.vocabulary, "tokens", "words of the embedding,");
+    check_range(rows.slots, rows.n, -1, slot_scales_.size(), "slots", "numbers of adapters or -1,");
+    check_range(rows.positions, rows.n, 0, rows.angles, "positions", "positions that cos and sin have,");
+    check_range(rows.positions, rows.n, 0, rows.table_blocks * block_, "positions", "positions that table has,");
+    for (int64_t n = 0; n < rows.n; ++n) {
+        const int64_t first = first_position(rows.positions[n] + 1, window_) / block_;
+        const int64_t last = rows.positions[n] / block_;
+        check_range(rows.table + n * rows.table_blocks + first, last - first + 1, 0, blocks_, "table", "blocks");
+    }
+}
+
+// Points the call into memory, which grows with what calls need and stays for the next one.
+void DecodeStep::lay_out(StepCall& call, int64_t longest) {
+    const Decoder& d = decoder_;
+    const int64_t element = d.type == Type::float32 ? 4 : 2, depth = kLine / element, halves = call.halves;
+    const int64_t queries = d.query_heads * d.head_dim, keys = d.cache_heads * d.head_dim;
+    const int64_t mlp = layers_[0].linears[DOWN].in, group = d.query_heads / d.cache_heads;
+    const int64_t input = round_up(std::max({d.hidden, queries, d.head_dim}), depth);
+    const int64_t staged = 32 * std::max(input, round_up(mlp, depth)) * element;
+    const int64_t padded = round_up(d.head_dim, kFeatureTile);
+    call.own_bytes = 0;
+    call.columns = place(call.own_bytes, halves * input * 16 * element);
+    call.staged = place(call.own_bytes, staged);
+    call.other_staged = place(call.own_bytes, staged);
+    call.turned = place(call.own_bytes, (group + 1) * d.head_dim * 16 * sizeof(float));
+    call.queries = place(call.own_bytes, group * d.head_dim * 16 * element);
+    DecodeCall attention{};
+    attention.group = group;
+    attention.padded_features = padded;
+    call.scores = place(call.own_bytes, decode_scratch(attention, longest) * sizeof(float));
+
+    const auto take_all = [&](Layout& layout) {
+        layout.take(call.x, halves * d.hidden * 16, sizeof(float));
+        layout.take(call.qkv, halves * (queries + 2 * keys) * 16, sizeof(float));
+        layout.take(call.cos, halves * d.head_dim * 16, sizeof(float));
+        layout.take(call.sin, halves * d.head_dim * 16, sizeof(float));
+        layout.take(call.h, halves * call.ranks * 16, sizeof(float));
+        layout.take(call.carries, halves * call.n_slots * 16, sizeof(float));
+        layout.take(call.present, halves * call.n_slots, sizeof(int32_t));
+        layout.take(call.attended, call.rows.n * queries, element);
+        layout.take(call.inner, halves * round_up(mlp, depth) * 16, element);
+        layout.take(call.own, call.threads, call.own_bytes);
+    };
+    Layout counted{nullptr};
+    take_all(counted);
+    const size_t needed = counted.bytes + kLine;
+    if (memory_.size() < needed) memory_ = std::vector<char>(needed + needed / 4);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
+    Layout layout{memory_.data() + (kLine - address % kLine) % kLine};
+    take_all(layout);
+}
+
+void DecodeStep::run(const Rows& rows, void* out, int threads) {
+    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK(steps(decoder_.type), "weight", "a type that the instruction set multiplies", int(decoder_.type));
+    check(rows);
+    RLHF_CHECK_POINTER(out, rows.n);
+    if (rows.n == 0) return;
+    StepCall call{};
+    call.decoder = &decoder_;
+    call.layers = layers_.data();
+    call.plans = plans_.data();
+    call.keys = keys_.data();
+    call.values = values_.data();
+    call.slot_scales = slot_scales_.data();
+    call.rows = rows;
+    call.n_layers = layers_.size();
+    call.n_slots = slot_scales_.size();
+    call.ranks = ranks_;
+    call.block = block_;
+    call.halves = (rows.n + 15) / 16;
+    call.out = out;
+    call.adapted = std::any_of(rows.slots, rows.slots + rows.n, [](int64_t slot) { return slot >= 0; });
+    RLHF_PICK_BF16(call.attend, decode_group);
+    int64_t longest = 0, used = 0;
+    for (int64_t n = 0; n < rows.n; ++n) longest = std::max(longest, rows.positions[n] + 1);
+    for (const Layer& layer : layers_) {
+        for (int64_t n = 0; n < rows.n; ++n) {
+            const int64_t length = rows.positions[n] + 1;
+            used += length - first_position(length, layer.window);
+        }
+    }
+    const int64_t attended = used * decoder_.query_heads * decoder_.head_dim * 2;
+    call.threads = call.halves * 16 * weights_ + attended < kSerialProducts ? 1 : threads;
+    call.parts = 1;
+    while (call.parts < 16 && call.halves * decoder_.cache_heads * call.parts < 4 * call.threads) call.parts *= 2;
+    if (call.threads == 1) call.parts = 1;
+    lay_out(call, longest);
+    StepFunction function = step_portable;
+#if defined(__x86_64__) && defined(__linux__)
+    const Isa isa = current_isa();
+    if (isa != Isa::portable) function = step_avx512;
+    if (decoder_.type == Type::bfloat16) function = isa == Isa::amx_bf16 ? step_amx : step_avx512_bf16;
+#endif
+    function(call);
+}
+
+}  // namespace rlhf::cpu::step

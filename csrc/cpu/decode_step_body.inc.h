@@ -1,0 +1,360 @@
+// decode_step.h for one instruction set. A lane is a row of the batch: its sixteen neighbours go through the whole
+// decoder together, so that norms, rotary embedding and the gated product are arithmetic of whole vectors whatever the
+// sizes of heads, and nothing is transposed but what attention reads and writes.
+//
+// Panels [n][16] hold the residual stream, queries, keys and values as floats that were rounded to Element; what enters
+// a product is a column of tiles. Every thread norms and packs all rows for itself: that is cheaper than to wait.
+
+#include "cpu/tile_mm.inc.h"
+#include "cpu/strip_mm.inc.h"
+#include "cpu/lane_rows.inc.h"
+
+constexpr int64_t kElement = sizeof(Element);
+
+// What one thread has for itself.
+struct Own {
+    Element* columns;    // [halves] columns of what enters the next product
+    Element* staged[2];  // kStrip rows of W
+    float* turned;       // [group + 1][head_dim][16]
+    Element* queries;    // [16][group, head_dim]
+    float* scores;
+};
+
+static Own own_memory(const StepCall& call) {
+#if defined(_OPENMP)
+    char* own = call.own + omp_get_thread_num() * call.own_bytes;
+#else
+    char* own = call.own;
+#endif
+    return {reinterpret_cast<Element*>(own + call.columns),
+            {reinterpret_cast<Element*>(own + call.staged), reinterpret_cast<Element*>(own + call.other_staged)},
+            reinterpret_cast<float*>(own + call.turned),
+            reinterpret_cast<Element*>(own + call.queries),
+            reinterpret_cast<float*>(own + call.scores)};
+}
+
+RLHF_INLINE int64_t rows_of(const StepCall& call, int64_t half) {
+    return call.rows.n - half * 16 < 16 ? call.rows.n - half * 16 : 16;
+}
+
+// ---- norms and rotary embedding -------------------------------------------------------------------------------------
+
+// 1 / root mean square of every lane of panel [count][16].
+RLHF_INLINE f32x16 rstd_of(const float* panel, int64_t count, float eps) {
+    f32x16 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4) {
+        for (int i = 0; i < 4; ++i) {
+            const f32x16 x = load16(panel + (k + i) * 16);
+            sums[i] = muladd(x, x, sums[i]);
+        }
+    }
+    for (; k < count; ++k) sums[0] = muladd(load16(panel + k * 16), load16(panel + k * 16), sums[0]);
+    const f32x16 mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) / splat(static_cast<float>(count));
+    return 1.0f / sqrt16(mean + eps);
+}
+
+RLHF_INLINE f32x16 normed(const float* panel, int64_t k, const Element* weight, f32x16 rstd) {
+    return splat(wide(weight[k])) * rounded(load16(panel + k * 16) * rstd);
+}
+
+// The norm of a panel as a column of tiles.
+static void norm_column(const float* panel, int64_t count, const Element* weight, float eps, Element* column) {
+    const f32x16 rstd = rstd_of(panel, count, eps);
+    int64_t k = 0;
+    for (; k + 2 <= count; k += 2) {
+        store_two(column, k, {normed(panel, k, weight, rstd), normed(panel, k + 1, weight, rstd)});
+    }
+    if (k < count) {
+        store_two(column, k, {normed(panel, k, weight, rstd), splat(0.0f)});
+        k += 2;
+    }
+    for (; k < round_up(count, KT); k += 2) store_two(column, k, {splat(0.0f), splat(0.0f)});
+}
+
+static void norm_rows(const StepCall& call, const void* weight, Element* columns) {
+    const int64_t H = call.decoder->hidden;
+    for (int64_t half = 0; half < call.halves; ++half) {
+        norm_column(call.x + half * H * 16, H, static_cast<const Element*>(weight), call.decoder->eps,
+                    columns + half * round_up(H, KT) * 16);
+    }
+}
+
+// A head [D][16], normed if there is a weight, and its halves (a, b) turned into (a cos - b sin, b cos + a sin).
+static void turn_head(const StepCall& call, int64_t half, const float* head, const void* weight, float* turned) {
+    const int64_t D = call.decoder->head_dim;
+    if (weight) {
+        const f32x16 rstd = rstd_of(head, D, call.decoder->eps);
+        for (int64_t d = 0; d < D; ++d) {
+            store16(turned + d * 16, rounded(normed(head, d, static_cast<const Element*>(weight), rstd)));
+        }
+        head = turned;
+    }
+    const float *cos = call.cos + half * D * 16, *sin = call.sin + half * D * 16;
+    for (int64_t d = 0; d < D / 2; ++d) {
+        const int64_t low = d * 16, high = (D / 2 + d) * 16;
+        const f32x16 a = load16(head + low), b = load16(head + high);
+        store16(turned + low, rounded(rounded(a * load16(cos + low)) - rounded(b * load16(sin + low))));
+        store16(turned + high, rounded(rounded(b * load16(cos + high)) + rounded(a * load16(sin + high))));
+    }
+}
+
+// ---- the two ends of a step -----------------------------------------------------------------------------------------
+
+// Rows of a table [.., count], one for each lane, as a panel.
+static void gather_panel(const StepCall& call, int64_t half, const void* table, int64_t stride, const int64_t* index,
+                         int64_t count, Element* column, float* panel) {
+    const Element* rows = static_cast<const Element*>(table);
+    pack_column([&](int64_t i) { return rows + index[half * 16 + i] * stride; }, rows_of(call, half), count, column);
+    for (int64_t k = 0; k < count; k += 2) {
+        const Two x = load_two(column, k);
+        store16(panel + k * 16, x.even);
+        if (k + 1 < count) store16(panel + k * 16 + 16, x.odd);
+    }
+}
+
+// Embedding and angles of sixteen rows, and which of them carry which slot.
+static void begin_rows(const StepCall& call, int64_t half, const Own& own) {
+    const Decoder& decoder = *call.decoder;
+    const int64_t H = decoder.hidden, D = decoder.head_dim, rows = rows_of(call, half);
+    gather_panel(call, half, decoder.embedding, decoder.embedding_stride, call.rows.tokens, H, own.columns,
+                 call.x + half * H * 16);
+    gather_panel(call, half, call.rows.cos, D, call.rows.positions, D, own.columns, call.cos + half * D * 16);
+    gather_panel(call, half, call.rows.sin, D, call.rows.positions, D, own.columns, call.sin + half * D * 16);
+    std::memset(call.carries + half * call.n_slots * 16, 0, sizeof(float) * call.n_slots * 16);
+    std::memset(call.present + half * call.n_slots, 0, sizeof(int32_t) * call.n_slots);
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t slot = call.rows.slots[half * 16 + i];
+        if (slot < 0) continue;
+        call.carries[(half * call.n_slots + slot) * 16 + i] = 1.0f;
+        call.present[half * call.n_slots + slot] = 1;
+    }
+}
+
+static void finish_rows(const StepCall& call, int64_t half) {
+    const int64_t H = call.decoder->hidden;
+    float* x = call.x + half * H * 16;
+    const f32x16 rstd = rstd_of(x, H, call.decoder->eps);
+    for (int64_t k = 0; k < H; ++k) {
+        store16(x + k * 16, normed(x, k, static_cast<const Element*>(call.decoder->final_norm), rstd));
+    }
+    Element* out = static_cast<Element*>(call.out) + half * 16 * H;
+    store_rows(x, H, 0, rows_of(call, half), [&](int64_t i) { return out + i * H; });
+}
+
+// ---- linears --------------------------------------------------------------------------------------------------------
+
+// h of a group of linears, whose input stands in `columns`; for all threads together, with a barrier at its end.
+static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in,
+                         const Element* columns) {
+    if (!call.adapted) return;
+    const int64_t count = parts.count;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < call.halves * count; ++item) {
+        const int64_t half = item / count;
+        const ShrinkPart& part = parts.at[item % count];
+        if (!call.present[half * call.n_slots + part.slot]) continue;
+        const Element* column = columns + half * round_up(in, KT) * 16;
+        float* h = call.h + (half * call.ranks + part.h) * 16;
+        const f32x16 scale = splat(call.slot_scales[part.slot]);
+        if (part.A.type == Type::float32) {
+            shrink_ranks<float>(part.A, 0, part.count, in, column, scale, h);
+        } else {
+            shrink_ranks<uint16_t>(part.A, 0, part.count, in, column, scale, h);
+        }
+    }
+}
+
+// What a linear gives for one strip of its outputs and one or two halves, in sums [2][kStrip][16].
+RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Some<ExpandPart> parts,
+                                 const Strip& strip, int64_t half, int64_t sides, const Element* columns, float* sums) {
+    const int64_t depth = ceil_div(linear.in, KT);
+    const Element* b = columns + half * depth * kTileElements;
+    (sides == 2 ? strip_products<2> : strip_products<1>)(strip.w, strip.stride, b, depth, sums);
+    for (int64_t side = 0; side < sides; ++side) {
+        float* mine = sums + side * kStrip * 16;
+        round_strip(strip, linear.bias, mine);
+        if (!call.adapted) continue;
+        for (int64_t i = 0; i < parts.count; ++i) {
+            const ExpandPart& part = parts.at[i];
+            const int64_t at = (half + side) * call.n_slots + part.slot;
+            if (!call.present[at]) continue;
+            const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
+            const f32x16 carries = load16(call.carries + at * 16);
+            (part.B.type == Type::float32 ? add_deltas<float> : add_deltas<uint16_t>)(part.B, strip, part.rank, h,
+                                                                                     carries, mine);
+        }
+        for (int64_t v = 0; v < strip.count; ++v) store16(mine + v * 16, rounded(load16(mine + v * 16)));
+    }
+}
+
+// sink(half, strip, sums [kStrip][16]) for every half of one strip.
+template <typename Sink>
+RLHF_INLINE void for_halves(const StepCall& call, const Linear& linear, Some<ExpandPart> parts,
+                            int64_t number, const Element* columns, const Own& own, const Sink& sink) {
+    const Strip strip = strip_of(linear.weight, linear.stride, linear.out, linear.in, number, own.staged[0]);
+    alignas(64) float sums[2 * kStrip * 16];
+    for (int64_t half = 0; half < call.halves; half += 2) {
+        const int64_t sides = half + 1 < call.halves ? 2 : 1;
+        strip_of_linear(call, linear, parts, strip, half, sides, columns, sums);
+        for (int64_t side = 0; side < sides; ++side) sink(half + side, strip, sums + side * kStrip * 16);
+    }
+}
+
+// Strip `number` of q, k and v, one after the other.
+static void qkv_strip(const StepCall& call, int64_t layer, int64_t number, const Own& own) {
+    const Linear* linears = call.layers[layer].linears;
+    const int64_t width = linears[Q].out + 2 * linears[K].out;
+    int64_t first = 0;
+    int name = Q;
+    for (int64_t strips; number >= (strips = ceil_div(linears[name].out, kStrip)); ++name) {
+        number -= strips;
+        first += linears[name].out;
+    }
+    for_halves(call, linears[name], call.plans[layer].expands[name], number, own.columns, own,
+               [&](int64_t half, const Strip& strip, const float* sums) __attribute__((always_inline)) {
+                   std::memcpy(call.qkv + (half * width + first + strip.first) * 16, sums,
+                               sizeof(float) * 16 * strip.count);
+               });
+}
+
+// Strip `number` of o or down, added to the residual stream.
+static void residual_strip(const StepCall& call, int64_t layer, Name name, int64_t number, const Element* columns,
+                           const Own& own) {
+    const int64_t H = call.decoder->hidden;
+    for_halves(call, call.layers[layer].linears[name], call.plans[layer].expands[name], number, columns,
+               own, [&](int64_t half, const Strip& strip, const float* sums) __attribute__((always_inline)) {
+                   float* x = call.x + (half * H + strip.first) * 16;
+                   for (int64_t v = 0; v < strip.count; ++v) {
+                       store16(x + v * 16, rounded(load16(x + v * 16) + load16(sums + v * 16)));
+                   }
+               });
+}
+
+RLHF_INLINE f32x16 gated(const float* gate, const float* up) {
+    const f32x16 x = load16(gate), silu = rounded(x / (1.0f + exp16(-x)));
+    return silu * load16(up);
+}
+
+// Strip `number` of gate and up, and their product as the input of down.
+static void gated_strip(const StepCall& call, int64_t layer, int64_t number, const Own& own) {
+    const Linear* linears = call.layers[layer].linears;
+    const Some<ExpandPart>* expands = call.plans[layer].expands;
+    const Linear &gate = linears[GATE], &up = linears[UP];
+    const Strip a = strip_of(gate.weight, gate.stride, gate.out, gate.in, number, own.staged[0]);
+    const Strip b = strip_of(up.weight, up.stride, up.out, up.in, number, own.staged[1]);
+    const int64_t padded = round_up(gate.out, KT), end = a.first + kStrip < padded ? kStrip : padded - a.first;
+    alignas(64) float gates[2 * kStrip * 16], ups[2 * kStrip * 16];
+    for (int64_t half = 0; half < call.halves; half += 2) {
+        const int64_t sides = half + 1 < call.halves ? 2 : 1;
+        strip_of_linear(call, gate, expands[GATE], a, half, sides, own.columns, gates);
+        strip_of_linear(call, up, expands[UP], b, half, sides, own.columns, ups);
+        for (int64_t side = 0; side < sides; ++side) {
+            const float *left = gates + side * kStrip * 16, *right = ups + side * kStrip * 16;
+            Element* column = reinterpret_cast<Element*>(call.inner) + ((half + side) * padded + a.first) * 16;
+            for (int64_t v = 0; v < end; v += 2) {
+                const Two x = {v < a.count ? gated(left + v * 16, right + v * 16) : splat(0.0f),
+                               v + 1 < a.count ? gated(left + v * 16 + 16, right + v * 16 + 16) : splat(0.0f)};
+                store_two(column, v, x);
+            }
+        }
+    }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// Some of sixteen rows, for one cache head: turned queries and keys, the cache's new entries, attention.
+static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const Own& own) {
+    const Decoder& decoder = *call.decoder;
+    const Layer& weights = call.layers[layer];
+    const LayerCache &keys = call.keys[layer], &values = call.values[layer];
+    const int64_t D = decoder.head_dim, group = decoder.query_heads / decoder.cache_heads;
+    const int64_t part = item % call.parts, head = item / call.parts % decoder.cache_heads;
+    const int64_t half = item / call.parts / decoder.cache_heads, rows = rows_of(call, half);
+    const int64_t begin = rows * part / call.parts, end = rows * (part + 1) / call.parts;
+    if (begin == end) return;
+
+    const float* qkv = call.qkv + half * (decoder.query_heads + 2 * decoder.cache_heads) * D * 16;
+    const float *k = qkv + (decoder.query_heads + head) * D * 16, *v = k + decoder.cache_heads * D * 16;
+    for (int64_t j = 0; j < group; ++j) {
+        turn_head(call, half, qkv + (head * group + j) * D * 16, weights.q_norm, own.turned + j * D * 16);
+    }
+    turn_head(call, half, k, weights.k_norm, own.turned + group * D * 16);
+    const auto entry = [&](const LayerCache& cache, int64_t i) {
+        const int64_t row = half * 16 + i, position = call.rows.positions[row];
+        const int64_t page = call.rows.table[row * call.rows.table_blocks + position / call.block];
+        return static_cast<Element*>(cache.data) + page * cache.block + position % call.block * cache.position +
+               head * cache.head;
+    };
+    store_rows(own.turned, group * D, begin, end, [&](int64_t i) { return own.queries + i * group * D; });
+    store_rows(own.turned + group * D * 16, D, begin, end, [&](int64_t i) { return entry(keys, i); });
+    store_rows(v, D, begin, end, [&](int64_t i) { return entry(values, i); });
+
+    const int64_t padded = round_up(D, kFeatureTile);
+    const DecodeCall attention{kElement == 2 ? CacheType::bfloat16 : CacheType::float32,
+                               group, D, padded, call.block, keys.block, keys.position, 1, values.block,
+                               values.position, 1, {decoder.scale, weights.window, 0.0f}};
+    for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = half * 16 + i, length = call.rows.positions[row] + 1;
+        const int64_t first = weights.window && length > weights.window ? length - weights.window : 0;
+        Element* out = reinterpret_cast<Element*>(call.attended) + (row * decoder.query_heads + head * group) * D;
+        call.attend(attention,
+                    {own.queries + i * group * D, D, 1, static_cast<Element*>(keys.data) + head * keys.head,
+                     static_cast<Element*>(values.data) + head * values.head,
+                     call.rows.table + row * call.rows.table_blocks, first, length, out},
+                    own.scores);
+    }
+}
+
+static void pack_attended(const StepCall& call, Element* columns) {
+    const int64_t width = call.decoder->query_heads * call.decoder->head_dim;
+    for (int64_t half = 0; half < call.halves; ++half) {
+        const Element* rows = reinterpret_cast<const Element*>(call.attended) + half * 16 * width;
+        pack_column([&](int64_t i) { return rows + i * width; }, rows_of(call, half), width,
+                    columns + half * round_up(width, KT) * 16);
+    }
+}
+
+// ---- the step -------------------------------------------------------------------------------------------------------
+
+static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
+    const Layer& weights = call.layers[layer];
+    const LayerPlan& plan = call.plans[layer];
+    const Linear* linears = weights.linears;
+    const int64_t query_strips = ceil_div(linears[Q].out, kStrip), key_strips = ceil_div(linears[K].out, kStrip);
+    const int64_t items = call.halves * call.decoder->cache_heads * call.parts;
+    const int64_t residual_strips = ceil_div(call.decoder->hidden, kStrip);
+
+    norm_rows(call, weights.input_norm, own.columns);
+    shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < query_strips + 2 * key_strips; ++i) qkv_strip(call, layer, i, own);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < items; ++i) attend_rows(call, layer, i, own);
+    pack_attended(call, own.columns);
+    shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < residual_strips; ++i) residual_strip(call, layer, O, i, own.columns, own);
+
+    norm_rows(call, weights.mlp_norm, own.columns);
+    shrink_group(call, plan.shrinks[GATED], linears[GATE].in, own.columns);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < ceil_div(linears[GATE].out, kStrip); ++i) gated_strip(call, layer, i, own);
+    const Element* inner = reinterpret_cast<const Element*>(call.inner);
+    shrink_group(call, plan.shrinks[INNER], linears[DOWN].in, inner);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < residual_strips; ++i) residual_strip(call, layer, DOWN, i, inner, own);
+}
+
+static void run_step(const StepCall& call) {
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
+    {
+        const TileScope scope;
+        const Own own = own_memory(call);
+#pragma omp for schedule(static)
+        for (int64_t half = 0; half < call.halves; ++half) begin_rows(call, half, own);
+        for (int64_t layer = 0; layer < call.n_layers; ++layer) run_layer(call, layer, own);
+#pragma omp for schedule(static)
+        for (int64_t half = 0; half < call.halves; ++half) finish_rows(call, half);
+    }
+}

@@ -1,0 +1,171 @@
+// Sixteen rows of x side by side, a lane for each: how they become tiles and come back, strips of W that are ragged, and
+// adapters; for the instruction set this file is compiled for, after tile_mm.inc.h and strip_mm.inc.h. What holds
+// sixteen rows of n numbers is a panel, [n][16] floats, or a column of tiles, n rounded up to whole tiles.
+
+RLHF_INLINE float wide(float x) { return x; }
+RLHF_INLINE float wide(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+// x as a tensor of Element would hold it.
+RLHF_INLINE f32x16 rounded(f32x16 x) {
+#if RLHF_TILE_BF16
+    return (f32x16)(__builtin_convertvector(to_bf16(x), u32x16) << 16);
+#else
+    return x;
+#endif
+}
+
+// Rows of `count` elements as a column of tiles; zeros beyond both. from(i) is row i.
+template <typename From>
+RLHF_INLINE void pack_column(const From& from, int64_t rows, int64_t count, Element* column) {
+    for (int64_t k = 0; k < count; k += KT) {
+        const int64_t left = count - k < KT ? count - k : KT;
+        u32x16 words[16] = {};
+        for (int64_t i = 0; i < rows; ++i) std::memcpy(&words[i], from(i) + k, sizeof(Element) * left);
+        transpose16(words, reinterpret_cast<uint32_t*>(column + k * 16), 16);
+    }
+}
+
+// Numbers k and k + 1 of a column of tiles, k even.
+struct Two {
+    f32x16 even, odd;
+};
+RLHF_INLINE Two load_two(const Element* column, int64_t k) {
+#if RLHF_TILE_BF16
+    u32x16 pairs;
+    std::memcpy(&pairs, column + k * 16, 64);
+    return {(f32x16)(pairs << 16), (f32x16)(pairs & 0xffff0000u)};
+#else
+    return {load16(column + k * 16), load16(column + k * 16 + 16)};
+#endif
+}
+RLHF_INLINE void store_two(Element* column, int64_t k, Two x) {
+#if RLHF_TILE_BF16
+    const u32x16 pairs = pair_bf16(x.even, x.odd);
+    std::memcpy(column + k * 16, &pairs, 64);
+#else
+    store16(column + k * 16, x.even);
+    store16(column + k * 16 + 16, x.odd);
+#endif
+}
+
+// Lanes [begin, end) of a panel, rounded, as rows of `count` elements. to(i) is row i.
+template <typename To>
+RLHF_INLINE void store_rows(const float* panel, int64_t count, int64_t begin, int64_t end, const To& to) {
+    for (int64_t c = 0; c < count; c += 16) {
+        const int64_t left = count - c < 16 ? count - c : 16;
+        u32x16 columns[16] = {};
+        float rows[16 * 16];
+        std::memcpy(columns, panel + c * 16, 64 * left);
+        transpose16(columns, reinterpret_cast<uint32_t*>(rows), 16);
+        for (int64_t i = begin; i < end; ++i) {
+#if RLHF_TILE_BF16
+            const u16x16 narrow = to_bf16(load16(rows + i * 16));
+            std::memcpy(to(i) + c, &narrow, sizeof(Element) * left);
+#else
+            std::memcpy(to(i) + c, rows + i * 16, sizeof(Element) * left);
+#endif
+        }
+    }
+}
+
+// kStrip rows of W from `first` on, `count` of which exist.
+struct Strip {
+    const Element* w;
+    int64_t stride, first, count;
+};
+
+// Strip `strip` of W [M, K], where it lies or, if it is ragged, with zeros around it in scratch [kStrip][K in whole tiles].
+RLHF_INLINE Strip strip_of(const void* weight, int64_t stride, int64_t M, int64_t K, int64_t strip, Element* scratch) {
+    const int64_t first = strip * kStrip, count = M - first < kStrip ? M - first : kStrip, padded = round_up(K, KT);
+    const Element* w = static_cast<const Element*>(weight) + first * stride;
+    if (count == kStrip && padded == K) return {w, stride, first, count};
+    for (int64_t v = 0; v < count; ++v) {
+        std::memcpy(scratch + v * padded, w + v * stride, sizeof(Element) * K);
+        for (int64_t k = K; k < padded; ++k) scratch[v * padded + k] = 0;
+    }
+    std::memset(scratch + count * padded, 0, sizeof(Element) * (kStrip - count) * padded);
+    return {scratch, padded, first, count};
+}
+
+// sums [count][16] of a strip plus their bias, rounded: what a linear without adapters gives.
+RLHF_INLINE void round_strip(const Strip& strip, const void* bias, float* sums) {
+    const Element* add = static_cast<const Element*>(bias);
+    for (int64_t v = 0; v < strip.count; ++v) {
+        f32x16 sum = load16(sums + v * 16);
+        if (add) sum += wide(add[strip.first + v]);
+        store16(sums + v * 16, rounded(sum));
+    }
+}
+
+// h [COUNT][16] = scale times COUNT rows of A times sixteen rows of x [K].
+template <int COUNT, typename T>
+RLHF_INLINE void shrink(const T* A, int64_t stride, int64_t K, const Element* column, f32x16 scale, float* h) {
+    f32x16 sums[COUNT][4];
+    for (int r = 0; r < COUNT; ++r) {
+        for (int i = 0; i < 4; ++i) sums[r][i] = splat(0.0f);
+    }
+    int64_t k = 0;
+    for (; k + 4 <= K; k += 4) {
+        const Two low = load_two(column, k), high = load_two(column, k + 2);
+        const f32x16 x[4] = {low.even, low.odd, high.even, high.odd};
+        for (int i = 0; i < 4; ++i) {
+            for (int r = 0; r < COUNT; ++r) sums[r][i] = muladd(splat(wide(A[r * stride + k + i])), x[i], sums[r][i]);
+        }
+    }
+    for (; k < K; ++k) {
+        const Two both = load_two(column, k / 2 * 2);
+        const f32x16 x = k % 2 ? both.odd : both.even;
+        for (int r = 0; r < COUNT; ++r) sums[r][0] = muladd(splat(wide(A[r * stride + k])), x, sums[r][0]);
+    }
+    for (int r = 0; r < COUNT; ++r) {
+        store16(h + r * 16, ((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])) * scale);
+    }
+}
+
+// Rows [from, to) of h.
+template <typename T>
+RLHF_INLINE void shrink_ranks(const lora::Matrix& A, int64_t from, int64_t to, int64_t K, const Element* column,
+                              f32x16 scale, float* h) {
+    const T* rows = static_cast<const T*>(A.data);
+    int64_t r = from;
+    for (; r + 4 <= to; r += 4) shrink<4>(rows + r * A.stride, A.stride, K, column, scale, h + r * 16);
+    for (; r < to; ++r) shrink<1>(rows + r * A.stride, A.stride, K, column, scale, h + r * 16);
+}
+
+// deltas [COUNT][16] = COUNT rows of B times h [rank][16].
+template <int COUNT, typename T>
+RLHF_INLINE void expand(const T* B, int64_t stride, int64_t rank, const float* h, f32x16* deltas) {
+    for (int v = 0; v < COUNT; ++v) deltas[v] = splat(0.0f);
+    for (int64_t r = 0; r < rank; ++r) {
+        const f32x16 x = load16(h + r * 16);
+        for (int v = 0; v < COUNT; ++v) deltas[v] = muladd(splat(wide(B[v * stride + r])), x, deltas[v]);
+    }
+}
+
+// sums [count][16] += B h for rows [first, first + count) of B, in lanes that carry the slot (1, others 0).
+template <typename T>
+RLHF_INLINE void add_deltas(const lora::Matrix& B, const Strip& strip, int64_t rank, const float* h, f32x16 carries,
+                            float* sums) {
+    const T* rows = static_cast<const T*>(B.data) + strip.first * B.stride;
+    const auto add = [&](int64_t v, int64_t some, const f32x16* deltas) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < some; ++i) {
+            const f32x16 sum = load16(sums + (v + i) * 16);
+            store16(sums + (v + i) * 16, carries != 0.0f ? sum + deltas[i] : sum);  // others stay clean of infinities
+        }
+    };
+    f32x16 deltas[8];
+    int64_t v = 0;
+    for (; v + 8 <= strip.count; v += 8) {
+        expand<8>(rows + v * B.stride, B.stride, rank, h, deltas);
+        add(v, 8, deltas);
+    }
+    for (; v < strip.count; ++v) {
+        expand<1>(rows + v * B.stride, B.stride, rank, h, deltas);
+        add(v, 1, deltas);
+    }
+}

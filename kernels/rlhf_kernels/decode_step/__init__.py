@@ -1,0 +1,104 @@
+"""One decoding step of a decoder of the Llama kind: one new token per row, through all layers, in one call.
+
+For row n with token t at position p and slot s, layers l = 1 … L (Touvron et al. 2023; Qwen2's biases, Qwen3's norms of
+q and k, Mistral's window are options):
+
+    x = embedding[t]
+    x ← x + o(attention(q, K, V))   q, k = rotary(norm(q(u))), rotary(norm(k(u))), v = v(u), u = norm(x)
+    x ← x + down(silu(gate(u)) · up(u))   u = norm(x)
+    hidden = norm(x)
+
+with every linear y = x Wᵀ + b, and for an adapted one of a row that has a slot y + scale_s (x A_sᵀ) B_sᵀ. The row's k and
+v become entry p % block of block `table[n, p // block]` of the layer's cache, and q attends to positions
+[max(0, p + 1 − window), p] of the row. Rotary angles are row p of cos and sin, whose halves turn the halves of a head.
+
+Symbols: N rows, H hidden, V words, D features of a head, Hkv cache heads; table [N, max_blocks] int64; caches
+[blocks, block, Hkv, D] of any strides, the last one 1. What stands in caches and table where no row looks may be
+anything, NaN and wild indices included; rows of one call must not look at each other's new entries. Adapters of other
+slots never touch a row, infinite ones included.
+
+dtypes: weights, norms, biases, angles, caches and hidden have one, float32 or bfloat16 (cpu), any floating one
+(reference); A and B may differ from it. Sums are fp32 (fp64 for fp64) and rounded where transformers' modules round: norms,
+linears (with bias, then with the adapter's part), rotary products, silu and the gated product, attention, residual sums.
+Deterministic: on the cpu backend the bits of a row do not depend on the other rows, their number, order or slots, on where
+its blocks lie or on the number of threads. Inference only. Backends: cpu, reference.
+
+Weights and adapters are read where they lie at every call, so what an optimizer writes into them is seen. Calls of one
+`DecodeStep` from several threads take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from . import native, reference
+from .model import LINEARS, Decoder, DecoderLayer, Projection, StepAdapter, check_adapter, check_decoder, tensors_of
+
+__all__ = ["LINEARS", "DecodeStep", "Decoder", "DecoderLayer", "Projection", "StepAdapter"]
+
+registry.register("decode_step", "reference", reference)
+registry.register("decode_step", "cpu", native)
+
+
+class DecodeStep:
+    """A decoder with its slots, ready to take steps.
+
+    `adapters[s]` is slot s. Tensors are held, not copied. Checks of shapes and dtypes are made here once.
+    """
+
+    def __init__(self, decoder: Decoder, adapters: Sequence[StepAdapter] = (), *, backend: str = "auto") -> None:
+        check_decoder(decoder)
+        for s, adapter in enumerate(adapters):
+            check_adapter(f"adapters[{s}]", adapter, decoder)
+        self.backend = registry.resolve("decode_step", backend, decoder.embedding)
+        self._decoder = decoder
+        self._like = decoder.embedding
+        self._weights = tensors_of(decoder, adapters)
+        self._step = registry.implementation("decode_step", self.backend).Step(decoder, list(adapters))
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        table: Tensor,
+    ) -> Tensor:
+        """Hidden states [N, H] after the final norm; writes the new entries of keys and values.
+
+        tokens, positions, slots: int64 [N] (slots: index into `adapters`, −1 none; int32 will do). cos, sin: [.., D], a
+        row per position. keys, values: a cache per layer. table: int64 [N, max_blocks].
+        """
+        n, dtype, device = tokens.numel(), self._like.dtype, self._like.device
+        for name, index, dim in (("tokens", tokens, 1), ("positions", positions, 1), ("table", table, 2)):
+            if index.dtype != torch.int64 or index.device != device:
+                raise TypeError(f"{name}: expected torch.int64 on {device}, got {index.dtype} on {index.device}")
+            if index.dim() != dim or index.shape[0] != n:
+                raise ValueError(f"{name}: expected {dim} dims with {n} rows, got shape {tuple(index.shape)}")
+        if slots.dtype not in (torch.int64, torch.int32) or slots.device != device:
+            raise TypeError(f"slots: expected int32 or int64 on {device}, got {slots.dtype} on {slots.device}")
+        if slots.shape != tokens.shape:
+            raise ValueError(f"slots: expected shape ({n},), got {tuple(slots.shape)}")
+        for name, angles in (("cos", cos), ("sin", sin)):
+            if angles.dtype != dtype or angles.device != device:
+                raise TypeError(f"{name}: expected {dtype} on {device}, got {angles.dtype} on {angles.device}")
+            if angles.dim() != 2 or angles.shape[1] != self._decoder.head_dim or not angles.is_contiguous():
+                raise ValueError(
+                    f"{name}: expected contiguous [positions, {self._decoder.head_dim}], "
+                    f"got {tuple(angles.shape)} with strides {angles.stride()}"
+                )
+        if sin.shape != cos.shape:
+            raise ValueError(f"sin: expected the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*self._weights, cos, sin, *keys, *values)):
+            raise ValueError(
+                "requires_grad: expected tensors without it, or torch.no_grad(); this op is inference only"
+            )
+        hidden: Tensor = self._step(tokens, positions, slots, cos, sin, keys, values, table)
+        return hidden

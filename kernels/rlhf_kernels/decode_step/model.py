@@ -1,0 +1,190 @@
+"""A decoder's weights and adapters as `decode_step` takes them, and the checks of their shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Names of a layer's linears, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Projection:
+    """A linear: x Wᵀ + b."""
+
+    weight: Tensor
+    """[out, in], inner stride 1"""
+    bias: Tensor | None = None
+    """[out]"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderLayer:
+    """Weights of one layer."""
+
+    input_norm: Tensor
+    """[H]"""
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    q_norm: Tensor | None = None
+    """[D], of every query head before it turns (Qwen3)"""
+    k_norm: Tensor | None = None
+    """[D], of every key"""
+    mlp_norm: Tensor
+    """[H]"""
+    gate: Projection
+    up: Projection
+    down: Projection
+    window: int | None = None
+    """Keys that a query sees, its own included; None: all"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decoder:
+    """All weights of a model but its head's."""
+
+    embedding: Tensor
+    """[V, H]"""
+    layers: Sequence[DecoderLayer]
+    final_norm: Tensor
+    """[H]"""
+    eps: float
+    """of all norms"""
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    """of attention scores"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepAdapter:
+    """One slot's LoRA pairs."""
+
+    pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
+    """Per layer: name of a linear → A [r, in], B [out, r]; a linear without a name is not adapted"""
+    scale: float
+
+
+def check_caches(keys: Sequence[Tensor], values: Sequence[Tensor], decoder: Decoder) -> None:
+    """One cache per layer, all of one shape, dtype and device."""
+    dtype, device, layers = decoder.embedding.dtype, decoder.embedding.device, len(decoder.layers)
+    for name, caches in (("keys", keys), ("values", values)):
+        if len(caches) != layers:
+            raise ValueError(f"{name}: expected {layers} caches, one per layer, got {len(caches)}")
+        for i, cache in enumerate(caches):
+            if cache.dim() != 4 or cache.shape[2:] != (decoder.n_kv_heads, decoder.head_dim):
+                raise ValueError(
+                    f"{name}[{i}]: expected shape [blocks, block, {decoder.n_kv_heads}, {decoder.head_dim}], "
+                    f"got {tuple(cache.shape)}"
+                )
+            if cache.shape != keys[0].shape:
+                raise ValueError(
+                    f"{name}[{i}]: expected the shape of keys[0], {tuple(keys[0].shape)}, got {tuple(cache.shape)}"
+                )
+            if cache.dtype != dtype or cache.device != device:
+                raise TypeError(f"{name}[{i}]: expected {dtype} on {device}, got {cache.dtype} on {cache.device}")
+            if cache.stride(3) != 1:
+                raise ValueError(f"{name}[{i}]: expected inner stride 1, got strides {cache.stride()}")
+    if keys[0].shape[1] == 0:
+        raise ValueError(f"keys[0]: expected blocks of at least 1 position, got shape {tuple(keys[0].shape)}")
+
+
+def tensors_of(decoder: Decoder, adapters: Sequence[StepAdapter]) -> list[Tensor]:
+    """All that a step reads besides its arguments."""
+    tensors = [decoder.embedding, decoder.final_norm]
+    for layer in decoder.layers:
+        projections = [getattr(layer, name) for name in LINEARS]
+        tensors += [layer.input_norm, layer.mlp_norm, *(p.weight for p in projections)]
+        tensors += [t for t in (layer.q_norm, layer.k_norm, *(p.bias for p in projections)) if t is not None]
+    for adapter in adapters:
+        tensors += [t for pairs in adapter.pairs for pair in pairs.values() for t in pair]
+    return tensors
+
+
+def check_decoder(decoder: Decoder) -> None:
+    embedding = decoder.embedding
+    if not isinstance(embedding, Tensor) or not embedding.is_floating_point():
+        got = embedding.dtype if isinstance(embedding, Tensor) else type(embedding).__name__
+        raise TypeError(f"embedding: expected a tensor of a floating dtype, got {got}")
+    if embedding.dim() != 2 or embedding.shape[1] == 0 or embedding.stride(1) != 1:
+        raise ValueError(
+            f"embedding: expected [V, H] with inner stride 1, got {tuple(embedding.shape)}, {embedding.stride()}"
+        )
+    if decoder.n_kv_heads < 1 or decoder.n_heads < 1 or decoder.n_heads % decoder.n_kv_heads:
+        raise ValueError(f"n_heads: expected a multiple of n_kv_heads {decoder.n_kv_heads}, got {decoder.n_heads}")
+    if decoder.head_dim < 2 or decoder.head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number of at least 2, got {decoder.head_dim}")
+    if not decoder.layers:
+        raise ValueError("layers: expected at least 1, got none")
+    if not decoder.eps >= 0.0:
+        raise ValueError(f"eps: expected a number of at least 0, got {decoder.eps}")
+    H = embedding.shape[1]
+    mlp = decoder.layers[0].gate.weight.shape[0]
+    _check_vector("final_norm", decoder.final_norm, H, embedding)
+    for i, layer in enumerate(decoder.layers):
+        name = f"layers[{i}]"
+        _check_vector(f"{name}.input_norm", layer.input_norm, H, embedding)
+        _check_vector(f"{name}.mlp_norm", layer.mlp_norm, H, embedding)
+        for which, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+            if norm is not None:
+                _check_vector(f"{name}.{which}", norm, decoder.head_dim, embedding)
+        if layer.window is not None and layer.window < 1:
+            raise ValueError(f"{name}.window: expected None or an integer >= 1, got {layer.window!r}")
+        for which, shape in linear_shapes(decoder, mlp).items():
+            projection: Projection = getattr(layer, which)
+            _check_matrix(f"{name}.{which}.weight", projection.weight, shape, embedding)
+            _check_dtype(f"{name}.{which}.weight", projection.weight, embedding)
+            if projection.bias is not None:
+                _check_vector(f"{name}.{which}.bias", projection.bias, shape[0], embedding)
+
+
+def linear_shapes(decoder: Decoder, mlp: int) -> dict[str, tuple[int, int]]:
+    """Name of a linear → (out, in)."""
+    H = decoder.embedding.shape[1]
+    queries, keys = decoder.n_heads * decoder.head_dim, decoder.n_kv_heads * decoder.head_dim
+    shapes = ((queries, H), (keys, H), (keys, H), (H, queries), (mlp, H), (mlp, H), (H, mlp))
+    return dict(zip(LINEARS, shapes, strict=True))
+
+
+def check_adapter(name: str, adapter: StepAdapter, decoder: Decoder) -> None:
+    if len(adapter.pairs) != len(decoder.layers):
+        raise ValueError(f"{name}.pairs: expected {len(decoder.layers)} layers, got {len(adapter.pairs)}")
+    shapes = linear_shapes(decoder, decoder.layers[0].gate.weight.shape[0])
+    for i, pairs in enumerate(adapter.pairs):
+        for which, (A, B) in pairs.items():
+            if which not in shapes:
+                raise ValueError(f"{name}.pairs[{i}]: expected names among {LINEARS}, got {which!r}")
+            out, width = shapes[which]
+            rank = A.shape[0] if A.dim() else 0
+            _check_matrix(f"{name}.pairs[{i}][{which!r}][0]", A, (max(1, rank), width), decoder.embedding)
+            _check_matrix(f"{name}.pairs[{i}][{which!r}][1]", B, (out, rank), decoder.embedding)
+
+
+def _check_matrix(name: str, x: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected the device of embedding, {like.device}, got {x.device}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"{name}: expected inner stride 1, got strides {x.stride()}")
+
+
+def _check_vector(name: str, x: Tensor, size: int, like: Tensor) -> None:
+    _check_dtype(name, x, like)
+    if x.shape != (size,) or not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous [{size}], got {tuple(x.shape)} with strides {x.stride()}")
+
+
+def _check_dtype(name: str, x: Tensor, like: Tensor) -> None:
+    if x.dtype != like.dtype:
+        raise TypeError(f"{name}: expected the dtype of embedding, {like.dtype}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected the device of embedding, {like.device}, got {x.device}")
