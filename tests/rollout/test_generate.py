@@ -7,7 +7,7 @@ from rlhf_kernels.lora import native as lora_cpu
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.training.experience import MISMATCH_BOUND, MISMATCH_MAX_FACTOR
 from tests.conftest import build, random_batch, randomise, tiny_llama
 
@@ -67,10 +67,11 @@ def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeyp
     model = HydraModel.from_pretrained(plain, roles=hydra_roles()).eval()
     randomise(model, "actor")
     prompts = [p * 3 for p in PROMPTS] * 4
+    plain_steps = EngineOptions(step="transformers")
 
     def mismatch() -> float:
         """Mean |log ratio| to the training forward: mostly rounding, and this model's logits are large."""
-        rollout = generate(model, prompts, sampling(max_completion_length=30, eos_token_ids=()))
+        rollout = generate(model, prompts, sampling(max_completion_length=30, eos_token_ids=()), options=plain_steps)
         return (model.score(rollout.batch, ("actor",)).logprobs_M - rollout.logprobs_M).abs().mean().item()
 
     ours = mismatch()
@@ -83,7 +84,7 @@ def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeyp
         plainly = mismatch()
     assert calls == []
     assert ours <= 1.25 * plainly
-    generate(model, prompts, sampling(), role="reference")
+    generate(model, prompts, sampling(), role="reference", options=plain_steps)
     assert calls == []  # OFF rows have the plain model's bits
 
 

@@ -1,0 +1,293 @@
+"""Continuous batching: who is admitted when, what is shared, and that none of it changes an answer."""
+
+import pytest
+import torch
+from rlhf_kernels import native, registry
+
+from rlhf_engine.hydra import SlotConfig
+from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
+from rlhf_engine.rollout.step import TransformersStep
+from tests.conftest import VOCAB, build
+
+STEPS = ["transformers"] + ([] if native.missing() else ["native"])
+
+
+@pytest.fixture(params=STEPS)
+def step(request):
+    return request.param
+
+
+def prompts(n: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (n,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def sampling(**changes) -> SamplingConfig:
+    return SamplingConfig(**{"max_completion_length": 20, "eos_token_ids": (2, 5, 9), "seed": 3, **changes})
+
+
+def tokens(rollout) -> list[list[int]]:
+    return [rollout.batch.completion_tokens(i) for i in range(rollout.batch.n_sequences)]
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 16])
+def test_answers_do_not_depend_on_how_many_rows_are_alive(step, max_rows):
+    model, asked = build(), prompts(16)
+    whole = generate(model, asked, sampling(), options=EngineOptions(step=step))
+    few = generate(model, asked, sampling(), options=EngineOptions(step=step, max_rows=max_rows))
+    assert tokens(few) == tokens(whole)
+    assert few.finish_reasons == whole.finish_reasons
+    torch.testing.assert_close(few.logprobs_M, whole.logprobs_M, rtol=1e-4, atol=1e-4)
+    assert few.stats.most_rows == max_rows
+    assert few.stats.tokens == whole.stats.tokens == whole.batch.n_completion_tokens
+    assert len(set(whole.batch.completion_lens)) > 3  # some do end early
+
+
+def test_places_are_taken_over_at_once():
+    """With two rows alive, short answers follow each other while a long one goes on."""
+    requests = [Request(prompt=(7, 8), sample_id=0, max_completion_length=16)]
+    requests += [Request(prompt=(9 + i,), sample_id=1 + i, max_completion_length=4) for i in range(4)]
+    engine = RolloutEngine(
+        build(), sampling(eos_token_ids=()), requests, options=EngineOptions(max_rows=2, step="transformers")
+    )
+    order = [(answer.index, len(answer.tokens)) for answer in engine.run()]
+    assert [index for index, _ in order] == [1, 2, 3, 0, 4] or [index for index, _ in order] == [1, 2, 3, 4, 0]
+    assert engine.stats.steps <= 17
+
+
+def test_requests_wait_for_the_cache(step):
+    model, asked = build(), prompts(12)
+    whole = generate(model, asked, sampling(), options=EngineOptions(step=step))
+    need = -(-(12 + 20 - 1) // BLOCK) * BLOCK
+    for tokens_held in (need, 3 * need):
+        tight = generate(model, asked, sampling(), options=EngineOptions(step=step, cache_tokens=tokens_held))
+        assert tokens(tight) == tokens(whole)
+        assert tight.stats.most_blocks <= tokens_held // BLOCK
+    with pytest.raises(ValueError, match=rf"cache_tokens: expected at least {need}, .* got {need - 1}"):
+        generate(model, asked, sampling(), options=EngineOptions(step=step, cache_tokens=need - 1))
+
+
+LONG = [3 + i % 50 for i in range(40)]
+
+
+@pytest.mark.parametrize("max_rows", [None, 3, 1])
+@pytest.mark.parametrize("prompt", [LONG[:BLOCK], LONG, LONG[:5]], ids=["whole blocks", "and a part", "a part"])
+def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeypatch):
+    prefilled = []
+    run = TransformersStep.prefill
+    monkeypatch.setattr(
+        TransformersStep, "prefill", lambda self, new: prefilled.extend(p.tokens for p in new) or run(self, new)
+    )
+    model = build()
+    other = [5, 6, 7]
+    asked = [prompt, other, prompt, prompt, prompt]
+    greedy = [True, False, False, False, True]
+    options = EngineOptions(step=step, max_rows=max_rows)
+    generate(model, [other], sampling(), options=options)  # the native step has tried the model by now
+    prefilled.clear()
+    shared = generate(model, asked, sampling(), greedy=greedy, options=options)
+    assert sorted(prefilled) == sorted([tuple(prompt), tuple(other)])
+    assert shared.stats.prompts == 2
+    assert shared.stats.prompt_tokens == len(prompt) + len(other)
+    for i in range(5):
+        alone = generate(model, [asked[i]], sampling(), greedy=[greedy[i]], sample_ids=[i], options=options)
+        assert tokens(shared)[i] == tokens(alone)[0]
+    assert tokens(shared)[0] == tokens(shared)[4]
+    assert len({tuple(tokens(shared)[i]) for i in (2, 3)}) == 2  # but samples differ
+
+
+def test_shared_blocks_are_held_once():
+    model = build()
+    model.backbone().model.config.max_position_embeddings = 4096
+    prompt = [3 + i % 50 for i in range(8 * BLOCK)]
+    k = 6
+    together = generate(model, [prompt] * k, sampling(eos_token_ids=()))
+    apart = generate(model, [[*prompt[:-1], 3 + i] for i in range(k)], sampling(eos_token_ids=()))
+    assert together.stats.most_blocks == 8 + k
+    assert apart.stats.most_blocks == 9 * k
+
+
+def test_every_block_comes_back(step):
+    model = build()
+    asked = [*prompts(8), LONG, LONG, LONG, [5], [5]]
+    requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
+    engine = RolloutEngine(model, sampling(), requests, options=EngineOptions(step=step, max_rows=4))
+    answers = list(engine.run())
+    assert sorted(answer.index for answer in answers) == list(range(len(asked)))
+    assert engine._pool.free == engine._pool.size
+    assert not engine._prefixes
+    assert not engine._sharing
+
+
+def test_roles_share_a_batch(step):
+    model, asked = build(), [*prompts(6), LONG, LONG]
+    roles = ["actor", "reference"] * 4
+    options = EngineOptions(step=step)
+    mixed = generate(model, asked, sampling(), role=roles, options=options)
+    for role in ("actor", "reference"):
+        alone = generate(model, asked, sampling(), role=role, options=options)
+        for i in range(8):
+            if roles[i] == role:
+                assert tokens(mixed)[i] == tokens(alone)[i]
+    assert mixed.stats.prompts == 8  # a prompt's keys differ by slot
+    actor, reference = (generate(model, asked, sampling(), role=r, options=options) for r in ("actor", "reference"))
+    assert tokens(actor) != tokens(reference)
+    few = generate(model, asked, sampling(), role=roles, options=EngineOptions(step=step, max_rows=3))
+    assert tokens(few) == tokens(mixed)
+
+
+def test_roles_with_lora_on_their_heads_share_a_batch():
+    from rlhf_engine.hydra import HydraModel, hydra_roles
+    from tests.conftest import randomise, tiny_llama
+
+    slots = {"actor": SlotConfig(r=4, alpha=8.0, target_modules=("q_proj", "lm_head"))}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots).eval()
+    randomise(model, "actor", scale=0.5)
+    asked, roles = prompts(6), ["reference", "actor", "actor"] * 2
+    mixed = generate(model, asked, sampling(), role=roles)
+    for role in ("actor", "reference"):
+        alone = generate(model, asked, sampling(), role=role)
+        assert all(tokens(mixed)[i] == tokens(alone)[i] for i in range(6) if roles[i] == role)
+    scores = model.score(mixed.batch, ("actor", "reference"))
+    at = torch.tensor([roles[i] == "actor" for i in mixed.batch.sequence_of_M.tolist()])
+    expected = torch.where(at, scores.logprobs_M, scores.ref_logprobs_M)
+    torch.testing.assert_close(mixed.logprobs_M, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_options_of_a_request_are_its_own():
+    model, asked = build(), prompts(6)
+    own = [
+        {},
+        {"temperature": 0.3},
+        {"top_k": 2},
+        {"top_p": 0.5, "temperature": 2.0},
+        {"max_completion_length": 3},
+        {"greedy": True},
+    ]
+    requests = [Request(prompt=tuple(p), sample_id=i, **o) for i, (p, o) in enumerate(zip(asked, own, strict=True))]
+    mixed = generate_requests(model, requests, sampling())
+    assert mixed.filtered
+    for i, request in enumerate(requests):
+        alone = generate_requests(model, [request], sampling())
+        assert tokens(alone)[0] == tokens(mixed)[i]
+        assert alone.filtered == (i in (2, 3))
+    assert mixed.batch.completion_lens[4] <= 3
+
+
+def test_log_probs_of_filtered_draws_are_those_of_the_kept_tokens():
+    model, asked = build(), prompts(8)
+    rollout = generate(model, asked, sampling(top_k=3, temperature=1.5))
+    logits = full_logits(model, rollout) / 1.5
+    kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
+    expected = kept.log_softmax(-1).gather(1, rollout.batch.targets_M[:, None])[:, 0]
+    torch.testing.assert_close(rollout.logprobs_M, expected, rtol=1e-4, atol=1e-4)
+
+
+def full_logits(model, rollout) -> torch.Tensor:
+    """[M, V] of the actor before each completion token."""
+    from rlhf_engine.hydra.backbone import head_logits
+    from rlhf_engine.hydra.outputs import HiddenStates
+
+    class Logits:
+        roles = ("actor",)
+
+        def compute(self, states: HiddenStates) -> torch.Tensor:
+            return head_logits(states.predicting("actor"), states.lm_head("actor"))
+
+    with torch.no_grad():
+        (logits,) = model(rollout.batch, (Logits(),))
+    return logits
+
+
+def test_answers_of_at_least_some_length(step):
+    model, asked = build(), prompts(24)
+    ends = (2, 5, 9, 11, 13, 17)
+    free = generate(model, asked, sampling(eos_token_ids=ends), options=EngineOptions(step=step))
+    assert min(free.batch.completion_lens) < 5
+    least = generate(
+        model, asked, sampling(eos_token_ids=ends, min_completion_length=5), options=EngineOptions(step=step)
+    )
+    assert min(least.batch.completion_lens) >= 5
+    assert 5 in least.batch.completion_lens  # the fifth may be the end
+    z = full_logits(model, least)
+    place = torch.cat([torch.arange(n) for n in least.batch.completion_lens])
+    z[:, list(ends)] = torch.where(place[:, None] < 4, -torch.inf, z[:, list(ends)])
+    expected = z.log_softmax(-1).gather(1, least.batch.targets_M[:, None])[:, 0]
+    torch.testing.assert_close(least.logprobs_M, expected, rtol=1e-4, atol=1e-4)
+
+
+def spell(ids) -> str:
+    return "".join(chr(ord("a") + i % 26) for i in ids)
+
+
+def test_stop_texts_end_an_answer():
+    model, asked = build(), prompts(16)
+    free = generate(model, asked, sampling(eos_token_ids=()))
+    texts = [spell(row) for row in tokens(free)]
+    stop = texts[3][4:6]
+    stopped = generate(model, asked, sampling(eos_token_ids=(), stop=(stop, "!!")), decode=spell)
+    for text, row, reason in zip(texts, tokens(stopped), stopped.finish_reasons, strict=True):
+        place = text.find(stop)
+        assert reason == ("length" if place < 0 else "stop")
+        assert spell(row) == (text if place < 0 else text[: place + len(stop)])
+    assert "stop" in stopped.finish_reasons
+    assert "length" in stopped.finish_reasons  # never reached: the answer ends at its longest
+    with pytest.raises(ValueError, match="decode: expected a function from tokens to text"):
+        generate(model, asked, sampling(stop=("x",)))
+
+
+def test_answers_come_as_they_finish_and_can_be_watched():
+    model, asked = build(), prompts(5)
+    requests = [Request(prompt=tuple(p), sample_id=i, max_completion_length=4 * (5 - i)) for i, p in enumerate(asked)]
+    engine = RolloutEngine(model, sampling(eos_token_ids=()), requests)
+    assert engine.partial(0) == ()
+    engine.step()
+    assert len(engine.partial(0)) == 2
+    order = [answer.index for answer in engine.run()]
+    assert order == [4, 3, 2, 1, 0]
+    assert engine.partial(0) == ()
+
+
+def test_the_native_step_is_taken_where_it_serves():
+    if native.missing():
+        pytest.skip(str(native.missing()))
+    model = build()
+    assert generate(model, [[5]], sampling()).stats.step == "native"
+    with registry.use_backend("reference"):
+        assert generate(model, [[5]], sampling()).stats.step == "transformers"
+        with pytest.raises(ValueError, match=r"step: expected a backbone that the native step serves, .*'reference'"):
+            generate(model, [[5]], sampling(), options=EngineOptions(step="native"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_rows": 0}, "max_rows: expected None or at least 1, got 0"),
+        ({"cache_tokens": -4}, "cache_tokens: expected None or at least 1, got -4"),
+    ],
+)
+def test_bad_engine_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_completion_length": 21}, r"min_completion_length: expected 0 to max_completion_length \(20\), got 21"),
+        ({"top_k": 0}, "top_k: expected None or at least 1, got 0"),
+        ({"top_p": 1.5}, r"top_p: expected None or a number in \(0, 1\], got 1.5"),
+        ({"stop": ("a", "")}, "stop: expected texts that are not empty"),
+    ],
+)
+def test_bad_sampling_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        sampling(**options)
+
+
+def test_a_request_that_contradicts_the_run_is_refused():
+    request = Request(prompt=(5,), sample_id=0, max_completion_length=2)
+    with pytest.raises(ValueError, match="min_completion_length: expected 0 to max_completion_length"):
+        generate_requests(build(), [request], sampling(min_completion_length=3))

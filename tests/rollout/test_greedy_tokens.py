@@ -1,0 +1,154 @@
+"""Greedy answers of every architecture against transformers' own `generate`, and which step serves which of them."""
+
+import pytest
+import torch
+from rlhf_kernels import native
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_engine.hydra import HydraModel, hydra_roles
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate, native_step
+from tests.conftest import VOCAB
+from tests.hydra.architectures import CONFIGS, plain_model
+
+NATIVE = {"llama", "qwen2", "qwen3", "mistral"}
+PROMPTS = [[5, 9, 11, 3, 20, 6, 7], [8, 12], [4, 4, 4], list(range(3, 36))]
+LENGTH = 24
+
+
+def hydra(plain: PreTrainedModel) -> HydraModel:
+    return HydraModel.from_pretrained(plain, roles=hydra_roles()).eval()
+
+
+def expected_tokens(plain: PreTrainedModel, prompt: list[int]) -> list[int]:
+    out = plain.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+    return out[0, len(prompt) :].tolist()
+
+
+def greedy_tokens(model: HydraModel, step: str) -> tuple[list[list[int]], str]:
+    sampling = SamplingConfig(max_completion_length=LENGTH, eos_token_ids=())
+    rollout = generate(model, PROMPTS, sampling, role="reference", greedy=[True] * 4, options=EngineOptions(step=step))
+    return [rollout.batch.completion_tokens(i) for i in range(4)], rollout.stats.step
+
+
+@pytest.mark.parametrize("step", ["auto", "transformers"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fp32_tokens_are_those_of_generate(name, step):
+    plain = plain_model(name)
+    expected = [expected_tokens(plain, prompt) for prompt in PROMPTS]
+    found, ran = greedy_tokens(hydra(plain), step)
+    assert found == expected
+    assert ran == ("native" if name in NATIVE and step == "auto" and not native.missing() else "transformers")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_tokens_are_those_of_generate_up_to_a_near_tie(name):
+    plain = plain_model(name).to(torch.bfloat16)
+    exact = plain_model(name).to(torch.bfloat16).float()  # the same weights
+    expected = [expected_tokens(plain, prompt) for prompt in PROMPTS]
+    bf16 = {}
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        with torch.no_grad():
+            bf16[tuple(prompt)] = plain(torch.tensor([prompt + tokens])).logits[0]
+    found, _ = greedy_tokens(hydra(plain), "auto")
+    agreed = 0
+    for prompt, ours, theirs in zip(PROMPTS, found, expected, strict=True):
+        same = next((i for i in range(LENGTH) if ours[i] != theirs[i]), LENGTH)
+        agreed += same
+        if same == LENGTH:
+            continue
+        with torch.no_grad():
+            z = exact(torch.tensor([prompt + theirs[:same]])).logits[0, -1]
+        rounding = (bf16[tuple(prompt)][len(prompt) + same - 1].float() - z).abs().max()
+        assert abs(z[ours[same]] - z[theirs[same]]) <= 4 * rounding, (prompt, same)
+    assert agreed >= 2 * LENGTH  # of 4 answers
+
+
+def test_tokens_of_a_real_pretrained_model(stories):
+    plain = AutoModelForCausalLM.from_pretrained(stories)
+    prompt = [1, 403, 407, 261, 378, 432]
+    expected = plain.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False)[0, len(prompt) :].tolist()
+    sampling = SamplingConfig(max_completion_length=200, eos_token_ids=())
+    model = hydra(plain)
+    for step in ("transformers", "auto"):
+        rollout = generate(
+            model, [prompt, [1]], sampling, role="reference", greedy=[True, False], options=EngineOptions(step=step)
+        )
+        assert rollout.batch.completion_tokens(0) == expected
+
+
+# ---- which backbones the native step serves --------------------------------------------------------------------------
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+@needs_native
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - NATIVE))
+def test_other_architectures_are_known_by_their_parts(name):
+    reason = native_step.unsupported(hydra(plain_model(name)).backbone())
+    assert reason is not None
+    assert any(text in reason for text in ("is made of", "lacks", "its embedding is a"))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of the kind 'dynamic'"),
+        ({"hidden_act": "gelu"}, "its steps differ by"),
+        ({"hidden_act": "relu"}, "its steps differ by"),
+    ],
+)
+def test_what_computes_something_else_is_not_served(change, message):
+    config = CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_dict(), **change})
+    torch.manual_seed(0)
+    backbone = hydra(AutoModelForCausalLM.from_config(config)).backbone()
+    assert message in (native_step.unsupported(backbone) or "")
+
+
+@needs_native
+def test_a_hidden_change_of_the_forward_fails_the_trial():
+    """Names and kinds of modules are a Llama's, the embedding is scaled all the same."""
+    plain = plain_model("llama")
+    plain.model.embed_tokens.register_forward_hook(lambda module, args, out: 1.5 * out)
+    assert "its steps differ by" in (native_step.unsupported(hydra(plain).backbone()) or "")
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_angles_are_the_models_own(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_dict(), "rope_parameters": rope})
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    expected = [expected_tokens(plain, prompt) for prompt in PROMPTS]
+    assert greedy_tokens(hydra(plain), "native") == (expected, "native")
+
+
+@needs_native
+def test_another_dtype_is_tried_again():
+    model = hydra(plain_model("llama"))
+    assert greedy_tokens(model, "auto")[1] == "native"
+    model.backbone().model.to(torch.float64)
+    assert greedy_tokens(model, "auto")[1] == "transformers"
+    model.backbone().model.to(torch.float32)
+    found, ran = greedy_tokens(model, "auto")
+    assert ran == "native"
+    assert found == [expected_tokens(plain_model("llama"), prompt) for prompt in PROMPTS]
+
+
+@needs_native
+def test_trained_adapters_are_seen_at_once():
+    model = hydra(plain_model("qwen3"))
+    asked = [[3 + i % (VOCAB - 3) for i in range(n)] for n in (4, 9, 17)]
+    sampling = SamplingConfig(max_completion_length=20, eos_token_ids=(), seed=1)
+    before = generate(model, asked, sampling)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.backbone().slot("actor").parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    after = generate(model, asked, sampling)
+    assert after.stats.step == "native"
+    assert not torch.equal(before.batch.tokens_T, after.batch.tokens_T)
+    torch.testing.assert_close(model.score(after.batch, ("actor",)).logprobs_M, after.logprobs_M, rtol=1e-4, atol=1e-4)
