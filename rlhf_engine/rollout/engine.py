@@ -55,7 +55,8 @@ class EngineOptions:
     step: Literal["auto", "native", "transformers"] = "auto"
     """What runs a decoding step; auto: the native one where it serves the backbone."""
     batch_invariant: bool = False
-    """Tokens and log-probs have the same bits whatever an answer was batched with."""
+    """Tokens and log-probs have the same bits whatever an answer was batched with: prompts go through the model one by
+    one, and so do rows where the step rounds by their number."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "cache_tokens"):
@@ -124,7 +125,8 @@ class RolloutEngine:
         self.cache = KVCache(blocks=self._pool.size)
         slots = sorted({row.slot for row in rows if row.slot is not None})
         self._step = self._choose_step(options.step, slots, BLOCK * max(r.blocks_needed for r in rows))
-        if options.batch_invariant and not self._step.invariant:
+        self._alone = options.batch_invariant
+        if self._alone and not self._step.invariant:
             self._max_rows = 1
         self.stats.step = self._step.name
         device = self.backbone.device
@@ -231,7 +233,8 @@ class RolloutEngine:
         """Hidden states [N, H] of the rows' last prompt tokens."""
         hidden_of: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
         if prompts:
-            hidden = self._step.prefill([new.prompt for new in prompts])
+            calls = [[new.prompt] for new in prompts] if self._alone else [[new.prompt for new in prompts]]
+            hidden = torch.cat([self._step.prefill(call) for call in calls])
             self.stats.prompts += len(prompts)
             self.stats.prompt_tokens += sum(len(new.prompt.tokens) for new in prompts)
             if len(prompts) == len(rows) and not self._prefixes:

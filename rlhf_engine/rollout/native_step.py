@@ -51,7 +51,7 @@ class NativeStep:
     """Decoding through the kernel, prompts through the model's own forward."""
 
     name = "native"
-    invariant = False  # prompts round by what they are prefilled with
+    invariant = True
 
     def __init__(
         self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int

@@ -23,7 +23,7 @@ class Step(Protocol):
 
     name: str
     invariant: bool
-    """Whether a row has the same bits whatever it is batched with."""
+    """Whether a row's decoding has the same bits whatever it is batched with."""
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Put prompts into their blocks of the cache; hidden states [N, H] of the last tokens."""

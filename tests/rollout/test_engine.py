@@ -1,5 +1,7 @@
 """Continuous batching: who is admitted when, what is shared, and that none of it changes an answer."""
 
+import itertools
+
 import pytest
 import torch
 from rlhf_kernels import native, registry
@@ -248,6 +250,41 @@ def test_answers_come_as_they_finish_and_can_be_watched():
     order = [answer.index for answer in engine.run()]
     assert order == [4, 3, 2, 1, 0]
     assert engine.partial(0) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_answers_have_the_same_bits_in_any_company(step, dtype):
+    from rlhf_engine.hydra import HydraModel, hydra_roles
+    from tests.conftest import randomise, tiny_llama
+
+    if step == "native" and registry.unsupported("decode_step", "cpu", "cpu", dtype):
+        pytest.skip(str(registry.unsupported("decode_step", "cpu", "cpu", dtype)))
+    model = HydraModel.from_pretrained(tiny_llama(dtype=dtype, width=4), roles=hydra_roles()).eval()
+    randomise(model, "actor")
+    asked = [*prompts(20), LONG, LONG[:33], LONG, LONG]
+    roles = ["actor", "actor", "reference"] * 8
+
+    def run(places, **options):
+        return generate(
+            model,
+            [asked[i] for i in places],
+            sampling(temperature=1.5, max_completion_length=10),
+            role=[roles[i] for i in places],
+            sample_ids=places,
+            options=EngineOptions(step=step, **options),
+        )
+
+    everything = list(range(24))
+    whole = run(everything, batch_invariant=True)
+    groups = [(everything[::-1], 24), (everything[5:17], 5), (everything[::3], 2), ([20, 22, 23], 3), ([7], 1)]
+    for places, max_rows in groups:
+        part = run(places, batch_invariant=True, max_rows=max_rows)
+        for j, i in enumerate(places):
+            assert part.batch.completion_tokens(j) == whole.batch.completion_tokens(i)
+        ours = [part.logprobs_M[a:b] for a, b in itertools.pairwise(part.batch.completion_cu)]
+        theirs = [whole.logprobs_M[a:b] for a, b in itertools.pairwise(whole.batch.completion_cu)]
+        assert all(torch.equal(ours[j], theirs[i]) for j, i in enumerate(places))
+    assert whole.stats.most_rows == (24 if step == "native" else 1)
 
 
 def test_the_native_step_is_taken_where_it_serves():
