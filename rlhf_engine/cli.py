@@ -139,14 +139,13 @@ def _generate(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     _prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, resolve_device
-    from rlhf_engine.rollout.answer import answer_prompts
+    from rlhf_engine.rollout.answer import AnswerSession
+    from rlhf_engine.rollout.terminal import show_answers
 
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        answers = answer_prompts(config)
-    for row in answers:
-        print(json.dumps(row, ensure_ascii=False) if config.json else f"{row['prompt']}\n  → {row['completion']}")
-    return 0
+        session = AnswerSession(config)
+    return show_answers(session)
 
 
 def _demo(argv: Sequence[str]) -> int:

@@ -136,6 +136,11 @@ class PPOConfig(_TrainingOptions):
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
+    max_rows: int | None = option(None, "most answers written at once in a rollout, others wait; none: all", ge=1)
+    kv_cache_memory: str | None = option(
+        None, "most memory for keys and values of a rollout, such as 2GB; none: what is needed"
+    )
+    batch_invariant: bool = option(False, "rollouts with the same bits whatever an answer is batched with; slower")
     token_budget: int | None = option(
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
     )
@@ -165,6 +170,8 @@ class PPOConfig(_TrainingOptions):
                 f"got {len(self.reward_weights)}"
             )
         self._check_method()
+        if self.kv_cache_memory is not None:
+            parse_size("kv_cache_memory", self.kv_cache_memory)
         if self.generation_batch_size % self.num_mini_batches:
             raise ConfigError(
                 f"generation_batch_size: expected a multiple of num_mini_batches ({self.num_mini_batches}), "
@@ -258,15 +265,48 @@ class GenerateConfig(_ModelOptions):
 
     adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
     prompt: list[str] | None = option(None, "prompts, each one argument")
-    prompt_file: str | None = option(None, "text file with one prompt a line, or JSONL with `prompt`")
+    prompt_file: str | None = option(
+        None, "text file with one prompt a line, or JSONL with `prompt`; - reads lines from standard input"
+    )
+    num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
     temperature: float = option(1.0, "sampling temperature", gt=0)
+    top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
+    top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
+    stop: list[str] = option([], "texts that end an answer; it is printed without them")
+    ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    num_generations: int = option(1, "answers per prompt", ge=1)
+    max_rows: int | None = option(None, "most answers written at once, others wait; none: all", ge=1)
+    kv_cache_memory: str | None = option(None, "most memory for keys and values, such as 2GB; none: what is needed")
+    batch_invariant: bool = option(False, "same bits whatever an answer is batched with; slower")
+    verify_rollout: bool = option(
+        False, "compare log-probs with those of the training forward, and say how they differ"
+    )
+    out: str | None = option(None, "JSONL file that every answer is added to as it finishes")
+    resume: bool = option(False, "go on with the answers that `out` lacks")
     json: bool = option(False, "print one JSON object per answer")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.verify_rollout and (self.top_k is not None or self.top_p is not None):
+            raise ConfigError(
+                "verify_rollout: expected no top_k and no top_p, whose log-probs are of the tokens they keep, got "
+                f"top_k {self.top_k} and top_p {self.top_p}"
+            )
+        if self.resume and self.out is None:
+            raise ConfigError("resume: expected it together with out, the file to go on with, got no out")
+        if self.min_completion_length > self.max_completion_length:
+            raise ConfigError(
+                f"min_completion_length: expected at most max_completion_length ({self.max_completion_length}), got "
+                f"{self.min_completion_length}"
+            )
+        if self.out is not None:
+            _not_empty("out", self.out)
+        if not all(self.stop):
+            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
+        if self.kv_cache_memory is not None:
+            parse_size("kv_cache_memory", self.kv_cache_memory)
         if not self.prompt and self.prompt_file is None:
             raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
         if self.prompt and self.prompt_file is not None:

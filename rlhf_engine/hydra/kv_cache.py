@@ -12,9 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedConfig
 
 BLOCK = 32
 """Positions per block."""
+
+
+def bytes_per_position(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * dtype.itemsize)
 
 
 class BlockPool:

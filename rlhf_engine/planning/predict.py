@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_engine.hydra import METHODS, HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
     ROLES,
@@ -182,12 +182,8 @@ class Planner:
         return self._cache_bytes(self.setting.batch)
 
     def _cache_bytes(self, rows: int) -> int:
-        config = self.setting.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         blocks = -(-(self.setting.length - 1) // BLOCK)  # the last token is never read
-        values = config.num_hidden_layers * rows * blocks * BLOCK * heads * size
-        return 2 * values * self.setting.dtype.itemsize
+        return rows * blocks * BLOCK * bytes_per_position(self.setting.config, self.setting.dtype)
 
     def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
         """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.

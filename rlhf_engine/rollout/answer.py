@@ -3,58 +3,193 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rlhf_engine.config import GenerateConfig
+from rlhf_engine.config import GenerateConfig, parse_size
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.generate import collect
+from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig
+from rlhf_engine.rollout.stopping import StopTexts
+from rlhf_engine.rollout.verify import RolloutCheck, check_rollout
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
 
 
-def answer_prompts(config: GenerateConfig) -> list[dict[str, Any]]:
-    """One row per answer: prompt, completion, number of tokens, whether it ended, mean log-prob per token."""
-    prompts = read_prompts(config)
-    tokenizer = load_tokenizer(config.model_name_or_path)
-    slots = {"actor": peft_io.read_slot_config(config.adapter)} if config.adapter else {}
-    model = HydraModel.from_pretrained(
-        config.model_name_or_path,
-        roles={"actor": RoleSpec(slot="actor" if config.adapter else OFF)},
-        slots=slots,
-        dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
-    )
-    texts = [p for p in prompts for _ in range(config.num_generations)]
-    sampling = SamplingConfig(
-        max_completion_length=config.max_completion_length,
-        eos_token_ids=eos_token_ids(tokenizer, model.backbone().model),
-        temperature=config.temperature,
-        seed=config.seed,
-    )
-    rollout = generate(
-        model, [encode_prompt(tokenizer, t) for t in texts], sampling, greedy=[config.greedy] * len(texts)
-    )
-    sums = torch.zeros(len(texts), device=model.device).index_add_(0, rollout.batch.sequence_of_M, rollout.logprobs_M)
-    return [
-        {
-            "prompt": text,
-            "completion": str(tokenizer.decode(rollout.batch.completion_tokens(i), skip_special_tokens=True)),
-            "tokens": rollout.batch.completion_lens[i],
-            "finished": rollout.finished[i],
-            "mean_logprob": float(sums[i]) / rollout.batch.completion_lens[i],
+class AnswerSession:
+    """The answers that a `GenerateConfig` asks for, as they are written.
+
+    Construction finds everything that can be wrong with the request. Each answer is a row: index, prompt, completion,
+    tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session stopped at any
+    point keeps what was finished; what an answer becomes does not depend on the others, so one that goes on writes what
+    was missing.
+    """
+
+    def __init__(self, config: GenerateConfig) -> None:
+        self.config = config
+        prompts = read_prompts(config)
+        self.texts = [prompt for prompt in prompts for _ in range(config.num_generations)]
+        self._out = None if config.out is None else _AnswerFile(Path(config.out), self.texts, resume=config.resume)
+        self.done = set() if self._out is None else self._out.done
+        """Places of answers that `out` held already."""
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        slots = {"actor": peft_io.read_slot_config(config.adapter)} if config.adapter else {}
+        self.model = HydraModel.from_pretrained(
+            config.model_name_or_path,
+            roles={"actor": RoleSpec(slot="actor" if config.adapter else OFF)},
+            slots=slots,
+            dtype=DTYPES[config.dtype],
+            device=resolve_device(config.device),
+        )
+        self._sampling = SamplingConfig(
+            max_completion_length=config.max_completion_length,
+            min_completion_length=config.min_completion_length,
+            eos_token_ids=() if config.ignore_eos else eos_token_ids(self.tokenizer, self.model.backbone().model),
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop=tuple(config.stop),
+            seed=config.seed,
+        )
+        self._options = EngineOptions(
+            max_rows=config.max_rows,
+            cache_bytes=None
+            if config.kv_cache_memory is None
+            else parse_size("kv_cache_memory", config.kv_cache_memory),
+            batch_invariant=config.batch_invariant,
+        )
+        self._stops = StopTexts(self._sampling.stop, self._raw_text)
+        self._places = [i for i in range(len(self.texts)) if i not in self.done]
+        self._requests = [
+            Request(prompt=tuple(encode_prompt(self.tokenizer, self.texts[i])), sample_id=i, greedy=config.greedy)
+            for i in self._places
+        ]
+        self._engine = self._make_engine() if self._requests else None
+        self._answers: list[Answer] = []
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Where time and memory went so far."""
+        return RolloutStats() if self._engine is None else self._engine.stats
+
+    def step(self) -> list[dict[str, Any]]:
+        """One token more for every answer being written; the rows of those that finished."""
+        if self._engine is None:
+            return []
+        rows = []
+        for answer in self._engine.step():
+            self._answers.append(answer)
+            rows.append(self._row(answer))
+            if self._out is not None:
+                self._out.add(rows[-1])
+        return rows
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows that are missing, as they finish."""
+        while not self.finished():
+            yield from self.step()
+
+    def finished(self) -> bool:
+        """Whether every answer is there."""
+        return len(self._answers) == len(self._requests)
+
+    def partial_text(self) -> str:
+        """What there is of the only answer; without the characters that its next tokens may still change."""
+        assert len(self._requests) == 1
+        assert self._engine is not None
+        text = self._text(self._engine.partial(0))
+        return text[: len(text) - self._stops.may_begin(text)].rstrip("\ufffd")
+
+    def check(self) -> RolloutCheck:
+        """The finished answers beside the training forward, see `check_rollout`."""
+        requests = [self._requests[answer.index] for answer in self._answers]
+        answers = [replace(answer, index=i) for i, answer in enumerate(self._answers)]
+        rollout = collect(requests, answers, self._sampling, self.model.device, stats=self.stats)
+        return check_rollout(self.model, rollout, requests, self._sampling, options=self._options)
+
+    def _make_engine(self) -> RolloutEngine:
+        return RolloutEngine(self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text)
+
+    def _row(self, answer: Answer) -> dict[str, Any]:
+        place = self._places[answer.index]
+        return {
+            "index": place,
+            "prompt": self.texts[place],
+            "completion": self._text(answer.tokens),
+            "tokens": len(answer.tokens),
+            "finish_reason": answer.finish_reason,
+            "mean_logprob": sum(answer.logprobs) / len(answer.logprobs),
         }
-        for i, text in enumerate(texts)
-    ]
+
+    def _raw_text(self, tokens: Any) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+    def _text(self, tokens: Any) -> str:
+        return self._stops.cut(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+
+
+class _AnswerFile:
+    """JSONL file of answers, one line each, in the order in which they finish."""
+
+    def __init__(self, path: Path, texts: list[str], *, resume: bool) -> None:
+        self.path = path
+        self.done: set[int] = set()
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
+        if path.exists() and not resume:
+            raise ConfigError(f"out: expected a file that does not exist, got {str(path)!r}; --resume goes on with it")
+        whole = 0
+        if path.exists():
+            data = path.read_bytes()
+            whole = data.rfind(b"\n") + 1  # a line that was cut short is written again
+            for number, line in enumerate(data[:whole].splitlines(), start=1):
+                self.done.add(self._index_of(number, line, texts))
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def _index_of(self, number: int, line: bytes, texts: list[str]) -> int:
+        try:
+            row = json.loads(line)
+            index = row["index"]
+            known = isinstance(index, int) and 0 <= index < len(texts) and texts[index] == row["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"out: {self.path}:{number}: expected an answer written here before, got {error}"
+            ) from error
+        if not known:
+            raise ConfigError(
+                f"out: {self.path}:{number}: expected an answer to one of these prompts, got one to {row['prompt']!r} "
+                f"at place {index}"
+            )
+        return index
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One line more, on disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def summary(session: AnswerSession) -> str:
+    """How many answers, how fast, through what."""
+    stats = session.stats
+    return (
+        f"{stats.tokens:,} tokens, {stats.tokens_per_second:,.0f} tokens/s ({stats.prefill_seconds:.2f} s for "
+        f"{stats.prompt_tokens:,} prompt tokens, {stats.decode_seconds:.2f} s for {stats.steps:,} {stats.step} steps, "
+        f"at most {stats.most_rows} rows at once)"
+    )
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:
     """Prompts of the command line or of the prompt file. Raises ConfigError for none, or an empty one."""
     if config.prompt_file is None:
         prompts = list(config.prompt or ())
+    elif config.prompt_file == "-":
+        prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
     else:
         path = Path(config.prompt_file)
         if not path.is_file():

@@ -21,7 +21,7 @@ import torch
 from rlhf_kernels.sample import sample
 
 from rlhf_engine.hydra.gated import GatedHead
-from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache
+from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache, bytes_per_position
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.rollout import native_step
@@ -50,8 +50,8 @@ class EngineOptions:
 
     max_rows: int | None = None
     """Most rows alive at once; None: as many as there are requests, as far as the cache holds them."""
-    cache_tokens: int | None = None
-    """Most positions of the cache, all rows together; None: as many as the rows alive at once may need."""
+    cache_bytes: int | None = None
+    """Most bytes of keys and values, all rows together; None: as many as the rows alive at once may need."""
     step: Literal["auto", "native", "transformers"] = "auto"
     """What runs a decoding step; auto: the native one where it serves the backbone."""
     batch_invariant: bool = False
@@ -59,7 +59,7 @@ class EngineOptions:
     one, and so do rows where the step rounds by their number."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "cache_tokens"):
+        for name in ("max_rows", "cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected None or at least 1, got {value}")
@@ -121,7 +121,7 @@ class RolloutEngine:
         self._waiting = deque(row for members in groups.values() for row in members)
         self._sharing = {prefix: len(members) for prefix, members in groups.items() if len(members) > 1}
         self._prefixes: dict[tuple[str | None, tuple[int, ...]], _Prefix] = {}
-        self._pool = BlockPool(self._blocks_needed(rows, options.cache_tokens))
+        self._pool = BlockPool(self._blocks_needed(rows, options.cache_bytes))
         self.cache = KVCache(blocks=self._pool.size)
         slots = sorted({row.slot for row in rows if row.slot is not None})
         self._step = self._choose_step(options.step, slots, BLOCK * max(r.blocks_needed for r in rows))
@@ -347,19 +347,21 @@ class RolloutEngine:
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
 
-    def _blocks_needed(self, rows: Sequence[Row], cache_tokens: int | None) -> int:
+    def _blocks_needed(self, rows: Sequence[Row], cache_bytes: int | None) -> int:
         """Blocks that the rows alive at once may need, or what the budget holds of them."""
         copied = [int(row.prefix in self._sharing and len(row.prompt) % BLOCK > 0) for row in rows]
         most = sorted((row.blocks_needed + extra for row, extra in zip(rows, copied, strict=True)), reverse=True)
         shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._sharing.items())
         blocks = min(sum(row.blocks_needed for row in rows) - shared, sum(most[: self._max_rows]))
-        if cache_tokens is None:
+        if cache_bytes is None:
             return blocks
-        if cache_tokens // BLOCK < most[0]:
+        size = BLOCK * bytes_per_position(self.backbone.model.config, self.backbone.dtype)
+        if cache_bytes // size < most[0]:
             raise ValueError(
-                f"cache_tokens: expected at least {most[0] * BLOCK}, which the longest row may need, got {cache_tokens}"
+                f"cache_bytes: expected at least {most[0] * size}, the keys and values of the longest row, "
+                f"got {cache_bytes}"
             )
-        return min(blocks, cache_tokens // BLOCK)
+        return min(blocks, cache_bytes // size)
 
 
 def _one_backbone(model: HydraModel, requests: Sequence[Request]) -> str:

@@ -13,7 +13,7 @@ import torch
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Answer, Request, Rollout, SamplingConfig
+from rlhf_engine.rollout.request import Answer, Request, Rollout, RolloutStats, SamplingConfig
 from rlhf_engine.rollout.stopping import Decode
 
 
@@ -61,22 +61,35 @@ def generate_requests(
 ) -> Rollout:
     """Draw the answers of requests, in their order. Raises ValueError as `RolloutEngine` does."""
     engine = RolloutEngine(model, sampling, requests, options=options, decode=decode)
-    answers: list[Answer | None] = [None] * len(requests)
-    for answer in engine.run():
-        answers[answer.index] = answer
-    found = [answer for answer in answers if answer is not None]
+    answers = list(engine.run())
+    return collect(
+        requests, answers, sampling, engine.backbone.device, stats=engine.stats, policy_version=policy_version
+    )
+
+
+def collect(
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    sampling: SamplingConfig,
+    device: torch.device,
+    *,
+    stats: RolloutStats,
+    policy_version: int = 0,
+) -> Rollout:
+    """The rollout of requests whose answers, one each, have finished in any order."""
+    found = sorted(answers, key=lambda answer: answer.index)
     batch = PackedBatch.from_lists(
         [request.prompt for request in requests],
         [answer.tokens for answer in found],
-        device=engine.backbone.device,
+        device=device,
         sample_ids=[request.sample_id for request in requests],
     )
     logprobs = [x for answer in found for x in answer.logprobs]
     return Rollout(
         batch=batch,
-        logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=engine.backbone.device),
+        logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
         finish_reasons=tuple(answer.finish_reason for answer in found),
         policy_version=policy_version,
         filtered=any(request.sampling(sampling).filters for request in requests),
-        stats=engine.stats,
+        stats=stats,
     )

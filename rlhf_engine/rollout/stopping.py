@@ -28,6 +28,13 @@ class StopTexts:
         before = self._decode(tokens[-self._window : -1])
         return not any(stop in before for stop in self._texts)
 
+    def may_begin(self, text: str) -> int:
+        """How many characters at the end of a text a stop text may begin with."""
+        for n in range(min(len(text), max((len(stop) for stop in self._texts), default=1) - 1), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._texts):
+                return n
+        return 0
+
     def cut(self, text: str) -> str:
         """The text up to the first stop text in it."""
         places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]

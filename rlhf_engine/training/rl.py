@@ -20,12 +20,12 @@ import torch
 from rlhf_kernels import registry
 
 from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import PPOConfig, parse_size
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
-from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts, generate
+from rlhf_engine.rollout import EngineOptions, Rollout, SamplingConfig, check_prompts, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.checkpoint import (
@@ -123,6 +123,7 @@ class PpoTrainer:
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._watch: dict[str, list[int]] | None = None
+        self._engine_options = engine_options(config)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -174,6 +175,7 @@ class PpoTrainer:
             self._sampling(config.seed),
             sample_ids=range(state.samples, state.samples + len(indices)),
             policy_version=state.policy_version,
+            options=self._engine_options,
         )
         clock.lap("generate")
         scored = make_experience(
@@ -233,7 +235,8 @@ class PpoTrainer:
 
     def answer(self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0) -> Answers:
         """Sample one answer per prompt from a role and score it, without penalties for a missing end."""
-        rollout = generate(self.model, [prompts.ids[i] for i in indices], self._sampling(seed), role=role)
+        asked = [prompts.ids[i] for i in indices]
+        rollout = generate(self.model, asked, self._sampling(seed), role=role, options=self._engine_options)
         texts, ids = decode_answers(self.tokenizer, rollout.batch)
         lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
         scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
@@ -389,6 +392,16 @@ class PpoTrainer:
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
         self._watch = None
+
+
+def engine_options(config: PPOConfig) -> EngineOptions:
+    """How a run's rollouts are to be run."""
+    memory = config.kv_cache_memory
+    return EngineOptions(
+        max_rows=config.max_rows,
+        cache_bytes=None if memory is None else parse_size("kv_cache_memory", memory),
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,7 +174,9 @@ def test_generate(capsys, model, tmp_path):
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [row["prompt"] for row in rows] == ["red cat", "the dog runs"]
-    assert all(set(row) == {"prompt", "completion", "tokens", "finished", "mean_logprob"} for row in rows)
+    names = {"index", "prompt", "completion", "tokens", "finish_reason", "mean_logprob"}
+    assert all(set(row) == names for row in rows)
+    assert [row["index"] for row in rows] == [0, 1]
     assert all(1 <= row["tokens"] <= 5 and row["mean_logprob"] < 0 for row in rows)
     assert run(capsys, *greedy, "--seed", "9")[1] == out  # greedy answers depend on no seed
     sampled = [*common, "--json", "--prompt", "red cat", "--num_generations", "6"]
@@ -183,6 +187,90 @@ def test_generate(capsys, model, tmp_path):
     assert [json.loads(line)["completion"] for line in run(capsys, *sampled, "--seed", "1")[1].splitlines()] != answers
     plain = run(capsys, *common, "--greedy", "--prompt", "red cat")[1]
     assert plain == f"red cat\n  → {rows[0]['completion']}\n"
+
+
+def test_generate_streams_stops_and_reads_standard_input(capsys, model, monkeypatch):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "12"]
+    common += ["--ignore_eos", "--seed", "4"]
+    _, out, err = run(capsys, *common, "--prompt", "red cat")
+    whole = out.removeprefix("red cat\n  → ").removesuffix("\n")
+    assert len(whole) > 8
+    assert "12 tokens, " in err
+    assert " tokens/s (" in err
+    stop = whole[4:7]
+    _, out, _ = run(capsys, *common, "--prompt", "red cat", "--stop", stop, "@@")
+    assert out == f"red cat\n  → {whole[: whole.find(stop)]}\n"
+    row = json.loads(run(capsys, *common, "--prompt", "red cat", "--stop", stop, "--json")[1])
+    assert row["finish_reason"] == "stop"
+    assert row["completion"] == whole[: whole.find(stop)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\n\nblue dog\n"))
+    code, out, _ = run(capsys, *common, "--prompt_file", "-")
+    assert code == 0
+    assert out.startswith(f"red cat\n  → {whole}\nblue dog\n  → ")
+
+
+def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, monkeypatch):
+    from rlhf_engine.rollout.engine import RolloutEngine
+
+    out = tmp_path / "answers.jsonl"
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "6"]
+    common += ["--prompt", "red cat", "blue dog", "the", "--num_generations", "3", "--max_rows", "2", "--json"]
+    expected = run(capsys, *common)[1].splitlines()
+    assert len(expected) == 9
+    step = RolloutEngine.step
+    answers = []
+
+    def interrupted(self):
+        if len(answers) >= 4:
+            raise KeyboardInterrupt
+        found = step(self)
+        answers.extend(found)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", interrupted)
+        code, _, err = run(capsys, *common, "--out", str(out))
+    assert code == 130
+    kept = out.read_text().splitlines()
+    assert 4 <= len(kept) < 9
+    assert f"stopped with {len(kept)} of 9 answers in {out}; --resume goes on" in err
+    with out.open("a") as file:
+        file.write('{"index": 8, "prom')  # as a kill leaves it
+    assert "out: expected a file that does not exist" in refused(capsys, *common, "--out", str(out))
+    other = [*common[:-1], "--out", str(out), "--resume"]
+    other[other.index("red cat")] = "red dog"
+    assert "1: expected an answer to one of these prompts" in refused(capsys, *other)
+    code, printed, err = run(capsys, *common, "--out", str(out), "--resume")
+    assert code == 0
+    assert f"{len(kept)} of 9 answers are in {out} already" in err
+    rows = {json.loads(line)["index"]: json.loads(line) for line in out.read_text().splitlines()}
+    whole = [json.loads(line) for line in expected]
+    for row in whole:
+        assert rows[row["index"]]["completion"] == row["completion"]
+    assert [json.loads(line)["index"] for line in printed.splitlines()] == [
+        i for i in range(9) if i not in {json.loads(line)["index"] for line in kept}
+    ]
+    assert run(capsys, *common, "--out", str(out), "--resume")[:2] == (0, "")
+
+
+def test_a_rollout_can_be_verified(capsys, model):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "6"]
+    _, _, err = run(capsys, *common, "--prompt", "red cat", "blue", "--num_generations", "4", "--verify_rollout")
+    found = re.search(
+        r"differ from the training forward's by (\S+) on average and (\S+) at most over (\d+) tokens", err
+    )
+    assert found is not None
+    assert float(found[1]) <= float(found[2]) < 1e-3
+    assert "of 8 answers drawn again alone came out different" in err
+    line = refused(capsys, *common, "--prompt", "red cat", "--verify_rollout", "--top_k", "3")
+    assert "verify_rollout: expected no top_k and no top_p" in line
+
+
+def test_a_cache_too_small_for_one_answer_is_refused(capsys, model):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--prompt", "red cat"]
+    common += ["--max_completion_length", "6"]
+    assert "cache_bytes: expected at least" in refused(capsys, *common, "--kv_cache_memory", "1KB")
+    assert "kv_cache_memory: expected a size such as" in refused(capsys, *common, "--kv_cache_memory", "much")
 
 
 def test_prompt_files(capsys, model, tmp_path):

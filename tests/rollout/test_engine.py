@@ -62,13 +62,13 @@ def test_places_are_taken_over_at_once():
 def test_requests_wait_for_the_cache(step):
     model, asked = build(), prompts(12)
     whole = generate(model, asked, sampling(), options=EngineOptions(step=step))
-    need = -(-(12 + 20 - 1) // BLOCK) * BLOCK
-    for tokens_held in (need, 3 * need):
-        tight = generate(model, asked, sampling(), options=EngineOptions(step=step, cache_tokens=tokens_held))
+    size = 2 * 2 * 2 * 6 * 4 * BLOCK  # keys and values, layers, heads, features, bytes, positions
+    for blocks in (1, 3):
+        tight = generate(model, asked, sampling(), options=EngineOptions(step=step, cache_bytes=blocks * size))
         assert tokens(tight) == tokens(whole)
-        assert tight.stats.most_blocks <= tokens_held // BLOCK
-    with pytest.raises(ValueError, match=rf"cache_tokens: expected at least {need}, .* got {need - 1}"):
-        generate(model, asked, sampling(), options=EngineOptions(step=step, cache_tokens=need - 1))
+        assert tight.stats.most_blocks == tight.stats.most_rows == blocks
+    with pytest.raises(ValueError, match=rf"cache_bytes: expected at least {size}, .* got {size - 1}"):
+        generate(model, asked, sampling(), options=EngineOptions(step=step, cache_bytes=size - 1))
 
 
 LONG = [3 + i % 50 for i in range(40)]
@@ -302,7 +302,7 @@ def test_the_native_step_is_taken_where_it_serves():
     ("options", "message"),
     [
         ({"max_rows": 0}, "max_rows: expected None or at least 1, got 0"),
-        ({"cache_tokens": -4}, "cache_tokens: expected None or at least 1, got -4"),
+        ({"cache_bytes": -4}, "cache_bytes: expected None or at least 1, got -4"),
     ],
 )
 def test_bad_engine_options(options, message):
