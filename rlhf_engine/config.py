@@ -335,7 +335,10 @@ class DemoConfig(_RunOptions):
 class BenchConfig(Options):
     """Time, memory and error of every kernel backend that is here, beside other libraries and a bare-GEMM floor."""
 
-    op: str | None = option(None, "one op only; may also be the first argument; none: all")
+    op: str | None = option(
+        None, "one op only, or rollout; may also be the first argument; none: all ops, without rollout"
+    )
+    model: str | None = option(None, "for rollout: folder of a Llama-like model in place of random weights")
     case: str | None = option(None, "one case only: its name, or the part before or after the / of several")
     quick: bool = option(False, "small sizes, few rounds, nothing that compiles: about a minute on two CPU cores")
     full: bool = option(False, "every size of the grids")
@@ -348,9 +351,11 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_device(self.device)
-        for name in ("op", "case", "json", "out"):
+        for name in ("op", "model", "case", "json", "out"):
             if getattr(self, name) is not None:
                 _not_empty(name, getattr(self, name))
+        if self.model is not None and self.op != "rollout":
+            raise ConfigError(f"model: expected it with the op rollout, got op {self.op!r}")
         if self.quick and self.full:
             raise ConfigError("full: expected either quick or full, got both")
 

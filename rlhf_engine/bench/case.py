@@ -39,20 +39,26 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row group of the table. Everything here is cheap to make; `make` allocates the inputs."""
+class Subject:
+    """What a row group of the table is about."""
 
     op: str
     name: str  # "what/sizes", unique within the op
     dtype: torch.dtype
+    flops: float  # of the floor's GEMMs, or of the formulas where there are none
+    moved_bytes: float  # what has to be read and written at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Subject):
+    """One op on one set of sizes. Everything here is cheap to make; `make` allocates the inputs."""
+
     kernels: tuple[str, ...]  # ops of `rlhf_kernels.registry`; a backend is timed if it serves all of them
     make: Callable[[torch.device], Tensors]  # equal inputs for equal devices
     run: Callable[[Tensors, str], Tensors]  # (inputs, backend) → results by name; gradients are called d_<input>
     eager: Callable[[Tensors], Tensors]  # plain torch ops in the same dtype: the yardstick of tier T3
     floor: Callable[[Tensors], Run]  # bare GEMMs of the same sizes, or a bare copy of the bytes that must move
     baselines: tuple[Baseline, ...]
-    flops: float  # of the floor's GEMMs, or of the formulas where there are none
-    moved_bytes: float  # what has to be read and written at least
     tiers: Mapping[str, str] = field(default_factory=dict)  # result → T1, T2, T3 where not the dtype's own
 
     def tier(self, result: str) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from rich.console import Console
 
 from rlhf_engine.bench import roofline
 from rlhf_engine.bench.report import print_results, write_records
-from rlhf_engine.bench.runner import CaseResult, run_cases, select
+from rlhf_engine.bench.rollout import OP
+from rlhf_engine.bench.rollout.cases import cases
+from rlhf_engine.bench.rollout.runner import rollout_records, run_rollout_cases
+from rlhf_engine.bench.runner import CaseResult, named, run_cases, select
 from rlhf_engine.config import BenchConfig
 from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
@@ -28,8 +32,14 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
     device = resolve_device(config.device)
     dtype = _DTYPES[config.dtype]
     size = "quick" if config.quick else "full" if config.full else "default"
-    cases = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
     rounds = config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS)
+    measured: Iterator[CaseResult]
+    if config.op == OP:
+        rollouts = named(cases(size, device, dtype, config.model), config.case)
+        n_cases, measured = len(rollouts), run_rollout_cases(rollouts, device=device, rounds=rounds)
+    else:
+        chosen = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
+        n_cases, measured = len(chosen), run_cases(chosen, size=size, device=device, rounds=rounds)
     results: list[CaseResult] = []
     with contextlib.ExitStack() as stack:
         files = _open_outputs(config, stack)
@@ -37,20 +47,24 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
         console.print(
             f"{_describe(device)}, torch {torch.__version__}, median of {rounds} interleaved rounds", highlight=False
         )
-        with TrainingProgress(len(cases), title="bench") as progress:
-            for result in run_cases(cases, size=size, device=device, rounds=rounds):
+        with TrainingProgress(n_cases, title="bench") as progress:
+            for result in measured:
                 results.append(result)
                 for file in files:
-                    write_records(result.records(), file)
+                    write_records(_records(result), file)
                 progress.update(len(results), {})
         print_results(results, console)
         if config.out is not None:
             ceilings = roofline.measure_ceilings(device, dtype, quick=config.quick)
             path = Path(config.out) / ROOFLINE_FILE
-            records = [record for result in results for record in result.records()]
+            records = [record for result in results for record in _records(result)]
             roofline.plot_roofline(records, ceilings, path, device=_describe(device))
             console.print(f"records {Path(config.out) / RESULTS_FILE}  plot {path}", markup=False, highlight=False)
     return results
+
+
+def _records(result: CaseResult) -> list[dict[str, Any]]:
+    return rollout_records(result) if result.case.op == OP else result.records()
 
 
 def _describe(device: torch.device) -> str:

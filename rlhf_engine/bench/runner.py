@@ -7,18 +7,20 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rlhf_engine.bench import OPS, accuracy, candidates, memory, timing
 from rlhf_engine.bench.accuracy import Accuracy, Yardstick
 from rlhf_engine.bench.candidates import Candidates, one_line
-from rlhf_engine.bench.case import Case, Run, Tensors
+from rlhf_engine.bench.case import Case, Run, Subject, Tensors
 from rlhf_engine.bench.ops import load_cases
+from rlhf_engine.bench.rollout import OP as ROLLOUT
 from rlhf_engine.errors import ConfigError
 
 FLOOR = "floor"
+S = TypeVar("S", bound=Subject)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Measured:
 class CaseResult:
     """Everything that was measured of a case."""
 
-    case: Case
+    case: Subject
     device: str
     rounds: int
     order: tuple[str, ...]  # in which every round called the candidates
@@ -110,10 +112,16 @@ def _error(found: Accuracy | None) -> dict[str, float | None]:
 def select(*, op: str | None, case: str | None, size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
     """Cases of one op or of all; `case` is a name, or one part of names that are written "what/sizes"."""
     if op is not None and op not in OPS:
-        close = difflib.get_close_matches(op, OPS, n=1)
+        names = (*OPS, ROLLOUT)
+        close = difflib.get_close_matches(op, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"op: expected one of {', '.join(OPS)}, got {op!r}{hint}")
+        raise ConfigError(f"op: expected one of {', '.join(names)}, got {op!r}{hint}")
     found = [c for name in ([op] if op else OPS) for c in load_cases(name, size, device_type, dtype)]
+    return named(found, case)
+
+
+def named(found: list[S], case: str | None) -> list[S]:
+    """Cases of a name, or with names of which it is a part; all for None. Raises ConfigError if there are none."""
     if case is None:
         return found
     chosen = [c for c in found if case == c.name or case in c.name.split("/")]
