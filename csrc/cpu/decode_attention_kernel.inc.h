@@ -13,6 +13,46 @@ constexpr int64_t kTile = kCopied;  // positions
 RLHF_INLINE f32x16 load(const float* p) { return load16(p); }
 RLHF_INLINE f32x16 load(const uint16_t* p) { return load16_bf16(p); }
 
+// The first `count` of sixteen elements, at most all, and zeros.
+template <typename T>
+RLHF_INLINE f32x16 load(const T* p, int64_t count) {
+    if (count >= 16) return load(p);
+#if defined(RLHF_AVX512)
+    const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
+    if constexpr (sizeof(T) == 4) return (f32x16)_mm512_maskz_loadu_ps(some, p);
+    const __m512i raw = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p));
+    return (f32x16)_mm512_slli_epi32(raw, 16);
+#else
+    T padded[16] = {};
+    std::memcpy(padded, p, sizeof(T) * count);
+    return load(padded);
+#endif
+}
+
+// x with `other` in lanes from `count` on.
+RLHF_INLINE f32x16 first_lanes(f32x16 x, int64_t count, float other) {
+    constexpr i32x16 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return kLane < static_cast<int32_t>(count) ? x : splat(other);
+}
+
+RLHF_INLINE float lane_max(f32x16 x) {
+    float lanes[16];
+    store16(lanes, x);
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) lanes[i] = lanes[i + step] > lanes[i] ? lanes[i + step] : lanes[i];
+    }
+    return lanes[0];
+}
+
+RLHF_INLINE float lane_sum(f32x16 x) {
+    float lanes[16];
+    store16(lanes, x);
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+    }
+    return lanes[0];
+}
+
 RLHF_INLINE float to_float(float x) { return x; }
 RLHF_INLINE float to_float(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
@@ -59,13 +99,10 @@ struct Pages {
 template <typename T>
 RLHF_INLINE void find_rows(const DecodeCall& call, const int64_t* table, const Pages& pages, int64_t position,
                            int64_t count, const T** rows) {
-    int64_t page = position / call.block, at = position % call.block;
-    for (int64_t i = 0; i < count; ++i) {
-        rows[i] = static_cast<const T*>(pages.data) + table[page] * pages.block_stride + at * pages.position_stride;
-        if (++at == call.block) {
-            at = 0;
-            ++page;
-        }
+    for (int64_t i = 0, page = position / call.block, at = position % call.block; i < count; ++page, at = 0) {
+        const T* from = static_cast<const T*>(pages.data) + table[page] * pages.block_stride + at * pages.position_stride;
+        const int64_t here = call.block - at < count - i ? i + call.block - at : count;
+        for (; i < here; ++i, from += pages.position_stride) rows[i] = from;
     }
     for (int64_t i = count; i < kTile; ++i) rows[i] = rows[count - 1];
 }
@@ -84,12 +121,12 @@ RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]
 #endif
 }
 
-// body(rows, position, count) for every tile of [first, length). Rows are whole vectors: where they lie, or in
-// `copies`.
+// body(rows, position, count, features) for every tile of [first, length): rows of as many features where they lie, or
+// padded copies of them.
 template <typename T, typename Body>
 RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const Pages& pages, float* copies,
                            const Body& body) {
-    const bool in_place = pages.inner == 1 && call.features == call.padded_features;
+    const bool in_place = pages.inner == 1;
     const T* both[2][kTile];
     int64_t count = group.length - group.first < kTile ? group.length - group.first : kTile, next = 0;
     find_rows(call, group.table, pages, group.first, count, both[0]);
@@ -103,7 +140,7 @@ RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const
             prefetch(both[side ^ 1], next, call.features);
         }
         if (in_place) {
-            body(rows, position - group.first, count);
+            body(rows, position - group.first, count, call.features);
             continue;
         }
         const float* copied[kTile];
@@ -115,36 +152,44 @@ RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const
             for (int64_t d = call.features; d < call.padded_features; ++d) to[d] = 0.0f;
         }
         for (int64_t i = count; i < kTile; ++i) copied[i] = copied[count - 1];
-        body(copied, position - group.first, count);
+        body(copied, position - group.first, count, call.padded_features);
     }
 }
 
-// Scores of kTile positions for one query.
+// Scores of kTile positions for one query, padded with zeros to whole vectors.
 template <typename T>
-RLHF_INLINE f32x16 score(const T* const* rows, const float* q, int64_t padded) {
+RLHF_INLINE f32x16 score(const T* const* rows, const float* q, int64_t features) {
     f32x16 products[kTile];
     const f32x16 first = load16(q);
 #pragma GCC unroll 16
-    for (int i = 0; i < kTile; ++i) products[i] = load(rows[i]) * first;
-    for (int64_t d = 16; d < padded; d += 16) {
+    for (int i = 0; i < kTile; ++i) products[i] = load(rows[i], features) * first;
+    int64_t d = 16;
+    for (; d + 16 <= features; d += 16) {
         const f32x16 x = load16(q + d);
 #pragma GCC unroll 16
         for (int i = 0; i < kTile; ++i) products[i] = muladd(load(rows[i] + d), x, products[i]);
     }
+    if (d < features) {
+        const f32x16 x = load16(q + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kTile; ++i) products[i] = muladd(load(rows[i] + d, features - d), x, products[i]);
+    }
     return lane_sums(products);
 }
 
-// out [HEADS, padded] += weights [HEADS, `step`] times VECTORS vectors of `count` rows.
+// out [HEADS, `padded` apart] += weights [HEADS, `step` apart] times VECTORS vectors of `count` rows, the last of which has
+// `last` elements.
 template <int HEADS, int VECTORS, typename T>
-RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t d, const float* weights, int64_t step,
-                            float* out, int64_t padded) {
+RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t last, const float* weights, int64_t step,
+                            int64_t d, float* out, int64_t padded) {
     f32x16 sum[HEADS][VECTORS];
     for (int h = 0; h < HEADS; ++h) {
         for (int j = 0; j < VECTORS; ++j) sum[h][j] = load16(out + h * padded + d + 16 * j);
     }
     for (int64_t i = 0; i < count; ++i) {
         f32x16 x[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) x[j] = load(rows[i] + d + 16 * j);
+        for (int j = 0; j + 1 < VECTORS; ++j) x[j] = load(rows[i] + d + 16 * j);
+        x[VECTORS - 1] = load(rows[i] + d + 16 * (VECTORS - 1), last);
         for (int h = 0; h < HEADS; ++h) {
             const f32x16 weight = splat(weights[h * step + i]);
             for (int j = 0; j < VECTORS; ++j) sum[h][j] = muladd(weight, x[j], sum[h][j]);
@@ -156,28 +201,28 @@ RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t d, cons
 }
 
 template <int HEADS, typename T>
-RLHF_INLINE void add_values(const T* const* rows, int64_t count, const float* weights, int64_t step, float* out,
-                            int64_t padded) {
+RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t features, const float* weights, int64_t step,
+                            float* out, int64_t padded) {
     int64_t d = 0;
-    for (; d + 64 <= padded; d += 64) add_values<HEADS, 4>(rows, count, d, weights, step, out, padded);
-    for (; d < padded; d += 16) add_values<HEADS, 1>(rows, count, d, weights, step, out, padded);
+    for (; d + 64 <= features; d += 64) add_values<HEADS, 4>(rows, count, 16, weights, step, d, out, padded);
+    for (; d < features; d += 16) add_values<HEADS, 1>(rows, count, features - d, weights, step, d, out, padded);
 }
 
-// scores [padded] become their softmax. Places past the last position hold -inf.
-RLHF_INLINE void softmax(float* scores, int64_t padded) {
+// The first `used` of scores become their softmax, the last vector's others (-inf) 0: not by way of their exponentials,
+// because a result that underflows costs a hundred cycles.
+RLHF_INLINE void softmax(float* scores, int64_t used) {
     f32x16 top = splat(-__builtin_inff());
-    for (int64_t i = 0; i < padded; i += 16) top = max16(load16(scores + i), top);
-    float largest = top[0];
-    for (int i = 1; i < 16; ++i) largest = top[i] > largest ? top[i] : largest;
+    for (int64_t i = 0; i < used; i += 16) top = max16(load16(scores + i), top);
+    const float largest = lane_max(top);
     f32x16 sum = splat(0.0f);
-    for (int64_t i = 0; i < padded; i += 16) {
-        const f32x16 e = exp16(load16(scores + i) - largest);
+    for (int64_t i = 0; i < used; i += 16) {
+        const f32x16 z = first_lanes(load16(scores + i), used - i, largest);
+        const f32x16 e = first_lanes(exp16(z - largest), used - i, 0.0f);
         sum += e;
         store16(scores + i, e);
     }
-    float total = 0.0f;
-    for (int i = 0; i < 16; ++i) total += sum[i];
-    for (int64_t i = 0; i < padded; i += 16) store16(scores + i, load16(scores + i) / total);
+    const float total = lane_sum(sum);
+    for (int64_t i = 0; i < used; i += 16) store16(scores + i, load16(scores + i) / total);
 }
 
 template <typename T>
@@ -187,33 +232,43 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
     float* scores = copies + kCopied * padded;
     for (int64_t h = 0; h < call.group; ++h) {
         const T* from = static_cast<const T*>(group.q) + h * group.q_head;
-        for (int64_t d = 0; d < padded; ++d) {
-            q[h * padded + d] = d < call.features ? to_float(from[d * group.q_inner]) * call.options.scale : 0.0f;
-            out[h * padded + d] = 0.0f;
+        for (int64_t d = 0; d < padded; d += 16) {
+            const int64_t left = call.features - d;
+            store16(out + h * padded + d, splat(0.0f));
+            if (group.q_inner == 1) {
+                store16(q + h * padded + d, load(from + d, left) * call.options.scale);
+                continue;
+            }
+            for (int64_t i = 0; i < 16; ++i) {
+                q[h * padded + d + i] = i < left ? to_float(from[(d + i) * group.q_inner]) * call.options.scale : 0.0f;
+            }
         }
     }
     const Pages keys{group.k, call.k_block, call.k_position, call.k_inner};
     const float softcap = call.options.softcap;
-    const auto score_tile = [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
-        for (int64_t h = 0; h < call.group; ++h) {
-            f32x16 z = score(rows, q + h * padded, padded);
-            if (softcap != 0.0f) z = tanh16(z / softcap) * softcap;
-            for (int64_t i = count; i < kTile; ++i) z[i] = -__builtin_inff();
-            store16(scores + h * step + at, z);
-        }
-    };
+    const auto score_tile = [&](const auto* rows, int64_t at, int64_t count, int64_t features)
+        __attribute__((always_inline)) {
+            for (int64_t h = 0; h < call.group; ++h) {
+                f32x16 z = score(rows, q + h * padded, features);
+                if (softcap != 0.0f) z = tanh16(z / softcap) * softcap;
+                store16(scores + h * step + at, first_lanes(z, count, -__builtin_inff()));
+            }
+        };
     for_tiles<T>(call, group, keys, copies, score_tile);
-    for (int64_t h = 0; h < call.group; ++h) softmax(scores + h * step, step);
+    for (int64_t h = 0; h < call.group; ++h) softmax(scores + h * step, used);
     const Pages values{group.v, call.v_block, call.v_position, call.v_inner};
-    const auto add_tile = [&](const auto* rows, int64_t at, int64_t count) __attribute__((always_inline)) {
-        int64_t h = 0;
-        for (; h + 4 <= call.group; h += 4) {
-            add_values<4>(rows, count, scores + h * step + at, step, out + h * padded, padded);
-        }
-        for (; h < call.group; ++h) {
-            add_values<1>(rows, count, scores + h * step + at, step, out + h * padded, padded);
-        }
-    };
+    const auto add_tile = [&](const auto* rows, int64_t at, int64_t count, int64_t features)
+        __attribute__((always_inline)) {
+            const float* weights = scores + at;
+            int64_t h = 0;
+            for (; h + 4 <= call.group; h += 4) {
+                add_values<4>(rows, count, features, weights + h * step, step, out + h * padded, padded);
+            }
+            for (; h + 2 <= call.group; h += 2) {
+                add_values<2>(rows, count, features, weights + h * step, step, out + h * padded, padded);
+            }
+            if (h < call.group) add_values<1>(rows, count, features, weights + h * step, step, out + h * padded, padded);
+        };
     for_tiles<T>(call, group, values, copies, add_tile);
     T* to = static_cast<T*>(group.out);
     for (int64_t h = 0; h < call.group; ++h) {

@@ -120,6 +120,7 @@ RLHF_INLINE int64_t rows_by_two(const Element* w, int64_t stride, const Element*
     RLHF_EIGHT(RLHF_DO)
 #undef RLHF_DO
     for (int64_t t = 0; t < depth; ++t) {
+        prefetch_rows(w + 8 * stride + t * KT, stride, 8);
 #define RLHF_DO(r) RLHF_TILE_BEGIN(a, r) RLHF_TILE_BEGIN(c, r)
         RLHF_EIGHT(RLHF_DO)
 #undef RLHF_DO
