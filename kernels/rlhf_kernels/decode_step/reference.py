@@ -58,9 +58,8 @@ class Step:
             q, k = rotary(q, k, c, s)
             keys[i][page, positions % block] = k[:, :, 0]
             values[i][page, positions % block] = v[:, :, 0]
-            attended = attention(
-                q[:, :, 0], keys[i], values[i], positions + 1, table, d.scale, layer.window, None
-            )
+            seen = table if layer.window is None else _seen(table, positions, layer.window, block)
+            attended = attention(q[:, :, 0], keys[i], values[i], positions + 1, seen, d.scale, layer.window, None)
             x = x + _linear(attended.flatten(1), layer, "o", i, rows)
             u = _norm(x, layer.mlp_norm, d.eps)
             inner = F.silu(_linear(u, layer, "gate", i, rows)) * _linear(u, layer, "up", i, rows)
@@ -86,6 +85,12 @@ def _linear(x: Tensor, layer: DecoderLayer, name: str, i: int, rows: _Rows) -> T
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(compute_dtype(x))
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _seen(table: Tensor, positions: Tensor, window: int, block: int) -> Tensor:
+    """The table with block 0 before every row's window, where anything may stand."""
+    first = (positions + 1 - window).clamp_min(0) // block
+    return table.masked_fill(torch.arange(table.shape[1], device=table.device) < first[:, None], 0)
 
 
 def _check_range(name: str, index: Tensor, low: int, high: int) -> None:

@@ -1,0 +1,391 @@
+"""`decode_step`: against float64, against transformers, bits of a row in any company, hostile memory, bad input."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rlhf_kernels import native, registry, testing
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from torch import Tensor
+
+from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+FP32, BF16 = torch.float32, torch.bfloat16
+MULTIPLIES_BF16 = ("avx512_bf16", "amx_bf16")
+PATHS = [
+    (isa, dtype)
+    for isa in (native.isas() if native.missing() is None else [])
+    for dtype in (FP32, BF16)
+    if dtype == FP32 or isa in MULTIPLIES_BF16
+]
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
+def dtype(request):
+    """A dtype, on an instruction set in use."""
+    isa, dtype = request.param
+    with native.use_isa(isa):
+        yield dtype
+
+
+def assert_tiers(decoder, adapters, call, what=""):
+    wide = lambda x: mapped(x, lambda t: t.double() if t.is_floating_point() else t)  # noqa: E731
+    exact_call = Call(*mapped(list(call), lambda t: t.double() if t.is_floating_point() else t))
+    exact = exact_call.take(wide(decoder), wide(adapters), "reference")
+    eager = call.take(decoder, adapters, "reference")
+    tier = testing.tier1 if decoder.embedding.dtype == FP32 else testing.tier3
+    for name, ours, truth, plain in zip(
+        ("hidden", "keys", "values"), call.take(decoder, adapters), exact, eager, strict=True
+    ):
+        assert ours.dtype == plain.dtype
+        testing.assert_ok(tier(ours, truth, plain), f"{name} {what}")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("n", [15, 33])
+def test_tiers(dtype, sizes, n):
+    assert_tiers(make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, n, dtype, 3))
+
+
+@needs_native
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 64, 130])
+def test_tiers_of_any_number_of_rows(dtype, n):
+    s = Sizes(layers=1)
+    assert_tiers(make_decoder(s, dtype), make_adapters(s, dtype), make_call(s, n, dtype, 3))
+
+
+@needs_native
+def test_no_rows_and_no_adapters(dtype):
+    s = Sizes()
+    hidden, *_ = make_call(s, 0, dtype, 0).take(make_decoder(s, dtype), [])
+    assert hidden.shape == (0, s.H)
+    assert_tiers(make_decoder(s, dtype), [], make_call(s, 5, dtype, 0))
+
+
+@needs_native
+def test_strided_weights_and_caches(dtype):
+    """Rows of weights, adapters and embedding with NaN between them; a dense cache of another order."""
+    s = SIZES[1]
+    decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 9, dtype, 3)
+
+    def spread(t: Tensor) -> Tensor:
+        if t.dim() != 2:
+            return t
+        wide = torch.full((t.shape[0] + 2, t.shape[1] + 5), torch.nan, dtype=t.dtype)
+        wide[1:-1, 3:-2] = t
+        return wide[1:-1, 3:-2]
+
+    expected = call.take(decoder, adapters)
+    dense = call._replace(keys=[t.contiguous() for t in call.keys], values=[t.contiguous() for t in call.values])
+    for ours, want in zip(dense.take(mapped(decoder, spread), mapped(adapters, spread)), expected, strict=True):
+        assert torch.equal(ours, want)
+
+
+def families():
+    common = dict(
+        vocab_size=61, hidden_size=48, intermediate_size=90, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    )  # fmt: skip
+    return [
+        transformers.LlamaConfig(**common, attention_bias=True),
+        transformers.Qwen2Config(**common),
+        transformers.Qwen3Config(**common, head_dim=16),
+        transformers.MistralConfig(**common, sliding_window=6),
+    ]
+
+
+@pytest.mark.parametrize("config", families(), ids=lambda c: c.model_type)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_steps_repeat_a_forward_of_transformers(config, backend, dtype):
+    """A sequence fed token by token, rows at different places, gives the hidden states of one full forward pass."""
+    if backend == "cpu" and (reason := registry.unsupported("decode_step", "cpu", "cpu", dtype)):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.15 if p.dim() == 2 else 1.0)
+    model.to(dtype)
+    n, length, block = 5, 14, 4
+    tokens = torch.randint(0, config.vocab_size, (n, length))
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).last_hidden_state
+        exact = model.double()(tokens, use_cache=False).last_hidden_state
+        cos, sin = model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
+    cos, sin = cos[0].to(dtype), sin[0].to(dtype)
+    decoder = decoder_of(model.to(dtype), config)
+    shape = (n * 4, block, decoder.n_kv_heads, decoder.head_dim)
+    keys, values = ([torch.full(shape, torch.nan, dtype=dtype) for _ in decoder.layers] for _ in range(2))
+    table, off = torch.randperm(n * 4).view(n, 4), torch.full((n,), -1)
+    step = DecodeStep(mapped(decoder, lambda t: t.detach()), [], backend=backend)
+    starts = torch.arange(n) % 3  # rows run up to two steps behind each other
+    hidden = torch.zeros_like(expected)
+    for t in range(length + 2):
+        rows = ((t - starts >= 0) & (t - starts < length)).nonzero()[:, 0]
+        at = t - starts[rows]
+        args = tokens[rows, at], at, off[rows], cos, sin, keys, values, table[rows]
+        hidden[rows, at] = step(*args)
+    testing.assert_ok((testing.tier1 if dtype == FP32 else testing.tier3)(hidden, exact, expected))
+
+
+def decoder_of(model, config) -> Decoder:
+    def projection(linear) -> Projection:
+        return Projection(weight=linear.weight, bias=linear.bias)
+
+    layers = []
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {name: getattr(attention, name).weight for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+        layers.append(
+            DecoderLayer(
+                **{name: projection(getattr(attention, f"{name}_proj")) for name in "qkvo"},
+                **{name: projection(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")},
+                **norms,
+                input_norm=layer.input_layernorm.weight,
+                mlp_norm=layer.post_attention_layernorm.weight,
+                window=getattr(config, "sliding_window", None),
+            )
+        )
+    attention = model.layers[0].self_attn
+    return Decoder(
+        embedding=model.embed_tokens.weight,
+        layers=layers,
+        final_norm=model.norm.weight,
+        eps=config.rms_norm_eps,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+    )
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+BIG = Sizes(H=160, heads=10, kv_heads=5, D=16, mlp=352, windows=(None, 7))  # enough for threads to share
+
+
+def pick(call: Call, rows: Tensor) -> Call:
+    return call._replace(
+        tokens=call.tokens[rows], positions=call.positions[rows], slots=call.slots[rows], table=call.table[rows]
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [SIZES[0], BIG], ids=["small", "big"])
+def test_a_row_s_bits_do_not_depend_on_its_company(dtype, sizes):
+    decoder, adapters, call = make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, 70, dtype, 3)
+    expected = call.take(decoder, adapters)
+    shuffled = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    companies = [shuffled, torch.arange(33), shuffled[:16], shuffled[16:33], *(torch.tensor([i]) for i in (0, 31, 69))]
+    companies += [(call.slots == slot).nonzero()[:, 0] for slot in (-1, 1)]
+    for rows in companies:
+        for ours, want in zip(pick(call, rows).take(decoder, adapters), expected, strict=True):
+            assert torch.equal(ours, want[rows])
+
+
+@needs_native
+def test_bits_do_not_depend_on_blocks_or_other_slots(dtype):
+    s = SIZES[0]
+    decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 20, dtype, 3)
+    expected = call.take(decoder, adapters)
+    order = torch.randperm(call.keys[0].shape[0])
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    valid = (call.table >= 0) & (call.table < len(order))
+    moved = call._replace(
+        keys=[t[order] for t in call.keys],
+        values=[t[order] for t in call.values],
+        table=torch.where(valid, place[call.table.clamp(0, len(order) - 1)], call.table),
+    )
+    relabelled = call._replace(slots=torch.where(call.slots >= 0, 2 - call.slots, -1))
+    for other, slots in ((moved, adapters), (relabelled, adapters[::-1])):
+        for ours, want in zip(other.take(decoder, slots), expected, strict=True):
+            assert torch.equal(ours, want)
+
+
+@needs_native
+@pytest.mark.parametrize("n", [3, 40])
+def test_bits_do_not_depend_on_threads(dtype, n):
+    sizes = BIG._replace(layers=8 if n == 3 else 3)
+    decoder, adapters, call = make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, n, dtype, 3)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(call.take(decoder, adapters))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_other_rows_adapters_never_leak(dtype, poison):
+    s = SIZES[0]
+    decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 20, dtype, 3)
+    clean = call.take(decoder, adapters)
+    adapters[1] = mapped(adapters[1], lambda t: torch.full_like(t, poison))
+    poisoned = call.take(decoder, adapters)
+    spared = call.slots != 1
+    for ours, want in zip(poisoned, clean, strict=True):
+        assert torch.equal(ours[spared], want[spared])
+    assert not poisoned[0][~spared].isfinite().any()
+
+
+# ---- what changes between calls --------------------------------------------------------------------------------------
+
+
+@needs_native
+def test_updates_and_moves_are_seen(dtype):
+    s = SIZES[1]
+    decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 17, dtype, 3)
+    step = DecodeStep(decoder, adapters, backend="cpu")
+    run = lambda: step(*call)  # noqa: E731  # writes the same entries every time
+    before = run()
+    with torch.no_grad():
+        for A, B in adapters[0].pairs[1].values():
+            A.mul_(1.5)
+            B.neg_()
+    updated = run()
+    assert torch.equal(updated, call.take(decoder, adapters)[0])
+    on = call.slots == 0
+    assert not torch.equal(updated[on], before[on])
+    assert torch.equal(updated[~on], before[~on])
+    for t in (
+        decoder.layers[0].q.weight,
+        adapters[1].pairs[0]["down"][1],
+    ):  # the memory is another one, the tensor is not
+        t.data = t.data.clone().mul_(-1)
+    assert torch.equal(run(), call.take(decoder, adapters)[0])
+    caches = [[t.clone() for t in caches] for caches in (call.keys, call.values)]
+    assert torch.equal(step(*call[:5], *caches, call.table), run())  # other caches
+
+
+@needs_native
+def test_only_new_entries_are_written(dtype):
+    s = SIZES[1]
+    decoder, call = make_decoder(s, dtype), make_call(s, 17, dtype, 0)
+    before = [t.clone() for t in (*call.keys, *call.values)]
+    DecodeStep(decoder, [], backend="cpu")(*call)
+    page = call.table.gather(1, (call.positions // 4)[:, None])[:, 0]
+    for cache, old in zip((*call.keys, *call.values), before, strict=True):
+        old[page, call.positions % 4] = cache[page, call.positions % 4]
+        assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BACKENDS = ["reference"] if native.missing() else ["cpu", "reference"]
+
+
+def at(x: Tensor, index: Any, value: int) -> Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda c: {"tokens": at(c.tokens, 2, 50)}, ValueError, "tokens: expected .* to 49, got 50"),
+        (lambda c: {"tokens": at(c.tokens, 2, -1)}, ValueError, "tokens: expected .*, got -1"),
+        (lambda c: {"tokens": c.tokens.int()}, TypeError, "tokens: expected torch.int64"),
+        (lambda c: {"slots": at(c.slots, 0, 3)}, ValueError, "slots: expected .* to 2, got 3"),
+        (lambda c: {"slots": at(c.slots, 0, -2)}, ValueError, "slots: expected .*, got -2"),
+        (lambda c: {"slots": c.slots[:2]}, ValueError, "slots: expected shape"),
+        (lambda c: {"positions": at(c.positions, 1, -1)}, ValueError, "positions: expected .*, got -1"),
+        (lambda c: {"positions": at(c.positions, 1, 21)}, ValueError, "positions: expected .* to 20, got 21"),
+        (lambda c: {"table": c.table[:, :1]}, ValueError, "positions: expected .* to 3, got"),
+        (lambda c: {"table": at(c.table, (slice(None), 0), 10**6)}, ValueError, ".*: expected .*, got 1000000"),
+        (lambda c: {"table": c.table[0]}, ValueError, "table: expected 2 dims"),
+        (lambda c: {"cos": c.cos.double()}, TypeError, "cos: expected torch.float32"),
+        (lambda c: {"sin": c.sin[:, :4]}, ValueError, r"sin: expected contiguous \[positions, 8\]"),
+        (lambda c: {"sin": c.sin[:9]}, ValueError, "sin: expected the shape of cos"),
+        (lambda c: {"keys": c.keys[:1]}, ValueError, "keys: expected 2 caches"),
+        (lambda c: {"values": [*c.values, c.values[0]]}, ValueError, "values: expected 2 caches"),
+        (
+            lambda c: {"values": [c.values[0], c.values[0].bfloat16()]},
+            TypeError,
+            r"values\[1\]: expected torch.float32",
+        ),
+        (lambda c: {"keys": [c.keys[0], c.keys[0][:-1]]}, ValueError, r"keys\[1\]: expected the shape of keys\[0\]"),
+        (lambda c: {"keys": [t.transpose(2, 3) for t in c.keys]}, ValueError, r"keys\[0\]: expected shape"),
+        (lambda c: {"cos": c.cos.clone().requires_grad_()}, ValueError, "requires_grad: expected"),
+    ],
+)
+def test_bad_calls(backend, change, error, message):
+    s = SIZES[0]
+    call = make_call(s, 5, FP32, 3)
+    call = call._replace(positions=call.positions.clamp(4, 20))
+    step = DecodeStep(make_decoder(s, FP32), make_adapters(s), backend=backend)
+    with pytest.raises(error, match=f"^{message}"):
+        step(*call._replace(**change(call)))
+
+
+def with_layer(**kwargs):
+    return lambda d: dataclasses.replace(d, layers=[d.layers[0], dataclasses.replace(d.layers[1], **kwargs)])
+
+
+def with_q(weight=None, **kwargs):
+    weight = torch.zeros(64, 64) if weight is None else weight
+    return with_layer(q=Projection(weight=weight, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda d: dataclasses.replace(d, n_kv_heads=3), ValueError, "n_heads: expected a multiple"),
+        (lambda d: dataclasses.replace(d, head_dim=7), ValueError, "head_dim: expected an even number"),
+        (lambda d: dataclasses.replace(d, layers=[]), ValueError, "layers: expected at least 1"),
+        (lambda d: dataclasses.replace(d, eps=-1.0), ValueError, "eps: expected"),
+        (lambda d: dataclasses.replace(d, final_norm=d.final_norm[:5]), ValueError, r"final_norm: expected .* \[64\]"),
+        (lambda d: dataclasses.replace(d, embedding=d.embedding.long()), TypeError, "embedding: expected"),
+        (with_layer(window=0), ValueError, r"layers\[1\].window: expected"),
+        (with_q(torch.zeros(64, 63)), ValueError, r"layers\[1\].q.weight: expected shape \(64, 64\)"),
+        (with_q(torch.zeros(64, 64).t()), ValueError, r"layers\[1\].q.weight: expected inner stride 1"),
+        (with_q(torch.zeros(64, 64).double()), TypeError, r"layers\[1\].q.weight: expected the dtype of embedding"),
+        (with_q(bias=torch.zeros(63)), ValueError, r"layers\[1\].q.bias: expected a contiguous \[64\]"),
+    ],
+)  # fmt: skip
+def test_bad_decoders(change, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        DecodeStep(change(make_decoder(Sizes(), FP32)), [])
+
+
+def test_bad_adapters():
+    s = Sizes()
+    good, decoder = make_adapter(s, FP32, 4), make_decoder(s, FP32)
+    A, B = good.pairs[0]["q"]
+
+    def refused(error, message, pairs, **kwargs):
+        with pytest.raises(error, match=message):
+            DecodeStep(decoder, [StepAdapter(pairs=pairs, scale=1.0)], **kwargs)
+
+    refused(ValueError, r"adapters\[0\].pairs: expected 2 layers, got 1", good.pairs[:1])
+    refused(ValueError, r"pairs\[0\]: expected names among .*, got 'head'", [{"head": (A, B)}, {}])
+    refused(ValueError, r"\['q'\]\[1\]: expected shape \(64, 4\), got \(64, 3\)", [{"q": (A, B[:, :3])}, {}])
+    refused(ValueError, r"\['q'\]\[0\]: expected shape \(1, 64\), got \(0, 64\)", [{"q": (A[:0], B[:, :0])}, {}])
+    refused(TypeError, r"\['q'\]\[0\]: expected a floating dtype", [{"q": (A.int(), B)}, {}])
+    if native.missing() is None:
+        refused(
+            TypeError, r"\['q'\]: expected torch.float32 or torch.bfloat16", [{"q": (A.half(), B)}, {}], backend="cpu"
+        )
+
+
+@needs_native
+def test_bfloat16_needs_an_instruction_set():
+    with native.use_isa("portable"):
+        reason = registry.unsupported("decode_step", "cpu", "cpu", BF16)
+        assert reason == "the instruction set in use, portable, does not multiply torch.bfloat16"
+        with pytest.raises(registry.BackendUnavailableError, match="does not multiply"):
+            DecodeStep(make_decoder(Sizes(), BF16), [], backend="cpu")
+        assert registry.unsupported("decode_step", "cpu", "cpu", FP32) is None
