@@ -21,6 +21,7 @@ OPS = (
     "gae",
     "sample",
     "decode_attention",
+    "decode_step",
 )
 # tiny is for tests, quick for a look, default for a record, full for every size
 SIZES = ("tiny", "quick", "default", "full")

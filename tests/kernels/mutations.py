@@ -1491,8 +1491,8 @@ DECODE_ATTENTION = [
         "positions past the length counted",
         CPU,
         _DECODE_CPP,
-        "for (int64_t i = count; i < kTile; ++i) z[i] = -__builtin_inff();",
-        "",
+        "first_lanes(exp16(z - largest), used - i, 0.0f)",
+        "exp16(z - largest)",
         ("test_decode_attention.py::test_equals_attention_row_by_row",),
         _DECODE_ISAS,
     ),
@@ -1518,8 +1518,8 @@ DECODE_ATTENTION = [
         "scores not scaled",
         CPU,
         _DECODE_CPP,
-        "to_float(from[d * group.q_inner]) * call.options.scale",
-        "to_float(from[d * group.q_inner])",
+        "load(from + d, left) * call.options.scale",
+        "load(from + d, left)",
         ("test_decode_attention.py::test_every_length",),
         _DECODE_ISAS,
     ),
@@ -1536,8 +1536,8 @@ DECODE_ATTENTION = [
         "the fifth head of a group gets the first one's weights",
         CPU,
         _DECODE_CPP,
-        "add_values<1>(rows, count, scores + h * step + at,",
-        "add_values<1>(rows, count, scores + at,",
+        "if (h < call.group) add_values<1>(rows, count, features, weights + h * step,",
+        "if (h < call.group) add_values<1>(rows, count, features, weights,",
         ("test_decode_attention.py::test_every_length",),
         _DECODE_ISAS,
     ),
@@ -1553,6 +1553,7 @@ DECODE_ATTENTION = [
 ]
 
 _DECODE_LORA = "csrc/cpu/lora_decode_body.inc.h"
+_LANES = "csrc/cpu/lane_rows.inc.h"
 _DECODE_LORA_UNITS = tuple(f"cpu/lora_decode_{isa}.cpp" for isa in ("portable", "avx512", "avx512_bf16", "amx"))
 _DECODE_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
 
@@ -1560,7 +1561,7 @@ DECODE_LINEAR = [
     Mutation(
         "another slot's infinity",
         CPU,
-        _DECODE_LORA,
+        _LANES,
         "carries != 0.0f ? sum + deltas[i] : sum",
         "sum + deltas[i]",
         ("test_lora_native.py::test_decoding_with_strides_and_nan_beside",),
@@ -1578,7 +1579,7 @@ DECODE_LINEAR = [
     Mutation(
         "last ranks lost",
         CPU,
-        _DECODE_LORA,
+        _LANES,
         "    for (; r < to; ++r) shrink<1>(rows",
         "    for (; r < from; ++r) shrink<1>(rows",
         _DECODE_TIERS,
@@ -1596,18 +1597,18 @@ DECODE_LINEAR = [
     Mutation(
         "bias of the first strip",
         CPU,
-        _DECODE_LORA,
-        "wide(bias[first + v])",
-        "wide(bias[v])",
+        _LANES,
+        "wide(add[strip.first + v])",
+        "wide(add[v])",
         _DECODE_TIERS,
         _DECODE_LORA_UNITS,
     ),
     Mutation(
         "rounded once",
         CPU,
-        _DECODE_LORA,
-        "                sum = (f32x16)(__builtin_convertvector(to_bf16(sum), u32x16) << 16);\n",
-        "",
+        _LANES,
+        "store16(sums + v * 16, rounded(sum));",
+        "store16(sums + v * 16, sum);",
         ("test_lora_native.py::test_decoding_rounds_where_training_does",),
         _DECODE_LORA_UNITS,
     ),
@@ -1706,6 +1707,130 @@ BLOCK = [
     ),
 ]
 
+_STEP = f"{_PYTHON}/decode_step/reference.py"
+_STEP_CPP = "csrc/cpu/decode_step_body.inc.h"
+_STEP_PORTABLE = ("cpu/decode_step_portable.cpp",)
+_STEP_BF16 = ("cpu/decode_step_avx512_bf16.cpp", "cpu/decode_step_amx.cpp")
+_STEP_TIERS = ("test_decode_step.py::test_tiers",)
+_STEP_ROUNDING = ("test_decode_step.py::test_rounds_where_the_reference_does",)
+
+DECODE_STEP = [
+    Mutation(
+        "window forgotten",
+        REFERENCE,
+        _STEP,
+        "d.scale, layer.window, None)",
+        "d.scale, None, None)",
+        ("test_decode_step.py::test_steps_repeat_a_forward_of_transformers",),
+    ),
+    Mutation(
+        "heads normed after they turned",
+        REFERENCE,
+        _STEP,
+        "q = _norm(q, layer.q_norm, d.eps)",
+        "q = _norm(rotary(q, k, c, s)[0], layer.q_norm, d.eps)",
+        ("test_decode_step.py::test_steps_repeat_a_forward_of_transformers",),
+    ),
+    Mutation(
+        "angles of the first sixteen rows",
+        CPU,
+        _STEP_CPP,
+        "const float *cos = call.cos + half * D * 16,",
+        "const float *cos = call.cos,",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "window one too long",
+        CPU,
+        _STEP_CPP,
+        "length > weights.window ? length - weights.window : 0",
+        "length > weights.window ? length - weights.window - 1 : 0",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "keys not normed",
+        CPU,
+        _STEP_CPP,
+        "turn_head(call, half, k, weights.k_norm,",
+        "turn_head(call, half, k, nullptr,",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "first sixteen rows' h for all",
+        CPU,
+        _STEP_CPP,
+        "const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;",
+        "const float* h = call.h + part.h * 16;",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "another slot's infinity",
+        CPU,
+        _LANES,
+        "carries != 0.0f ? sum + deltas[i] : sum",
+        "sum + carries * deltas[i]",
+        ("test_decode_step.py::test_other_rows_adapters_never_leak",),
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "rest of a depth without adapters",
+        CPU,
+        _LANES,
+        "    for (; k < K; ++k) {\n        const Two both",
+        "    for (; k < 0; ++k) {\n        const Two both",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "attention not added but put",
+        CPU,
+        _STEP_CPP,
+        "rounded(load16(x + v * 16) + load16(sums + v * 16))",
+        "load16(sums + v * 16)",
+        _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "linears rounded once",
+        CPU,
+        _LANES,
+        "store16(sums + v * 16, rounded(sum));",
+        "store16(sums + v * 16, sum);",
+        _STEP_ROUNDING,
+        _STEP_BF16,
+    ),
+    Mutation(
+        "silu not rounded",
+        CPU,
+        _STEP_CPP,
+        "silu = rounded(x / (1.0f + exp16(-x)))",
+        "silu = x / (1.0f + exp16(-x))",
+        _STEP_ROUNDING,
+        _STEP_BF16,
+    ),
+    Mutation(
+        "slots below -1 taken for none",
+        CPU,
+        "csrc/cpu/decode_step.cpp",
+        "check_range(rows.slots, rows.n, -1,",
+        "check_range(rows.slots, rows.n, -9,",
+        ("test_decode_step.py::test_bad_calls",),
+        ("cpu/decode_step.cpp",),
+    ),
+    Mutation(
+        "tensors that moved read where they lay",
+        CPU,
+        f"{_PYTHON}/decode_step/native.py",
+        "if addresses != self._addresses:",
+        "if not self._addresses:",
+        ("test_decode_step.py::test_updates_and_moves_are_seen",),
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
     for op, mutations in {
@@ -1719,6 +1844,7 @@ MUTATIONS = [
         "sample": SAMPLE,
         "decode_attention": DECODE_ATTENTION,
         "decode_linear": DECODE_LINEAR,
+        "decode_step": DECODE_STEP,
         "block": BLOCK,
     }.items()
     for mutation in mutations
