@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from rlhf_kernels import registry
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.eager import eager
 from torch import nn
 
 from rlhf_engine.hydra import host
@@ -26,9 +27,8 @@ from rlhf_engine.hydra.bank import AdapterSlot
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated import GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
-from rlhf_engine.rollout.request import SamplingConfig
-from rlhf_engine.rollout.rows import LiveRows, Prompt, Row
-from rlhf_engine.rollout.step import Step, TransformersStep
+from rlhf_engine.rollout.rows import RowState
+from rlhf_engine.rollout.step import Prompt, Step, TransformersStep
 
 _LINEARS = {
     "q": "self_attn.q_proj",
@@ -47,7 +47,7 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 _TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
 
 
-class NativeStep:
+class NativeStep(Step):
     """Decoding through the kernel, prompts through the model's own forward."""
 
     name = "native"
@@ -56,7 +56,7 @@ class NativeStep:
     def __init__(
         self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
     ) -> None:
-        """slots: those that rows may carry, by the numbers of `LiveRows.slots_N`. positions: most of any row."""
+        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
         self.backbone, self.cache = backbone, cache
         self._plain = TransformersStep(backbone, cache)
         self._layers = range(len(decoder.layers))
@@ -67,13 +67,12 @@ class NativeStep:
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         return self._plain.prefill(prompts)
 
-    def decode(self, live: LiveRows) -> torch.Tensor:
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
         if self._caches is None:
             pairs = [self.cache.read(layer) for layer in self._layers]
             self._caches = [keys for keys, _ in pairs], [values for _, values in pairs]
-        return self._run(
-            live.tokens_N, live.lengths_N, live.slots_N, self._cos, self._sin, *self._caches, live.table_NB
-        )
+        rows = state.tokens_N, state.lengths_N, state.slots_N
+        return self._run(*rows, self._cos, self._sin, *self._caches, state.table_NB)
 
 
 # ---- which backbones -------------------------------------------------------------------------------------------------
@@ -97,6 +96,8 @@ def unsupported(backbone: Backbone) -> str | None:
         return "the CPU stands in for another device, or a graph is being compiled"
     if registry.default_backend() not in ("auto", "cpu"):
         return f"the kernels of {registry.default_backend()!r} were asked for"
+    if not eager(next(backbone.model.parameters())):
+        return "its weights are not tensors with memory of their own"
     if torch.is_autocast_enabled(backbone.device.type):
         return "autocast is on"
     reason = registry.unsupported("decode_step", "cpu", backbone.device.type, backbone.dtype)
@@ -236,24 +237,13 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
 def _trial_steps(step: Step, backbone: Backbone) -> torch.Tensor:
     """Hidden states [steps, H] of a few tokens after a prompt, the same on every way."""
     vocabulary = backbone.model.config.get_text_config().vocab_size
-    row = Row(
-        index=0,
-        prompt=tuple(token % vocabulary for token in _TRIAL_PROMPT),
-        slot=None,
-        sampling=SamplingConfig(max_completion_length=_TRIAL_STEPS, eos_token_ids=()),
-        greedy=True,
-        seed=0,
-        blocks=[0],
-    )
-    step.prefill([Prompt(tokens=row.prompt, slot=None, blocks=row.blocks)])
-    live = LiveRows(backbone.device, 1, (), frozenset())
-    live.append([row])
+    prompt = tuple(token % vocabulary for token in _TRIAL_PROMPT)
+    step.prefill([Prompt(tokens=prompt, slot=None, blocks=[0])])
+    state, table = RowState.idle(1, 1, backbone.device), SlotTable.uniform(None, 1)
     states = []
     for i in range(_TRIAL_STEPS):
-        live.tokens_N[:] = (31 * i + 7) % vocabulary
-        states.append(step.decode(live))
-        live.lengths_N += 1
-        live.longest += 1
+        state.tokens_N[:], state.lengths_N[:] = (31 * i + 7) % vocabulary, len(prompt) + i
+        states.append(step.decode(state, table, len(prompt) + i))
     return torch.cat(states)
 
 

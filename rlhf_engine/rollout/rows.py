@@ -8,7 +8,7 @@ Legend: N rows, B blocks of the longest table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -42,13 +42,58 @@ class Row:
         return -(-(len(self.prompt) + self.sampling.max_completion_length - 1) // BLOCK)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """Tokens that go into the cache in one call."""
+@dataclass(eq=False)
+class RowState:
+    """What a step reads of N rows, on the device."""
 
-    tokens: tuple[int, ...]
-    slot: str | None
-    blocks: list[int]
+    tokens_N: torch.Tensor
+    """int64, last token of each row, not in the cache yet."""
+    lengths_N: torch.Tensor
+    """int64, tokens of each row that are in the cache: the position of the next."""
+    seeds_N: torch.Tensor
+    """int64, key of each row's random numbers."""
+    slots_N: torch.Tensor
+    """int64, number of each row's slot; −1: none."""
+    greedy_N: torch.Tensor
+    """bool"""
+    temperatures_N: torch.Tensor
+    """fp32"""
+    table_NB: torch.Tensor
+    """int64, the blocks of each row."""
+
+    @classmethod
+    def idle(cls, n: int, columns: int, device: torch.device, *, block: int = 0) -> RowState:
+        """Rows that are nobody's: without tokens, all of their blocks the same one."""
+
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(n, dtype=dtype, device=device)
+
+        return cls(
+            tokens_N=zeros(torch.int64),
+            lengths_N=zeros(torch.int64),
+            seeds_N=zeros(torch.int64),
+            slots_N=zeros(torch.int64) - 1,
+            greedy_N=zeros(torch.bool),
+            temperatures_N=zeros(torch.float32) + 1.0,
+            table_NB=torch.full((n, columns), block, dtype=torch.int64, device=device),
+        )
+
+    def at(self, rows: slice | torch.Tensor) -> RowState:
+        """Some of the rows: a view for a slice, a copy for indices."""
+        return RowState(**{name: getattr(self, name)[rows] for name in _STATE})
+
+    def followed_by(self, other: RowState) -> RowState:
+        """These rows and then others."""
+        return RowState(**{name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _STATE})
+
+    def load(self, other: RowState) -> None:
+        """Overwrite the first rows, in place, with those of another state."""
+        for name in _STATE:
+            values = getattr(other, name)
+            getattr(self, name)[: len(values)].copy_(values)
+
+
+_STATE = tuple(f.name for f in fields(RowState))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +101,7 @@ class DrawGroup:
     """Rows whose tokens one call draws."""
 
     places: tuple[int, ...]
-    rows_N: torch.Tensor | None
+    rows_N: torch.Tensor | None = field(compare=False)
     """int64, the places; None: all."""
     slot: str | None
     """Slot with LoRA on the LM head, or None."""
@@ -74,60 +119,38 @@ class LiveRows:
     ) -> None:
         """slots: those that rows may carry. head_slots: slots with LoRA on the LM head."""
         self.rows: list[Row] = []
-        self.device = device
-        self._head_slots = head_slots
-        self._slot_numbers = {slot: i for i, slot in enumerate(slots)}
+        self.state = RowState.idle(0, table_columns, device)
+        self._device = device
         self._columns = table_columns
-        integers = {"dtype": torch.int64, "device": device}
-        self.tokens_N = torch.empty(0, **integers)  # type: ignore[call-overload]
-        """Last token of each row, not in the cache yet."""
-        self.lengths_N = torch.empty(0, **integers)  # type: ignore[call-overload]
-        """Tokens of each row that are in the cache: the position of the next."""
-        self.seeds_N = torch.empty(0, **integers)  # type: ignore[call-overload]
-        self.slots_N = torch.empty(0, **integers)  # type: ignore[call-overload]
-        """Place of each row's slot among `slots`; −1: none."""
-        self.greedy_N = torch.empty(0, dtype=torch.bool, device=device)
-        self.temperatures_N = torch.empty(0, dtype=torch.float32, device=device)
-        self.table_NB = torch.empty((0, table_columns), **integers)  # type: ignore[call-overload]
-        self.slot_table = SlotTable.uniform(None, 0)
-        self.longest = 0
-        """At least the most tokens that a row has in the cache."""
-        self.any_minimum = False
-        """Whether a row may not end before it has some number of tokens."""
-        self.groups: list[DrawGroup] = []
+        self._head_slots = head_slots
+        self._slot_numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
+        self._settle()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def append(self, rows: Sequence[Row]) -> None:
         """Rows whose prompts are in the cache."""
-        device = self.device
+        device = self._device
         tables = [row.blocks + [0] * (self._columns - len(row.blocks)) for row in rows]
-        new = {
-            "tokens_N": torch.zeros(len(rows), dtype=torch.int64, device=device),
-            "lengths_N": torch.tensor([len(row.prompt) for row in rows], device=device),
-            "seeds_N": torch.tensor([row.seed for row in rows], device=device),
-            "slots_N": torch.tensor([self._number(row.slot) for row in rows], device=device),
-            "greedy_N": torch.tensor([row.greedy for row in rows], device=device),
-            "temperatures_N": torch.tensor(
-                [row.sampling.temperature for row in rows], dtype=torch.float32, device=device
-            ),
-            "table_NB": torch.tensor(tables, device=device),
-        }
-        for name, values in new.items():
-            setattr(self, name, torch.cat([getattr(self, name), values]))
+        temperatures = [row.sampling.temperature for row in rows]
+        new = RowState(
+            tokens_N=torch.zeros(len(rows), dtype=torch.int64, device=device),
+            lengths_N=torch.tensor([len(row.prompt) for row in rows], device=device),
+            seeds_N=torch.tensor([row.seed for row in rows], device=device),
+            slots_N=torch.tensor([self._slot_numbers[row.slot] for row in rows], device=device),
+            greedy_N=torch.tensor([row.greedy for row in rows], device=device),
+            temperatures_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            table_NB=torch.tensor(tables, device=device),
+        )
+        self.state = self.state.followed_by(new)
         self.rows += rows
         self._settle()
 
-    def _number(self, slot: str | None) -> int:
-        return -1 if slot is None else self._slot_numbers[slot]
-
     def keep(self, places: Sequence[int]) -> None:
         """Only the rows at these places go on, in this order."""
-        at = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.rows = [self.rows[i] for i in places]
-        for name in _STATE:
-            setattr(self, name, getattr(self, name).index_select(0, at))
+        self.state = self.state.at(torch.tensor(places, dtype=torch.int64, device=self._device))
         self._settle()
 
     def sort_by_slot(self) -> None:
@@ -139,7 +162,9 @@ class LiveRows:
     def _settle(self) -> None:
         """What follows from who is here."""
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
+        """At least the most tokens that a row has in the cache."""
         self.any_minimum = any(row.sampling.min_completion_length > 1 for row in self.rows)
+        """Whether a row may not end before it has some number of tokens."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self.groups = self.draw_groups(self.rows)
 
@@ -152,7 +177,7 @@ class LiveRows:
         return [
             DrawGroup(
                 places=tuple(places),
-                rows_N=None if len(members) == 1 else torch.tensor(places, device=self.device),
+                rows_N=None if len(members) == 1 else torch.tensor(places, device=self._device),
                 slot=slot,
                 top_k=top_k,
                 top_p=top_p,
@@ -160,9 +185,6 @@ class LiveRows:
             )
             for (slot, top_k, top_p), places in members.items()
         ]
-
-
-_STATE = ("tokens_N", "lengths_N", "seeds_N", "slots_N", "greedy_N", "temperatures_N", "table_NB")
 
 
 def _common(numbers: Sequence[float]) -> float | None:

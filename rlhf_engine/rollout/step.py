@@ -1,12 +1,14 @@
 """What runs prompts and decoding steps: hidden states of the next token, with keys and values kept in the cache.
 
-`TransformersStep` goes through the model's own forward under the gate, which serves every backbone.
+`TransformersStep` goes through the model's own forward under the gate, which serves every backbone. `native_step` and
+`graph_step` do the same faster where they can.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -15,26 +17,51 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
-from rlhf_engine.rollout.rows import LiveRows, Prompt, slot_table
+from rlhf_engine.rollout.draw import Drawer, Drawn, may_not_end
+from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 
 
-class Step(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens that go into the cache in one call."""
+
+    tokens: tuple[int, ...]
+    slot: str | None
+    blocks: list[int]
+
+
+class Step(ABC):
     """Runs rows through a backbone."""
 
     name: str
     invariant: bool
     """Whether a row's decoding has the same bits whatever it is batched with."""
 
+    @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Put prompts into their blocks of the cache; hidden states [N, H] of the last tokens."""
-        ...
 
-    def decode(self, live: LiveRows) -> torch.Tensor:
-        """Put every row's last token into the cache at its length; its hidden states [N, H]."""
-        ...
+    @abstractmethod
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        """Put every row's last token into the cache at its length; its hidden states [N, H].
+
+        longest: no row has more tokens in the cache before.
+        """
+
+    def burst(self, live: LiveRows, n: int, draw: Drawer) -> list[Drawn]:
+        """n tokens more for every live row, one after another, without waiting for the device in between."""
+        found = []
+        for ahead in range(n):
+            hidden = self.decode(live.state, live.slot_table, live.longest)
+            live.state.lengths_N += 1
+            live.longest += 1
+            early = may_not_end(live.rows, ahead) if live.any_minimum else None
+            found.append(draw(hidden, live.state, live.groups, early))
+            live.state.tokens_N = found[-1][0]
+        return found
 
 
-class TransformersStep:
+class TransformersStep(Step):
     """Through the model's own forward: prompts packed, then one token per row."""
 
     name = "transformers"
@@ -53,8 +80,8 @@ class TransformersStep:
         hidden = self.backbone.run(batch.tokens_T, batch.positions_T, table, plan)
         return hidden.index_select(0, batch.last_rows_N)
 
-    def decode(self, live: LiveRows) -> torch.Tensor:
-        if live.slot_table != self._table:
-            self._linears, self._table = {}, live.slot_table
-        plan = plan_decode(self.cache, live.table_NB, live.lengths_N, live.longest + 1, self._linears)
-        return self.backbone.run(live.tokens_N, live.lengths_N, live.slot_table, plan)
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        if table != self._table:
+            self._linears, self._table = {}, table
+        plan = plan_decode(self.cache, state.table_NB, state.lengths_N, longest + 1, self._linears)
+        return self.backbone.run(state.tokens_N, state.lengths_N, table, plan)

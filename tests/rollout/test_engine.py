@@ -7,8 +7,9 @@ import torch
 from rlhf_kernels import native, registry
 
 from rlhf_engine.hydra import SlotConfig
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
+from rlhf_engine.rollout.graph_step import GraphStep
 from rlhf_engine.rollout.step import TransformersStep
 from tests.conftest import VOCAB, build
 
@@ -118,9 +119,9 @@ def test_every_block_comes_back(step):
     engine = RolloutEngine(model, sampling(), requests, options=EngineOptions(step=step, max_rows=4))
     answers = list(engine.run())
     assert sorted(answer.index for answer in answers) == list(range(len(asked)))
-    assert engine._pool.free == engine._pool.size
-    assert not engine._prefixes
-    assert not engine._sharing
+    assert engine._admission.pool.free == engine._admission.pool.size
+    assert not engine._admission._prefixes
+    assert not engine._admission._sharing
 
 
 def test_roles_share_a_batch(step):
@@ -294,7 +295,9 @@ def test_the_native_step_is_taken_where_it_serves():
     assert generate(model, [[5]], sampling()).stats.step == "native"
     with registry.use_backend("reference"):
         assert generate(model, [[5]], sampling()).stats.step == "transformers"
-        with pytest.raises(ValueError, match=r"step: expected a backbone that the native step serves, .*'reference'"):
+        with pytest.raises(
+            ValueError, match=r"step: expected one that serves the backbone, got .native.: .*'reference'"
+        ):
             generate(model, [[5]], sampling(), options=EngineOptions(step="native"))
 
 
@@ -328,3 +331,54 @@ def test_a_request_that_contradicts_the_run_is_refused():
     request = Request(prompt=(5,), sample_id=0, max_completion_length=2)
     with pytest.raises(ValueError, match="min_completion_length: expected 0 to max_completion_length"):
         generate_requests(build(), [request], sampling(min_completion_length=3))
+
+
+def again(step):
+    """A capture that runs the step anew at every replay, after two runs that count for nothing."""
+    step()
+    step()
+    return step
+
+
+def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, list[int]]:
+    """Answers through graphs that are replayed on the CPU, their reasons, and the rows of every graph."""
+    requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
+    engine = RolloutEngine(
+        model, how, requests, options=EngineOptions(step="transformers", **options), decode=spell if how.stop else None
+    )
+    engine._burst = 5
+    idle = engine._admission.pool.size
+    engine.cache = KVCache(blocks=idle + 1)
+    columns = max(row.blocks_needed for row in engine._admission._waiting)
+    engine._step = GraphStep(engine.backbone, engine.cache, columns, idle, again)
+    answers = sorted(engine.run(), key=lambda answer: answer.index)
+    sizes = [key[0] for key in engine._step._graphs]
+    return [list(a.tokens) for a in answers], [a.finish_reason for a in answers], sizes
+
+
+@pytest.mark.parametrize("max_rows", [None, 3])
+def test_graphs_draw_the_same_answers(max_rows):
+    """Idle places of a graph, several tokens between two looks, and rows that end in between change nothing."""
+    model, asked = build(), prompts(9)
+    how = sampling(eos_token_ids=(2, 5, 9), stop=("zz",))
+    plain = generate(model, asked, how, options=EngineOptions(step="transformers"), decode=spell)
+    found, reasons, sizes = run_graphs(model, asked, how, max_rows=max_rows)
+    assert found == tokens(plain)
+    assert tuple(reasons) == plain.finish_reasons
+    assert set(sizes) <= {1, 2, 4, 8, 16}
+    assert len(sizes) == len(set(sizes)) >= 2  # captured once each
+
+
+def test_rows_that_one_graph_does_not_serve_go_through_the_forward():
+    model, asked = build(), prompts(5)
+    for how in (sampling(top_k=3), sampling(min_completion_length=4)):
+        found, _, sizes = run_graphs(model, asked, how)
+        assert sizes == []
+        assert found == tokens(generate(model, asked, how, options=EngineOptions(step="transformers")))
+
+
+def test_graphs_are_refused_where_they_cannot_be():
+    with pytest.raises(
+        ValueError, match=r"step: expected one that serves the backbone, got 'graph': graphs are CUDA's"
+    ):
+        generate(build(), [[5]], sampling(), options=EngineOptions(step="graph"))
