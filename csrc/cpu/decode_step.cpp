@@ -23,7 +23,7 @@
 namespace rlhf::cpu::step {
 namespace {
 
-constexpr int64_t kSerialProducts = 1 << 24;  // of some tenths of a millisecond: too few to wait for a second core
+constexpr int64_t kSerialProducts = 1 << 22;  // of some two tenths of a millisecond: too few to wait for a second core
 constexpr int64_t kLine = 64;
 
 constexpr Name kInputs[kGroups] = {Q, O, GATE, DOWN};  // a linear of each group
@@ -50,23 +50,16 @@ void check_range(const int64_t* index, int64_t n, int64_t low, int64_t high, con
     }
 }
 
-// Hands out aligned pieces of memory whose sum it knows; without memory it only counts.
+// Where the next piece of memory goes, in bytes; pieces begin at whole lines.
 struct Layout {
-    char* memory;
     int64_t bytes = 0;
 
-    template <typename T>
-    void take(T*& pointer, int64_t size, int64_t element) {
-        pointer = reinterpret_cast<T*>(memory + bytes);
-        bytes += round_up(size * element, kLine);
+    int64_t take(int64_t count, int64_t size) {
+        const int64_t at = bytes;
+        bytes += round_up(count * size, kLine);
+        return at;
     }
 };
-
-int64_t place(int64_t& bytes, int64_t size) {
-    const int64_t at = bytes;
-    bytes += round_up(size, kLine);
-    return at;
-}
 
 }  // namespace
 
@@ -193,38 +186,46 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const int64_t queries = d.query_heads * d.head_dim, keys = d.cache_heads * d.head_dim;
     const int64_t mlp = layers_[0].linears[DOWN].in, group = d.query_heads / d.cache_heads;
     const int64_t input = round_up(std::max({d.hidden, queries, d.head_dim}), depth);
-    const int64_t staged = 32 * std::max(input, round_up(mlp, depth)) * element;
-    const int64_t padded = round_up(d.head_dim, kFeatureTile);
-    call.own_bytes = 0;
-    call.columns = place(call.own_bytes, halves * input * 16 * element);
-    call.staged = place(call.own_bytes, staged);
-    call.other_staged = place(call.own_bytes, staged);
-    call.turned = place(call.own_bytes, (group + 1) * d.head_dim * 16 * sizeof(float));
-    call.queries = place(call.own_bytes, group * d.head_dim * 16 * element);
+    const int64_t staged = 32 * std::max(input, round_up(mlp, depth));  // a strip of W
+    const int64_t number = sizeof(float);
+    Layout own;
+    call.columns = own.take(halves * input * 16, element);
+    call.staged = own.take(staged, element);
+    call.other_staged = own.take(staged, element);
+    call.turned = own.take((group + 1) * d.head_dim * 16, number);
+    call.queries = own.take(group * d.head_dim * 16, element);
     DecodeCall attention{};
     attention.group = group;
-    attention.padded_features = padded;
-    call.scores = place(call.own_bytes, decode_scratch(attention, longest) * sizeof(float));
+    attention.padded_features = round_up(d.head_dim, kFeatureTile);
+    call.scores = own.take(decode_scratch(attention, longest), number);
+    call.own_bytes = own.bytes;
 
-    const auto take_all = [&](Layout& layout) {
-        layout.take(call.x, halves * d.hidden * 16, sizeof(float));
-        layout.take(call.qkv, halves * (queries + 2 * keys) * 16, sizeof(float));
-        layout.take(call.cos, halves * d.head_dim * 16, sizeof(float));
-        layout.take(call.sin, halves * d.head_dim * 16, sizeof(float));
-        layout.take(call.h, halves * call.ranks * 16, sizeof(float));
-        layout.take(call.carries, halves * call.n_slots * 16, sizeof(float));
-        layout.take(call.present, halves * call.n_slots, sizeof(int32_t));
-        layout.take(call.attended, call.rows.n * queries, element);
-        layout.take(call.inner, halves * round_up(mlp, depth) * 16, element);
-        layout.take(call.own, call.threads, call.own_bytes);
-    };
-    Layout counted{nullptr};
-    take_all(counted);
-    const size_t needed = counted.bytes + kLine;
+    Layout all;
+    const int64_t x = all.take(halves * d.hidden * 16, number);
+    const int64_t qkv = all.take(halves * (queries + 2 * keys) * 16, number);
+    const int64_t cos = all.take(halves * d.head_dim * 16, number), sin = all.take(halves * d.head_dim * 16, number);
+    const int64_t h = all.take(halves * call.ranks * 16, number);
+    const int64_t carries = all.take(halves * call.n_slots * 16, number);
+    const int64_t present = all.take(halves * call.n_slots, sizeof(int32_t));
+    const int64_t attended = all.take(call.rows.n * queries, element);
+    const int64_t inner = all.take(halves * round_up(mlp, depth) * 16, element);
+    const int64_t threads = all.take(call.threads, call.own_bytes);
+
+    const size_t needed = all.bytes + kLine;
     if (memory_.size() < needed) memory_ = std::vector<char>(needed + needed / 4);
     const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
-    Layout layout{memory_.data() + (kLine - address % kLine) % kLine};
-    take_all(layout);
+    char* memory = memory_.data() + (kLine - address % kLine) % kLine;
+    const auto floats = [memory](int64_t at) { return reinterpret_cast<float*>(memory + at); };
+    call.x = floats(x);
+    call.qkv = floats(qkv);
+    call.cos = floats(cos);
+    call.sin = floats(sin);
+    call.h = floats(h);
+    call.carries = floats(carries);
+    call.present = reinterpret_cast<int32_t*>(memory + present);
+    call.attended = memory + attended;
+    call.inner = memory + inner;
+    call.own = memory + threads;
 }
 
 void DecodeStep::run(const Rows& rows, void* out, int threads) {

@@ -174,17 +174,20 @@ RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Som
     for (int64_t side = 0; side < sides; ++side) {
         float* mine = sums + side * kStrip * 16;
         round_strip(strip, linear.bias, mine);
-        if (!call.adapted) continue;
+        bool changed = false;
         for (int64_t i = 0; i < parts.count; ++i) {
             const ExpandPart& part = parts.at[i];
             const int64_t at = (half + side) * call.n_slots + part.slot;
             if (!call.present[at]) continue;
+            changed = kElement == 2;
             const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
             const f32x16 carries = load16(call.carries + at * 16);
             (part.B.type == Type::float32 ? add_deltas<float> : add_deltas<uint16_t>)(part.B, strip, part.rank, h,
                                                                                      carries, mine);
         }
-        for (int64_t v = 0; v < strip.count; ++v) store16(mine + v * 16, rounded(load16(mine + v * 16)));
+        if (changed) {
+            for (int64_t v = 0; v < strip.count; ++v) store16(mine + v * 16, rounded(load16(mine + v * 16)));
+        }
     }
 }
 

@@ -95,6 +95,7 @@ RLHF_INLINE Strip strip_of(const void* weight, int64_t stride, int64_t M, int64_
 // sums [count][16] of a strip plus their bias, rounded: what a linear without adapters gives.
 RLHF_INLINE void round_strip(const Strip& strip, const void* bias, float* sums) {
     const Element* add = static_cast<const Element*>(bias);
+    if (!add && !RLHF_TILE_BF16) return;
     for (int64_t v = 0; v < strip.count; ++v) {
         f32x16 sum = load16(sums + v * 16);
         if (add) sum += wide(add[strip.first + v]);

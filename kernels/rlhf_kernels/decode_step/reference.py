@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..block.reference import rotary
 from ..decode_attention.reference import forward as attention
-from ..lora.reference import compute_dtype
+from ..lora.reference import compute_dtype, no_autocast
 from .model import Decoder, DecoderLayer, StepAdapter, check_caches
 
 
@@ -72,13 +72,14 @@ _Rows = list[tuple[StepAdapter, Tensor]]  # a slot and the rows that carry it
 
 def _linear(x: Tensor, layer: DecoderLayer, name: str, i: int, rows: _Rows) -> Tensor:
     projection = getattr(layer, name)
-    y = F.linear(x, projection.weight, projection.bias)
-    for adapter, index in rows:
-        if name in adapter.pairs[i] and index.numel():
-            A, B = adapter.pairs[i][name]
-            wide = compute_dtype(x, A, B)
-            delta = (x[index].to(wide) @ A.to(wide).T * adapter.scale) @ B.to(wide).T
-            y[index] = (y[index].to(wide) + delta).to(y.dtype)
+    with no_autocast(x):
+        y = F.linear(x, projection.weight, projection.bias)
+        for adapter, index in rows:
+            if name in adapter.pairs[i] and index.numel():
+                A, B = adapter.pairs[i][name]
+                wide = compute_dtype(x, A, B)
+                delta = (x[index].to(wide) @ A.to(wide).T * adapter.scale) @ B.to(wide).T
+                y[index] = (y[index].to(wide) + delta).to(y.dtype)
     return y
 
 
