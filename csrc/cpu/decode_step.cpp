@@ -23,7 +23,7 @@
 namespace rlhf::cpu::step {
 namespace {
 
-constexpr int64_t kSerialProducts = 1 << 22;  // of some two tenths of a millisecond: too few to wait for a second core
+constexpr int64_t kSerialProducts = 1 << 24;  // of less than a millisecond: too few to wait for a second core
 constexpr int64_t kLine = 64;
 
 constexpr Name kInputs[kGroups] = {Q, O, GATE, DOWN};  // a linear of each group
@@ -207,6 +207,7 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const int64_t h = all.take(halves * call.ranks * 16, number);
     const int64_t carries = all.take(halves * call.n_slots * 16, number);
     const int64_t present = all.take(halves * call.n_slots, sizeof(int32_t));
+    const int64_t tickets = all.take(call.n_layers, sizeof(int64_t));
     const int64_t attended = all.take(call.rows.n * queries, element);
     const int64_t inner = all.take(halves * round_up(mlp, depth) * 16, element);
     const int64_t threads = all.take(call.threads, call.own_bytes);
@@ -223,6 +224,8 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     call.h = floats(h);
     call.carries = floats(carries);
     call.present = reinterpret_cast<int32_t*>(memory + present);
+    call.tickets = reinterpret_cast<int64_t*>(memory + tickets);
+    std::fill_n(call.tickets, call.n_layers, 0);
     call.attended = memory + attended;
     call.inner = memory + inner;
     call.own = memory + threads;
@@ -234,7 +237,9 @@ void DecodeStep::run(const Rows& rows, void* out, int threads) {
     check(rows);
     RLHF_CHECK_POINTER(out, rows.n);
     if (rows.n == 0) return;
+    Team team;
     StepCall call{};
+    call.team = &team;
     call.decoder = &decoder_;
     call.layers = layers_.data();
     call.plans = plans_.data();

@@ -6,6 +6,7 @@
 
 #include "cpu/decode_attention_rows.h"
 #include "cpu/lora.h"
+#include "cpu/team.h"
 
 namespace rlhf::cpu::step {
 
@@ -102,12 +103,14 @@ struct StepCall {
     bool adapted;  // some row has a slot
     void (*attend)(const DecodeCall&, const HeadGroup&, float*);
     void* out;  // [n, hidden] dense
+    Team* team;
 
     // Memory, all of it aligned to 64 bytes.
     float *x, *qkv, *cos, *sin;  // panels of every half: residual stream, queries with keys and values, angles
     float* h;                    // [halves][ranks][16]
     float* carries;              // [halves][n_slots][16]: 1 in lanes whose row has the slot, else 0
     int32_t* present;            // [halves][n_slots]: whether any has
+    int64_t* tickets;            // [n_layers]: pieces of attention that have been taken
     char* attended;              // [n, query_heads head_dim] elements
     char* inner;                 // [halves] columns: what enters `down`
     char* own;                   // [threads][own_bytes], in which stand, at these bytes:

@@ -13,6 +13,7 @@ constexpr int64_t kElement = sizeof(Element);
 
 // What one thread has for itself.
 struct Own {
+    int32_t thread, threads;
     Element* columns;    // [halves] columns of what enters the next product
     Element* staged[2];  // kStrip rows of W
     float* turned;       // [group + 1][head_dim][16]
@@ -22,15 +23,26 @@ struct Own {
 
 static Own own_memory(const StepCall& call) {
 #if defined(_OPENMP)
-    char* own = call.own + omp_get_thread_num() * call.own_bytes;
+    const int32_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
 #else
-    char* own = call.own;
+    const int32_t thread = 0, threads = 1;
 #endif
-    return {reinterpret_cast<Element*>(own + call.columns),
+    char* own = call.own + thread * call.own_bytes;
+    return {thread,
+            threads,
+            reinterpret_cast<Element*>(own + call.columns),
             {reinterpret_cast<Element*>(own + call.staged), reinterpret_cast<Element*>(own + call.other_staged)},
             reinterpret_cast<float*>(own + call.turned),
             reinterpret_cast<Element*>(own + call.queries),
             reinterpret_cast<float*>(own + call.scores)};
+}
+
+// body(i) for i in [0, count), of which every thread takes its part; done when it returns.
+template <typename Body>
+RLHF_INLINE void share(const StepCall& call, const Own& own, int64_t count, const Body& body) {
+    const int64_t end = count * (own.thread + 1) / own.threads;
+    for (int64_t i = count * own.thread / own.threads; i < end; ++i) body(i);
+    wait_for_team(*call.team, own.threads);
 }
 
 RLHF_INLINE int64_t rows_of(const StepCall& call, int64_t half) {
@@ -144,16 +156,14 @@ static void finish_rows(const StepCall& call, int64_t half) {
 
 // ---- linears --------------------------------------------------------------------------------------------------------
 
-// h of a group of linears, whose input stands in `columns`; for all threads together, with a barrier at its end.
-static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in,
-                         const Element* columns) {
+// h of a group of linears, whose input stands in `columns`.
+static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in, const Element* columns,
+                         const Own& own) {
     if (!call.adapted) return;
-    const int64_t count = parts.count;
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < call.halves * count; ++item) {
-        const int64_t half = item / count;
-        const ShrinkPart& part = parts.at[item % count];
-        if (!call.present[half * call.n_slots + part.slot]) continue;
+    share(call, own, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
+        const int64_t half = item / parts.count;
+        const ShrinkPart& part = parts.at[item % parts.count];
+        if (!call.present[half * call.n_slots + part.slot]) return;
         const Element* column = columns + half * round_up(in, KT) * 16;
         float* h = call.h + (half * call.ranks + part.h) * 16;
         const f32x16 scale = splat(call.slot_scales[part.slot]);
@@ -162,7 +172,7 @@ static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t i
         } else {
             shrink_ranks<uint16_t>(part.A, 0, part.count, in, column, scale, h);
         }
-    }
+    });
 }
 
 // What a linear gives for one strip of its outputs and one or two halves, in sums [2][kStrip][16].
@@ -329,24 +339,22 @@ static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
     const int64_t residual_strips = ceil_div(call.decoder->hidden, kStrip);
 
     norm_rows(call, weights.input_norm, own.columns);
-    shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < query_strips + 2 * key_strips; ++i) qkv_strip(call, layer, i, own);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < items; ++i) attend_rows(call, layer, i, own);
+    shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns, own);
+    share(call, own, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
+    for (int64_t i; (i = __atomic_fetch_add(call.tickets + layer, 1, __ATOMIC_RELAXED)) < items;) {
+        attend_rows(call, layer, i, own);  // rows are of any length, so they are taken one by one
+    }
+    wait_for_team(*call.team, own.threads);
     pack_attended(call, own.columns);
-    shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < residual_strips; ++i) residual_strip(call, layer, O, i, own.columns, own);
+    shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns, own);
+    share(call, own, residual_strips, [&](int64_t i) { residual_strip(call, layer, O, i, own.columns, own); });
 
     norm_rows(call, weights.mlp_norm, own.columns);
-    shrink_group(call, plan.shrinks[GATED], linears[GATE].in, own.columns);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < ceil_div(linears[GATE].out, kStrip); ++i) gated_strip(call, layer, i, own);
+    shrink_group(call, plan.shrinks[GATED], linears[GATE].in, own.columns, own);
+    share(call, own, ceil_div(linears[GATE].out, kStrip), [&](int64_t i) { gated_strip(call, layer, i, own); });
     const Element* inner = reinterpret_cast<const Element*>(call.inner);
-    shrink_group(call, plan.shrinks[INNER], linears[DOWN].in, inner);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < residual_strips; ++i) residual_strip(call, layer, DOWN, i, inner, own);
+    shrink_group(call, plan.shrinks[INNER], linears[DOWN].in, inner, own);
+    share(call, own, residual_strips, [&](int64_t i) { residual_strip(call, layer, DOWN, i, inner, own); });
 }
 
 static void run_step(const StepCall& call) {
@@ -354,10 +362,8 @@ static void run_step(const StepCall& call) {
     {
         const TileScope scope;
         const Own own = own_memory(call);
-#pragma omp for schedule(static)
-        for (int64_t half = 0; half < call.halves; ++half) begin_rows(call, half, own);
+        share(call, own, call.halves, [&](int64_t half) { begin_rows(call, half, own); });
         for (int64_t layer = 0; layer < call.n_layers; ++layer) run_layer(call, layer, own);
-#pragma omp for schedule(static)
-        for (int64_t half = 0; half < call.halves; ++half) finish_rows(call, half);
+        share(call, own, call.halves, [&](int64_t half) { finish_rows(call, half); });
     }
 }

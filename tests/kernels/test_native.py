@@ -174,7 +174,7 @@ SANITIZED = {
     "block": ["block*.cpp", "isa.cpp"],
     "gae": ["gae.cpp", "isa.cpp", "whiten*.cpp"],
     "decode_attention": ["decode_attention*.cpp", "isa.cpp"],
-    "decode_step": ["decode_attention*.cpp", "decode_step*.cpp", "isa.cpp"],
+    "decode_step": ["decode_attention*.cpp", "decode_step*.cpp", "isa.cpp", "team.cpp"],
     "head": ["head*.cpp", "isa.cpp"],
     "ppo_loss": ["isa.cpp", "ppo_loss*.cpp"],
     "gather_logprob": ["isa.cpp", "gather_logprob*.cpp"],
