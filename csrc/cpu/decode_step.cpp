@@ -4,9 +4,9 @@
 // type, adapters float or bfloat16 of their own; rows of matrices have any stride, columns are dense. Weights are read
 // once per call, where they lie, adapters too. Sums are float; results are rounded to the type where the modules of
 // transformers round them: norms, linears (base with bias, then with the adapter's part), rotary products, the logistic
-// and the gated product, attention, residual sums. Row n's key and value are written into its entry of the cache before
-// its attention reads the entries of its window; no other entry is written or read. Rows of one call do not look at each
-// other's new entries.
+// and the gated product, attention, residual sums. The keys and values of all rows are written into their entries of the
+// cache before attention of a layer reads the entries of each row's window, so that a row may look at what rows of the
+// same call have before it; no other entry is written or read.
 // A row is a lane of vectors and one thread's work in attention, each in an order that its own position alone decides:
 // its bits depend neither on the rows beside it, nor on their slots, nor on where its blocks lie or the number of threads.
 // Everything of a call is checked before anything is written.
@@ -193,7 +193,6 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     call.staged = own.take(staged, element);
     call.other_staged = own.take(staged, element);
     call.turned = own.take((group + 1) * d.head_dim * 16, number);
-    call.queries = own.take(group * d.head_dim * 16, element);
     DecodeCall attention{};
     attention.group = group;
     attention.padded_features = round_up(d.head_dim, kFeatureTile);

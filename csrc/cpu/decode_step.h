@@ -114,7 +114,7 @@ struct StepCall {
     char* attended;              // [n, query_heads head_dim] elements
     char* inner;                 // [halves] columns: what enters `down`
     char* own;                   // [threads][own_bytes], in which stand, at these bytes:
-    int64_t own_bytes, columns, staged, other_staged, turned, queries, scores;
+    int64_t own_bytes, columns, staged, other_staged, turned, scores;
 };
 
 using StepFunction = void (*)(const StepCall&);

@@ -17,7 +17,6 @@ struct Own {
     Element* columns;    // [halves] columns of what enters the next product
     Element* staged[2];  // kStrip rows of W
     float* turned;       // [group + 1][head_dim][16]
-    Element* queries;    // [16][group, head_dim]
     float* scores;
 };
 
@@ -33,7 +32,6 @@ static Own own_memory(const StepCall& call) {
             reinterpret_cast<Element*>(own + call.columns),
             {reinterpret_cast<Element*>(own + call.staged), reinterpret_cast<Element*>(own + call.other_staged)},
             reinterpret_cast<float*>(own + call.turned),
-            reinterpret_cast<Element*>(own + call.queries),
             reinterpret_cast<float*>(own + call.scores)};
 }
 
@@ -276,16 +274,32 @@ static void gated_strip(const StepCall& call, int64_t layer, int64_t number, con
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// Some of sixteen rows, for one cache head: turned queries and keys, the cache's new entries, attention.
-static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const Own& own) {
+// Some of sixteen rows on one cache head.
+struct HeadRows {
+    int64_t head, group, half, begin, end;  // rows [begin, end) of the half
+};
+
+RLHF_INLINE HeadRows head_rows(const StepCall& call, int64_t item) {
+    const Decoder& decoder = *call.decoder;
+    const int64_t part = item % call.parts, half = item / call.parts / decoder.cache_heads, rows = rows_of(call, half);
+    return {item / call.parts % decoder.cache_heads, decoder.query_heads / decoder.cache_heads, half,
+            rows * part / call.parts, rows * (part + 1) / call.parts};
+}
+
+// Where row i of a half has its turned queries, which what it attends to overwrites.
+RLHF_INLINE Element* attended_of(const StepCall& call, const HeadRows& on, int64_t i) {
+    const Decoder& decoder = *call.decoder;
+    return reinterpret_cast<Element*>(call.attended) +
+           ((on.half * 16 + i) * decoder.query_heads + on.head * on.group) * decoder.head_dim;
+}
+
+// Turned queries, and the cache's new entries.
+static void enter_rows(const StepCall& call, int64_t layer, int64_t item, const Own& own) {
     const Decoder& decoder = *call.decoder;
     const Layer& weights = call.layers[layer];
-    const LayerCache &keys = call.keys[layer], &values = call.values[layer];
-    const int64_t D = decoder.head_dim, group = decoder.query_heads / decoder.cache_heads;
-    const int64_t part = item % call.parts, head = item / call.parts % decoder.cache_heads;
-    const int64_t half = item / call.parts / decoder.cache_heads, rows = rows_of(call, half);
-    const int64_t begin = rows * part / call.parts, end = rows * (part + 1) / call.parts;
-    if (begin == end) return;
+    const HeadRows on = head_rows(call, item);
+    const int64_t D = decoder.head_dim, group = on.group, half = on.half, head = on.head;
+    if (on.begin == on.end) return;
 
     const float* qkv = call.qkv + half * (decoder.query_heads + 2 * decoder.cache_heads) * D * 16;
     const float *k = qkv + (decoder.query_heads + head) * D * 16, *v = k + decoder.cache_heads * D * 16;
@@ -299,22 +313,29 @@ static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const
         return static_cast<Element*>(cache.data) + page * cache.block + position % call.block * cache.position +
                head * cache.head;
     };
-    store_rows(own.turned, group * D, begin, end, [&](int64_t i) { return own.queries + i * group * D; });
-    store_rows(own.turned + group * D * 16, D, begin, end, [&](int64_t i) { return entry(keys, i); });
-    store_rows(v, D, begin, end, [&](int64_t i) { return entry(values, i); });
+    store_rows(own.turned, group * D, on.begin, on.end, [&](int64_t i) { return attended_of(call, on, i); });
+    store_rows(own.turned + group * D * 16, D, on.begin, on.end,
+               [&](int64_t i) { return entry(call.keys[layer], i); });
+    store_rows(v, D, on.begin, on.end, [&](int64_t i) { return entry(call.values[layer], i); });
+}
 
-    const int64_t padded = round_up(D, kFeatureTile);
+// Attention of rows whose own and earlier entries are all in the cache.
+static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const Own& own) {
+    const Decoder& decoder = *call.decoder;
+    const LayerCache &keys = call.keys[layer], &values = call.values[layer];
+    const HeadRows on = head_rows(call, item);
+    const int64_t D = decoder.head_dim, window = call.layers[layer].window;
     const DecodeCall attention{kElement == 2 ? CacheType::bfloat16 : CacheType::float32,
-                               group, D, padded, call.block, keys.block, keys.position, 1, values.block,
-                               values.position, 1, {decoder.scale, weights.window, 0.0f}};
-    for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = half * 16 + i, length = call.rows.positions[row] + 1;
-        const int64_t first = weights.window && length > weights.window ? length - weights.window : 0;
-        Element* out = reinterpret_cast<Element*>(call.attended) + (row * decoder.query_heads + head * group) * D;
+                               on.group, D, round_up(D, kFeatureTile), call.block, keys.block, keys.position, 1,
+                               values.block, values.position, 1, {decoder.scale, window, 0.0f}};
+    for (int64_t i = on.begin; i < on.end; ++i) {
+        const int64_t row = on.half * 16 + i, length = call.rows.positions[row] + 1;
+        const int64_t first = window && length > window ? length - window : 0;
+        Element* queries = attended_of(call, on, i);
         call.attend(attention,
-                    {own.queries + i * group * D, D, 1, static_cast<Element*>(keys.data) + head * keys.head,
-                     static_cast<Element*>(values.data) + head * values.head,
-                     call.rows.table + row * call.rows.table_blocks, first, length, out},
+                    {queries, D, 1, static_cast<Element*>(keys.data) + on.head * keys.head,
+                     static_cast<Element*>(values.data) + on.head * values.head,
+                     call.rows.table + row * call.rows.table_blocks, first, length, queries},
                     own.scores);
     }
 }
@@ -341,6 +362,7 @@ static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
     norm_rows(call, weights.input_norm, own.columns);
     shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns, own);
     share(call, own, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
+    share(call, own, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
     for (int64_t i; (i = __atomic_fetch_add(call.tickets + layer, 1, __ATOMIC_RELAXED)) < items;) {
         attend_rows(call, layer, i, own);  // rows are of any length, so they are taken one by one
     }

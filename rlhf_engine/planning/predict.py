@@ -41,7 +41,7 @@ from rlhf_engine.planning.phases import (
     trace_update,
 )
 from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
-from rlhf_engine.rollout.engine import PREFILL_TOKENS
+from rlhf_engine.rollout.step import PREFILL_TOKENS
 
 _TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
     "generation": trace_generation,

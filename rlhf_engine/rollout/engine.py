@@ -26,6 +26,7 @@ from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.admission import Admission
 from rlhf_engine.rollout.draw import Drawer, Drawn, may_not_end
 from rlhf_engine.rollout.graph_step import GraphStep, capture_cuda
+from rlhf_engine.rollout.native_step import NativeStep
 from rlhf_engine.rollout.request import (
     Answer,
     FinishReason,
@@ -41,10 +42,6 @@ from rlhf_engine.rollout.stopping import Decode, StopTexts
 
 StepName = Literal["auto", "native", "graph", "transformers"]
 
-PREFILL_TOKENS = 8192
-"""Most prompt tokens of one call; a longer prompt is a call of its own."""
-_WAIT_SHARE = 8
-"""One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
 _BURST = 8
 """Tokens between two looks at what a device has drawn."""
 
@@ -60,8 +57,8 @@ class EngineOptions:
     step: StepName = "auto"
     """What runs a decoding step. auto: on a CPU the native one where it serves the backbone, on CUDA graphs."""
     batch_invariant: bool = False
-    """Tokens and log-probs have the same bits whatever an answer was batched with: prompts go through the model one by
-    one, and so do rows where the step rounds by their number."""
+    """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that anyway;
+    where it does not serve, prompts and rows go through the model one at a time."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "cache_bytes"):
@@ -102,14 +99,15 @@ class RolloutEngine:
             check_prompt(f"prompts[{i}]", row.prompt, context, row.sampling.max_completion_length)
         step = _choose_step(options, self.backbone)
         self._max_rows = min(len(rows), options.max_rows or len(rows))
-        self._alone = options.batch_invariant
-        if self._alone and step != "native":
-            self._max_rows = 1
+        kind = _KINDS[step]
+        if options.batch_invariant and not kind.invariant:
+            self._max_rows = 1  # a prompt and a row at a time
+        self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
         self._admission = Admission(
             rows,
             most_rows=self._max_rows,
             most_blocks=self._most_blocks(rows, options.cache_bytes),
-            most_tokens=PREFILL_TOKENS,
+            most_tokens=kind.prefill_tokens,
         )
         columns = max(row.blocks_needed for row in rows)
         slots = sorted({row.slot for row in rows if row.slot is not None})
@@ -159,8 +157,7 @@ class RolloutEngine:
         return answers
 
     def _may_interrupt(self) -> bool:
-        free = self._max_rows - len(self._live)
-        return free > 0 and (len(self._live) == 0 or free * _WAIT_SHARE >= self._max_rows)
+        return len(self._live) == 0 or self._max_rows - len(self._live) >= self._places_to_wait_for
 
     def _prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
         """Hidden states of the prompts' last tokens; None without prompts."""
@@ -168,8 +165,7 @@ class RolloutEngine:
             return None
         self.stats.prompts += len(prompts)
         self.stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
-        calls = [[prompt] for prompt in prompts] if self._alone else [prompts]
-        return torch.cat([self._step.prefill(call) for call in calls])
+        return self._step.prefill(prompts)
 
     def _start(self, rows: list[Row], hidden: torch.Tensor) -> list[Answer]:
         """First tokens of rows whose prompts are in the cache."""
@@ -245,8 +241,11 @@ class RolloutEngine:
         self.cache = KVCache(blocks=self._admission.pool.size)
         if name == "native":
             decoder = native_step.decoder_of(self.backbone)
-            return native_step.NativeStep(self.backbone, decoder, self.cache, slots, columns * BLOCK)
+            return NativeStep(self.backbone, decoder, self.cache, slots, columns * BLOCK)
         return TransformersStep(self.backbone, self.cache)
+
+
+_KINDS: dict[str, type[Step]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
 
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:

@@ -4,7 +4,7 @@ A backbone qualifies by what it is made of, and by a trial: some tokens go throu
 kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
 scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
 
-Prompts go through the model's own forward.
+Prompts are rows of one call as well, one for each token.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ _TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
 
 
 class NativeStep(Step):
-    """Decoding through the kernel, prompts through the model's own forward."""
+    """Prompts and rows through the kernel; a very long prompt through the model's own forward."""
 
     name = "native"
     invariant = True
+    prefill_tokens = 2048
+    wait_share = 1000
 
     def __init__(
         self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
@@ -62,10 +64,31 @@ class NativeStep(Step):
         self._layers = range(len(decoder.layers))
         self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
         self._cos, self._sin = _angles(backbone, positions)
+        self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
+        self._like = [torch.empty(0, decoder.n_kv_heads, decoder.head_dim, dtype=backbone.dtype)] * len(decoder.layers)
         self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        return self._plain.prefill(prompts)
+        if sum(len(prompt.tokens) for prompt in prompts) > self.prefill_tokens:
+            return self._plain.prefill(prompts)  # a single one: bits depend on the prompt alone
+        return self._prefill_rows(prompts)
+
+    def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Every token of the prompts as a row of one call."""
+        device = self.backbone.device
+        for layer, like in enumerate(self._like):
+            self.cache.allocate(layer, like, like)
+        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
+        columns = max(len(prompt.blocks) for prompt in prompts)
+        tables = torch.tensor([prompt.blocks + [0] * (columns - len(prompt.blocks)) for prompt in prompts])
+        state = RowState.idle(0, columns, device)
+        state.tokens_N = torch.tensor([token for prompt in prompts for token in prompt.tokens])
+        state.lengths_N = torch.cat([torch.arange(len(prompt.tokens)) for prompt in prompts])
+        slots = torch.tensor([self._numbers[prompt.slot] for prompt in prompts])
+        state.slots_N = slots.repeat_interleave(lengths)
+        state.table_NB = tables.repeat_interleave(lengths, 0)
+        hidden = self.decode(state, SlotTable.uniform(None, 0), 0)
+        return hidden.index_select(0, lengths.cumsum(0) - 1)
 
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
         if self._caches is None:

@@ -20,6 +20,9 @@ from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 from rlhf_engine.rollout.draw import Drawer, Drawn, may_not_end
 from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one call of the model's own forward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -35,7 +38,11 @@ class Step(ABC):
 
     name: str
     invariant: bool
-    """Whether a row's decoding has the same bits whatever it is batched with."""
+    """Whether prompts and rows have the same bits whatever they are batched with."""
+    prefill_tokens: int
+    """Most prompt tokens of one call; a longer prompt is a call of its own."""
+    wait_share: int
+    """One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -66,6 +73,8 @@ class TransformersStep(Step):
 
     name = "transformers"
     invariant = False  # products round by the number of their rows
+    prefill_tokens = PREFILL_TOKENS
+    wait_share = 8
 
     def __init__(self, backbone: Backbone, cache: KVCache) -> None:
         self.backbone, self.cache = backbone, cache

@@ -10,6 +10,7 @@ from rlhf_engine.hydra import SlotConfig
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
 from rlhf_engine.rollout.graph_step import GraphStep
+from rlhf_engine.rollout.native_step import NativeStep
 from rlhf_engine.rollout.step import TransformersStep
 from tests.conftest import VOCAB, build
 
@@ -79,10 +80,9 @@ LONG = [3 + i % 50 for i in range(40)]
 @pytest.mark.parametrize("prompt", [LONG[:BLOCK], LONG, LONG[:5]], ids=["whole blocks", "and a part", "a part"])
 def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeypatch):
     prefilled = []
-    run = TransformersStep.prefill
-    monkeypatch.setattr(
-        TransformersStep, "prefill", lambda self, new: prefilled.extend(p.tokens for p in new) or run(self, new)
-    )
+    kind = NativeStep if step == "native" else TransformersStep
+    run = kind.prefill
+    monkeypatch.setattr(kind, "prefill", lambda self, new: prefilled.extend(p.tokens for p in new) or run(self, new))
     model = build()
     other = [5, 6, 7]
     asked = [prompt, other, prompt, prompt, prompt]

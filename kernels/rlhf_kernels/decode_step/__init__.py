@@ -14,7 +14,8 @@ and v become entry p % block of block `table[n, p // block]` of the layer's cach
 
 Symbols: N rows, H hidden, V words, D features of a head, Hkv cache heads; table [N, max_blocks] int64; caches
 [blocks, block, Hkv, D] of any strides, the last one 1. What stands in caches and table where no row looks may be
-anything, NaN and wild indices included; rows of one call must not look at each other's new entries. Adapters of other
+anything, NaN and wild indices included. Rows of one call may have the same table at different positions, such as a
+whole prompt: each sees those before it. Adapters of other
 slots never touch a row, infinite ones included.
 
 dtypes: weights, norms, biases, angles, caches and hidden have one, float32 or bfloat16 (cpu), any floating one
