@@ -1744,9 +1744,22 @@ DECODE_STEP = [
         "window one too long",
         CPU,
         _STEP_CPP,
-        "length > weights.window ? length - weights.window : 0",
-        "length > weights.window ? length - weights.window - 1 : 0",
+        "length > window ? length - window : 0",
+        "length > window ? length - window - 1 : 0",
         _STEP_TIERS,
+        _STEP_PORTABLE,
+    ),
+    Mutation(
+        "rows attend before those behind them have entered",
+        CPU,
+        _STEP_CPP,
+        "    share(call, own, items, [&](int64_t i) { enter_rows(call, layer, i, own); });\n",
+        "    for (int64_t i = items; i-- > 0;) {\n"
+        "        enter_rows(call, layer, i, own);\n"
+        "        attend_rows(call, layer, i, own);\n"
+        "    }\n"
+        "    __atomic_store_n(call.tickets + layer, items, __ATOMIC_RELAXED);\n",
+        ("test_decode_step.py::test_a_prompt_in_one_call_is_its_tokens_one_by_one",),
         _STEP_PORTABLE,
     ),
     Mutation(

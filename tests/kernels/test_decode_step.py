@@ -221,6 +221,39 @@ def test_bits_do_not_depend_on_blocks_or_other_slots(dtype):
 
 
 @needs_native
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sizes", [SIZES[1], BIG], ids=["small", "big"])
+def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes, backend):
+    """Prompts of 37 and 20 tokens as rows of one call, in any order, or of two calls; bit for bit in native code."""
+    decoder, adapters = make_decoder(sizes, dtype), make_adapters(sizes)
+    like = make_call(sizes, 1, dtype, 3, longest=60)  # for its angles and the shape of its caches
+    blocks, row = 10, torch.arange(2).repeat_interleave(torch.tensor([37, 20]))
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randperm(3 * blocks, generator=generator)[: 2 * blocks].view(2, blocks)[row]
+    tokens = torch.randint(0, sizes.V, (57,), generator=generator)
+    positions, slots = torch.cat([torch.arange(37), torch.arange(20)]), torch.tensor([1, -1])[row]
+
+    def run(calls: list[Tensor]) -> list[Tensor]:
+        keys, values = ([t.new_full((3 * blocks, *t.shape[1:]), torch.nan) for t in like.keys] for _ in range(2))
+        step = DecodeStep(decoder, adapters, backend=backend)
+        hidden = torch.empty(57, sizes.H, dtype=dtype)
+        for rows in calls:
+            at = tokens[rows], positions[rows], slots[rows]
+            hidden[rows] = step(*at, like.cos, like.sin, keys, values, table[rows])
+        page = table.gather(1, (positions // 4)[:, None])[:, 0]
+        return [hidden, *(t[page, positions % 4] for t in (*keys, *values))]
+
+    one_by_one = run([torch.tensor([i]) for i in range(57)])
+    calls = [torch.arange(57)], [torch.randperm(57, generator=generator)], [torch.arange(19), torch.arange(19, 57)]
+    for split in calls:
+        for ours, want in zip(run(split), one_by_one, strict=True):
+            if backend == "cpu":
+                assert torch.equal(ours, want)
+            else:
+                torch.testing.assert_close(ours, want, rtol=0, atol=1e-4 if dtype == FP32 else 0.3)
+
+
+@needs_native
 @pytest.mark.parametrize("n", [3, 40])
 def test_bits_do_not_depend_on_threads(dtype, n):
     sizes = BIG._replace(layers=8 if n == 3 else 3)
