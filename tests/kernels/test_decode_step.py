@@ -221,10 +221,23 @@ def test_bits_do_not_depend_on_blocks_or_other_slots(dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sizes", [SIZES[1], BIG], ids=["small", "big"])
-def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes, backend):
-    """Prompts of 37 and 20 tokens as rows of one call, in any order, or of two calls; bit for bit in native code."""
+def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes):
+    one_by_one, *together = prompts_in_calls(sizes, dtype, "cpu")
+    for results in together:
+        assert all(torch.equal(ours, want) for ours, want in zip(results, one_by_one, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)], ids=str)
+def test_a_prompt_in_one_call_of_the_reference(kind, tolerance):
+    one_by_one, *together = prompts_in_calls(SIZES[1], kind, "reference")
+    for results in together:
+        for ours, want in zip(results, one_by_one, strict=True):
+            torch.testing.assert_close(ours, want, rtol=0, atol=tolerance)
+
+
+def prompts_in_calls(sizes: Sizes, dtype: torch.dtype, backend: str) -> list[list[Tensor]]:
+    """Prompts of 37 and 20 tokens, one token a call; then as rows of one call, in two orders; then of two calls."""
     decoder, adapters = make_decoder(sizes, dtype), make_adapters(sizes)
     like = make_call(sizes, 1, dtype, 3, longest=60)  # for its angles and the shape of its caches
     blocks, row = 10, torch.arange(2).repeat_interleave(torch.tensor([37, 20]))
@@ -243,14 +256,14 @@ def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes, backend):
         page = table.gather(1, (positions // 4)[:, None])[:, 0]
         return [hidden, *(t[page, positions % 4] for t in (*keys, *values))]
 
-    one_by_one = run([torch.tensor([i]) for i in range(57)])
-    calls = [torch.arange(57)], [torch.randperm(57, generator=generator)], [torch.arange(19), torch.arange(19, 57)]
-    for split in calls:
-        for ours, want in zip(run(split), one_by_one, strict=True):
-            if backend == "cpu":
-                assert torch.equal(ours, want)
-            else:
-                torch.testing.assert_close(ours, want, rtol=0, atol=1e-4 if dtype == FP32 else 0.3)
+    shuffled = torch.randperm(57, generator=generator)
+    splits = (
+        [torch.tensor([i]) for i in range(57)],
+        [torch.arange(57)],
+        [shuffled],
+        [torch.arange(19), torch.arange(19, 57)],
+    )
+    return [run(calls) for calls in splits]
 
 
 @needs_native
