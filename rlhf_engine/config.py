@@ -20,10 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_engine.config_parser import Options, option, parse_config, required
+from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
+from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
 from rlhf_engine.errors import ConfigError
 
-__all__ = ["BenchConfig", "DemoConfig", "GenerateConfig", "PPOConfig", "PlanConfig", "SFTConfig", "parse_config"]
+__all__ = [
+    "BenchConfig",
+    "DemoConfig",
+    "GenerateConfig",
+    "PPOConfig",
+    "PlanConfig",
+    "SFTConfig",
+    "parse_config",
+    "parse_size",
+]
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
@@ -84,7 +94,7 @@ class _TrainingOptions(_ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(_TrainingOptions):
+class PPOConfig(RolloutOptions, _TrainingOptions):
     """PPO with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     method: Method = option(
@@ -136,19 +146,8 @@ class PPOConfig(_TrainingOptions):
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
-    max_rows: int | None = option(None, "most answers written at once in a rollout, others wait; none: all", ge=1)
-    kv_cache_memory: str | None = option(
-        None, "most memory for keys and values of a rollout, such as 2GB; none: what is needed"
-    )
-    batch_invariant: bool = option(False, "rollouts with the same bits whatever an answer is batched with; slower")
     token_budget: int | None = option(
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
-    )
-    rollout_mismatch_bound: float | None = option(
-        None,
-        "largest mean |log ratio| between rollout and recomputation at equal weights (a single token: 100 times "
-        "that); none: by dtype",
-        gt=0,
     )
 
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
@@ -170,8 +169,6 @@ class PPOConfig(_TrainingOptions):
                 f"got {len(self.reward_weights)}"
             )
         self._check_method()
-        if self.kv_cache_memory is not None:
-            parse_size("kv_cache_memory", self.kv_cache_memory)
         if self.generation_batch_size % self.num_mini_batches:
             raise ConfigError(
                 f"generation_batch_size: expected a multiple of num_mini_batches ({self.num_mini_batches}), "
@@ -206,6 +203,11 @@ class PPOConfig(_TrainingOptions):
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
         if self.method == "full_ppo":
+            if self.rollout_backend != "local":
+                raise ConfigError(
+                    "rollout_backend: expected 'local' for full_ppo, whose actor is a whole backbone, where only "
+                    f"adapters are sent elsewhere, got {self.rollout_backend!r}"
+                )
             for name in ("load_in_8bit", "load_in_4bit", "actor_adapter", "reference_adapter"):
                 if getattr(self, name):
                     raise ConfigError(
@@ -260,7 +262,7 @@ class SFTConfig(_TrainingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(_ModelOptions):
+class GenerateConfig(EngineConfig, _ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
@@ -277,9 +279,6 @@ class GenerateConfig(_ModelOptions):
     stop: list[str] = option([], "texts that end an answer; it is printed without them")
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    max_rows: int | None = option(None, "most answers written at once, others wait; none: all", ge=1)
-    kv_cache_memory: str | None = option(None, "most memory for keys and values, such as 2GB; none: what is needed")
-    batch_invariant: bool = option(False, "same bits whatever an answer is batched with; slower")
     verify_rollout: bool = option(
         False, "compare log-probs with those of the training forward, and say how they differ"
     )
@@ -305,8 +304,6 @@ class GenerateConfig(_ModelOptions):
             _not_empty("out", self.out)
         if not all(self.stop):
             raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
-        if self.kv_cache_memory is not None:
-            parse_size("kv_cache_memory", self.kv_cache_memory)
         if not self.prompt and self.prompt_file is None:
             raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
         if self.prompt and self.prompt_file is not None:
@@ -403,18 +400,6 @@ class PlanConfig(Options):
     def budget_bytes(self) -> int:
         """Bytes that a plan may use."""
         return parse_size("gpu", self.gpu) - parse_size("reserve", self.reserve)
-
-
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_size(name: str, text: str) -> int:
-    """Bytes of `80GB`, `24 GiB`, `500MB`, `0GB`. Raises ConfigError, naming the option, for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
-        raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _not_empty(name: str, value: str | list[str]) -> None:

@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -289,3 +290,15 @@ def _help(cls: type[Options], prog: str | None) -> str:
         names = [f"--{field.name}", *(f"--{s}" for s in field.metadata["switches"])]
         parser.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))
     return parser.format_help()
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of `80GB`, `24 GiB`, `500MB`, `0GB`. Raises ConfigError, naming the option, for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])

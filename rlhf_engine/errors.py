@@ -27,5 +27,9 @@ class MismatchError(EngineError, ArithmeticError):
     """Two computations that must agree at equal weights do not: rollout and training, or actor and reference."""
 
 
+class RolloutServerError(EngineError, RuntimeError):
+    """A rollout server does not answer, refuses, or answers what rollouts cannot be made of."""
+
+
 class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_engine.config import GenerateConfig, parse_size
+from rlhf_engine.config import GenerateConfig
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
@@ -56,13 +56,7 @@ class AnswerSession:
             stop=tuple(config.stop),
             seed=config.seed,
         )
-        self._options = EngineOptions(
-            max_rows=config.max_rows,
-            cache_bytes=None
-            if config.kv_cache_memory is None
-            else parse_size("kv_cache_memory", config.kv_cache_memory),
-            batch_invariant=config.batch_invariant,
-        )
+        self._options = EngineOptions.of(config)
         self._stops = StopTexts(self._sampling.stop, self._raw_text)
         self._places = [i for i in range(len(self.texts)) if i not in self.done]
         self._requests = [

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from rlhf_engine.config_rollout import EngineConfig
 from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedHead
@@ -59,6 +60,16 @@ class EngineOptions:
     batch_invariant: bool = False
     """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that anyway;
     where it does not serve, prompts and rows go through the model one at a time."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> EngineOptions:
+        """As a configuration has them."""
+        return cls(
+            max_rows=config.max_rows,
+            cache_bytes=config.cache_bytes,
+            step=config.decode_step,
+            batch_invariant=config.batch_invariant,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "cache_bytes"):

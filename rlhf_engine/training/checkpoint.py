@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.training.optimizer import RoleOptimizer
@@ -96,35 +97,8 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
     return _require_checkpoint(Path(resume))
 
 
-def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a written folder its final name, once all of it is on disk."""
-    _flush(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    _flush_directory(final.parent)
-
-
 def _require_checkpoint(folder: Path) -> Path:
     for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
         if not (folder / name).is_file():
             raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")
     return folder
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
-        else:
-            _flush_directory(path)
-    _flush_directory(folder)
-
-
-def _flush_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

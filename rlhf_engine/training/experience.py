@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.algorithms.importance import importance_weights, mismatch_metrics
 from rlhf_engine.algorithms.ppo import Experience, advantages, token_kl, token_rewards
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.devices import is_out_of_memory, release_memory
@@ -80,7 +81,10 @@ def make_experience(
     base = model.backbone("base")
     # quantised products round as coarsely as bf16, 8-bit ones by the batch that a row is in
     dtype = torch.bfloat16 if base.quantized else base.dtype
-    mismatch = _check_mismatch(logprobs_M, rollout.logprobs_M, dtype, config.rollout_mismatch_bound)
+    log_ratio_M = logprobs_M - rollout.logprobs_M
+    mismatch = log_ratio_M.abs()
+    if config.rollout_backend == "local":
+        _check_mismatch(mismatch, dtype, config.rollout_mismatch_bound)
     if first_step_from_reference:
         _check_step0(logprobs_M, ref_logprobs_M, dtype)
     texts, ids = decode_answers(tokenizer, batch)
@@ -105,6 +109,10 @@ def make_experience(
         whiten_rewards=config.whiten_rewards,
         whiten_advantages=config.whiten_advantages,
     )
+    correction: dict[str, float] = {}
+    if config.rollout_backend != "local":
+        weights_M, correction = _correct(log_ratio_M[rows], kept_batch, rollout, config)
+        advantages_M = advantages_M * weights_M
     experience = Experience(
         batch=kept_batch,
         old_logprobs_M=logprobs_M[rows],
@@ -128,6 +136,7 @@ def make_experience(
         "value/mean": float(values_M.mean()),
         "mismatch/rollout_max": float(mismatch.max()),
         "mismatch/rollout_mean": float(mismatch.mean()),
+        **correction,
     }
     if len(scored.sources) > 1:
         for name, values in scored.sources.items():
@@ -157,11 +166,21 @@ def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str]
         model.token_budget = budget // 2
 
 
-def _check_mismatch(
-    training_M: torch.Tensor, rollout_M: torch.Tensor, dtype: torch.dtype, bound: float | None
-) -> torch.Tensor:
-    """|log ratio| [M] of training forward and rollout at equal weights, bounded."""
-    mismatch = (training_M - rollout_M).abs()
+def _correct(
+    log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: PPOConfig
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Weights [M] of the advantages of answers from another engine (1 without correction), and mismatch metrics."""
+    if rollout.filtered:
+        raise ConfigError("top_k, top_p: expected none with answers from another engine, whose ratios they bias")
+    mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
+    metrics = mismatch_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    if not config.vllm_importance_sampling_correction:
+        return torch.ones_like(log_ratio_M), metrics
+    return importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics
+
+
+def _check_mismatch(mismatch: torch.Tensor, dtype: torch.dtype, bound: float | None) -> None:
+    """Bound the |log ratio| [M] of training forward and rollout at equal weights."""
     limit = bound if bound is not None else MISMATCH_BOUND[dtype]
     mean, worst = float(mismatch.mean()), float(mismatch.max())
     if not (mean <= limit and worst <= MISMATCH_MAX_FACTOR * limit):  # also catches NaN
@@ -169,7 +188,6 @@ def _check_mismatch(
             f"rollout and training log-probs differ by {mean:.3g} on average, {worst:.3g} at most, at equal weights; "
             f"expected at most {limit:g} and {MISMATCH_MAX_FACTOR * limit:g} in {dtype} (rollout_mismatch_bound)"
         )
-    return mismatch
 
 
 def _check_step0(actor_M: torch.Tensor, reference_M: torch.Tensor, dtype: torch.dtype) -> None:

@@ -20,19 +20,19 @@ import torch
 from rlhf_kernels import registry
 
 from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
-from rlhf_engine.config import PPOConfig, parse_size
+from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
-from rlhf_engine.rollout import EngineOptions, Rollout, SamplingConfig, check_prompts, generate
+from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     list_checkpoints,
     load_checkpoint,
-    put_in_place,
     resolve_resume,
     save_checkpoint,
 )
@@ -40,6 +40,7 @@ from rlhf_engine.training.data import Row, batch_indices, read_rows
 from rlhf_engine.training.experience import decode_answers, make_experience
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.training.rollouts import find_server, make_rollouts
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
 METRICS_FILE = "metrics.jsonl"
@@ -98,7 +99,10 @@ class PpoTrainer:
             self.eval_set = self._load_prompts("eval_dataset_name", config.eval_dataset_name, context)
         some = list(range(min(2, len(self.train_set.rows))))
         self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
+        prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
+        server = find_server(config, prompts)
         self.model: HydraModel = build_ppo_model(config)
+        self.rollouts = make_rollouts(config, self.model, server, prompts)
         critic_rate = config.critic_learning_rate
         self.optimizer = RoleOptimizer(
             self.model,
@@ -123,7 +127,6 @@ class PpoTrainer:
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._watch: dict[str, list[int]] | None = None
-        self._engine_options = engine_options(config)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -169,13 +172,13 @@ class PpoTrainer:
         config, state = self.config, self.state
         clock = _Clock(self.model.device)
         indices = batch_indices(len(self.train_set.rows), config.generation_batch_size, state.step, config.seed)
-        rollout = generate(
-            self.model,
+        synced = self.rollouts.sync(state.policy_version)
+        if synced:
+            clock.lap("sync")
+        rollout = self.rollouts.generate(
             [self.train_set.ids[i] for i in indices],
             self._sampling(config.seed),
             sample_ids=range(state.samples, state.samples + len(indices)),
-            policy_version=state.policy_version,
-            options=self._engine_options,
         )
         clock.lap("generate")
         scored = make_experience(
@@ -221,6 +224,7 @@ class PpoTrainer:
         tokens = rollout.batch.n_completion_tokens
         return {
             **scored.metrics,
+            **synced,
             **update,
             **clock.metrics(),
             "learning_rate": config.learning_rate * factor,
@@ -235,8 +239,8 @@ class PpoTrainer:
 
     def answer(self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0) -> Answers:
         """Sample one answer per prompt from a role and score it, without penalties for a missing end."""
-        asked = [prompts.ids[i] for i in indices]
-        rollout = generate(self.model, asked, self._sampling(seed), role=role, options=self._engine_options)
+        self.rollouts.sync(self.state.policy_version)
+        rollout = self.rollouts.generate([prompts.ids[i] for i in indices], self._sampling(seed), role=role)
         texts, ids = decode_answers(self.tokenizer, rollout.batch)
         lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
         scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
@@ -392,16 +396,6 @@ class PpoTrainer:
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
         self._watch = None
-
-
-def engine_options(config: PPOConfig) -> EngineOptions:
-    """How a run's rollouts are to be run."""
-    memory = config.kv_cache_memory
-    return EngineOptions(
-        max_rows=config.max_rows,
-        cache_bytes=None if memory is None else parse_size("kv_cache_memory", memory),
-        batch_invariant=config.batch_invariant,
-    )
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

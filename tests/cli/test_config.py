@@ -36,9 +36,13 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
         adam_epsilon=1e-8, max_grad_norm=1.0, critic_warmup_steps=0, token_budget=None,
         gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
-        max_rows=None, kv_cache_memory=None, batch_invariant=False,
+        max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
         save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
         overwrite_output_dir=False, device="auto",
+        rollout_backend="local", vllm_server_base_url=None, vllm_server_timeout=240.0, vllm_model_name=None,
+        vllm_adapter_dir=None, vllm_server_adapter_dir=None, vllm_canary_bound=None,
+        vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
     )  # fmt: skip
     assert values == expected
 

@@ -1,0 +1,266 @@
+"""PPO on answers from a server: a protocol stand-in (`tests/rollout/stand_in.py`), which is not vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_engine.cli import main
+from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
+from rlhf_engine.training.experience import make_experience
+from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.rl import PpoTrainer
+from tests.rollout.stand_in import StandIn
+from tests.training.test_data import PROMPTS, ppo_config, write_model, write_rows
+from tests.training.test_rl import Stop, same, stop_after, trained, without_timings
+
+MISMATCH = ("mismatch/rollout_k3", "mismatch/worst_sequence", "mismatch/truncated_ratio")
+MISMATCH += ("mismatch/effective_sample_size", "mismatch/importance_weight_mean")
+SERVER = ("mismatch/canary_mean", "mismatch/canary_max", "vllm/adapters_left")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def server(model):
+    with StandIn(model, name="tiny") as stand_in:
+        yield stand_in
+
+
+def config(model: Path, output: Path, server: StandIn, **changes: Any):
+    return ppo_config(model, output, **{"rollout_backend": "vllm", "vllm_server_base_url": server.url, **changes})
+
+
+def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
+    heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
+    options = {"eval_dataset_name": str(heldout), "eval_steps": 2, "num_samples": 2, "critic_warmup_steps": 1}
+    local = PpoTrainer(ppo_config(model, tmp_path / "local", **options))
+    remote = PpoTrainer(config(model, tmp_path / "remote", server, **options))
+    local.run()
+    remote.run()
+    ours, theirs = (read_metrics(t.output / "metrics.jsonl") for t in (local, remote))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {*MISMATCH, *SERVER} == {k for k in other if k not in mine and not k.startswith("seconds/")}
+        for name, value in without_timings(mine).items():
+            if not name.startswith("mismatch/"):
+                assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        assert other["mismatch/importance_weight_mean"] == pytest.approx(1, abs=1e-5)
+        assert other["mismatch/effective_sample_size"] == pytest.approx(1, abs=1e-5)
+        assert other["mismatch/canary_max"] < 1e-4
+    # a version goes there once, however often it is drawn from, and the first step trained the critic alone
+    loaded = [body["lora_name"].rsplit("-", 2)[1] for body in server.requests("/v1/load_lora_adapter")]
+    assert loaded == ["v0", "v1", "v2", "v3"]
+    assert len(server.adapters) == 1
+    assert local.state == remote.state
+    assert (remote.output / "samples.md").read_text() == (local.output / "samples.md").read_text()
+
+
+def test_local_rollouts_have_no_new_metrics(model, tmp_path):
+    found = PpoTrainer(ppo_config(model, tmp_path / "run")).step()
+    assert not [name for name in found if name.startswith("vllm/") or name in (*MISMATCH, *SERVER, "seconds/sync")]
+
+
+def test_it_learns(model, server, tmp_path):
+    """A reward for one word, from answers of the server alone."""
+    reward = tmp_path / "sun.py"
+    reward.write_text(
+        "def sun(prompts, completions, completion_ids, **columns):\n"
+        "    return [float(c.split().count('sun')) for c in completions]\n"
+    )
+    options = {"reward_funcs": [f"{reward}:sun"], "max_steps": 10, "learning_rate": 3e-2, "beta": 0.0}
+    trainer = PpoTrainer(config(model, tmp_path / "run", server, generation_batch_size=16, **options))
+    rewards = [trainer.step()["reward"] for _ in range(10)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1
+
+
+# ---- importance weights ----------------------------------------------------------------------------------------------
+
+
+def off_by(shift: float):
+    """Log-probs of drawn tokens that are this much too high on every other token."""
+
+    def alter(payload: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+        values = payload["choices"][0]["logprobs"]["token_logprobs"]
+        values[:] = [x + shift * (i % 2) for i, x in enumerate(values)]
+        return payload
+
+    return alter
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_path, mode):
+    made = config(
+        model,
+        tmp_path / "run",
+        server,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.2,
+        vllm_canary_bound=1.0,
+    )
+    server.alter = off_by(-0.3)  # ratios of 1 and e^0.3 = 1.35, truncated to 1.2
+    trainer = PpoTrainer(made)
+    trainer.rollouts.sync(0)
+    indices = list(range(8))
+    rollout = trainer.rollouts.generate([trainer.train_set.ids[i] for i in indices], trainer._sampling(0))
+
+    def experience(chosen):
+        columns = trainer.train_set.columns(indices)
+        return make_experience(
+            trainer.model,
+            rollout,
+            trainer.scorer,
+            trainer.tokenizer,
+            chosen,
+            trainer.train_set.texts(indices),
+            columns,
+            first_step_from_reference=True,
+        )
+
+    weighted = experience(made)
+    plain = experience(dataclasses.replace(made, vllm_importance_sampling_correction=False))
+    odd = rollout.batch.completion_position_M % 2 == 1
+    if mode == "token_truncate":
+        expected = torch.where(odd, 1.2, 1.0)
+    else:
+        several = torch.tensor(rollout.batch.completion_lens)[rollout.batch.sequence_of_M] > 1
+        expected = torch.where(several, 1.2, 1.0)  # of an answer of two tokens or more: 1.35 and beyond
+    torch.testing.assert_close(
+        weighted.experience.advantages_M, plain.experience.advantages_M * expected, rtol=1e-4, atol=1e-6
+    )
+    for name in ("old_logprobs_M", "old_values_M", "returns_M"):
+        assert torch.equal(getattr(weighted.experience, name), getattr(plain.experience, name)), name
+    assert weighted.metrics == plain.metrics
+    assert weighted.metrics["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
+    assert weighted.metrics["mismatch/truncated_ratio"] > 0.3
+    # what stops a local run at once
+    local = dataclasses.replace(
+        made,
+        rollout_backend="local",
+        vllm_server_base_url=None,
+        vllm_canary_bound=None,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+    )
+    with pytest.raises(MismatchError, match="rollout and training log-probs differ"):
+        experience(local)
+    filtered = dataclasses.replace(rollout, filtered=True)
+    rollout = filtered
+    with pytest.raises(ConfigError, match="top_k, top_p: expected none with answers from another engine"):
+        experience(made)
+
+
+def test_the_canary_stops_what_the_correction_would_hide(model, server, tmp_path):
+    server.alter = off_by(-0.3)
+    with pytest.raises(MismatchError, match=r"differ by 0\.1\d+ for drawn tokens"):
+        PpoTrainer(config(model, tmp_path / "run", server)).step()
+
+
+# ---- servers that fail -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
+    whole = PpoTrainer(config(model, tmp_path / "whole", server))
+    for _ in range(4):
+        whole.step()
+    made = config(model, tmp_path / "run", server, save_steps=2)
+    trainer = PpoTrainer(made)
+
+    def on_step(step: int, found: dict[str, float]) -> None:
+        if step == 2:
+            server.answers_left = 7  # canaries and three answers of the next step
+
+    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions, got"):
+        trainer.run(on_step)
+    assert [row["step"] for row in read_metrics(trainer.output / "metrics.jsonl")] == [1, 2]
+    server.close()
+    with pytest.raises(
+        RolloutServerError, match=r"vllm_server_base_url .*: expected a vLLM server that answers /health"
+    ):
+        PpoTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
+    with StandIn(model, name="tiny") as another:
+        again = dataclasses.replace(made, resume_from_checkpoint="auto", vllm_server_base_url=another.url)
+        resumed = PpoTrainer(again)
+        assert resumed.state.step == 2
+        resumed.run()
+    assert same(trained(whole), trained(resumed))  # the stand-in's draws depend on the request alone
+
+
+def test_a_resumed_run_replaces_the_version_that_it_made_otherwise(model, server, tmp_path):
+    made = config(model, tmp_path / "run", server, save_steps=1, resume_from_checkpoint="auto")
+    with pytest.raises(Stop):
+        PpoTrainer(made).run(stop_after(2))
+    (left,) = server.adapters  # version 1; the checkpoint of step 2 has version 2
+    again = PpoTrainer(dataclasses.replace(made, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1")))
+    again.step()
+    assert list(server.adapters) == [left]  # the very same weights
+    with torch.no_grad():
+        next(iter(again.model.trainable_parameters("actor").values())).add_(0.1)
+    again.step()
+    (other,) = server.adapters
+    assert other.split("-v")[1].startswith("2-")
+
+
+def test_what_is_wrong_is_found_before_the_model_is_loaded(model, server, tmp_path):
+    broken = write_model(tmp_path / "tiny")
+    (broken / "model.safetensors").write_bytes(b"never read")
+
+    def construct(**changes: Any) -> None:
+        PpoTrainer(config(broken, tmp_path / "run", server, **changes))
+
+    with pytest.raises(ConfigError, match=r"expected it to serve 'other' \(vllm_model_name\), got \['tiny of tiny'\]"):
+        construct(vllm_model_name="other")
+    server.max_model_len = 9
+    with pytest.raises(ConfigError, match="expected a --max-model-len of at least"):
+        construct()
+    server.healthy = False
+    with pytest.raises(RolloutServerError, match="expected a healthy server, got status 503"):
+        construct()
+    assert not (tmp_path / "run").exists()
+
+
+def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
+    with pytest.raises(ConfigError, match="lora_target_modules: expected no LM head for rollout_backend 'vllm'"):
+        PpoTrainer(config(model, tmp_path / "run", server, lora_target_modules=["q_proj", "lm_head"]))
+    assert server.log == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vllm_server_base_url": None}, "vllm_server_base_url: expected the address of a running server .* got None"),
+        ({"method": "full_ppo"}, "rollout_backend: expected 'local' for full_ppo"),
+        ({"rollout_mismatch_bound": 0.1}, "rollout_mismatch_bound: expected it unset for rollout_backend 'vllm'"),
+        (
+            {"rollout_backend": "local"},
+            "vllm_server_base_url: expected it unset for rollout_backend 'local', got 'http",
+        ),
+        (
+            {"rollout_backend": "local", "vllm_server_base_url": None, "vllm_importance_sampling_clip_max": 3.0},
+            "vllm_importance_sampling_clip_max: expected it unset for rollout_backend 'local', got 3",
+        ),
+        ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max: expected a number >= 1"),
+        ({"vllm_importance_sampling_mode": "token_mask"}, "expected one of 'token_truncate', 'sequence_truncate', got"),
+    ],
+)
+def test_options_that_contradict_each_other(tmp_path, changes, message):
+    options = {"rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1", **changes}
+    with pytest.raises(ConfigError, match=message):
+        ppo_config(tmp_path / "m", tmp_path / "run", **options)
+
+
+def test_the_command_says_in_a_line_that_nobody_answers(model, tmp_path, capsys):
+    made = ppo_config(
+        model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url="http://127.0.0.1:9", num_samples=0
+    )
+    (tmp_path / "c.yaml").write_text(made.to_yaml())
+    assert main(["train", "--config", str(tmp_path / "c.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("rlhf-engine train: vllm_server_base_url http://127.0.0.1:9: expected a vLLM server")
+    assert error.count("\n") == 1
