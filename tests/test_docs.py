@@ -24,7 +24,8 @@ from tests.conftest import build
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-DOCS = [README, *NOTES]
+VLLM = ROOT / "docs" / "vllm.md"
+DOCS = [README, VLLM, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "train": PPOConfig,
@@ -46,8 +47,8 @@ def blocks(doc: Path, language: str) -> list[str]:
 
 
 def commands() -> Iterator[list[str]]:
-    """Every line of the README's bash blocks, as words."""
-    for block in blocks(README, "bash"):
+    """Every line of the bash blocks of the README and what goes with it, as words."""
+    for block in [*blocks(README, "bash"), *blocks(VLLM, "bash")]:
         for line in block.replace("\\\n", " ").splitlines():
             if words := shlex.split(line, comments=True):
                 yield words

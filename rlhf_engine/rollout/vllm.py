@@ -135,8 +135,8 @@ class VllmRollouts:
     def sync(self, policy_version: int) -> dict[str, float]:
         """Serve the actor's present weights as this version.
 
-        Raises RolloutServerError where the server fails, MismatchError where it then serves something else. Until all
-        is well, the version before stays loaded and on disk.
+        Raises RolloutServerError where the server fails, MismatchError where it then serves something else, ConfigError
+        where the folder cannot be written to. Until all is well, the version before stays loaded and on disk.
         """
         if policy_version == self.policy_version:
             return self._metrics
@@ -160,6 +160,10 @@ class VllmRollouts:
         assert slot is not OFF
         temporary = self.folder / f".{self.run}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
         peft_io.save_slot(
             backbone.slot(slot), temporary, base_name=self.base.name, base_hash=backbone.base_hash(), transposed=False
         )

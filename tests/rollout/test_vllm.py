@@ -251,6 +251,12 @@ def test_the_server_may_see_the_folder_elsewhere(model, server, tmp_path):
         rollouts.sync(0)
 
 
+def test_a_folder_that_cannot_be_written_to(model, server, tmp_path):
+    (tmp_path / "adapters").write_text("a file")
+    with pytest.raises(ConfigError, match=r"vllm_adapter_dir: expected a folder that can be written to, got .*adapters"):
+        connect(model, server, tmp_path).sync(0)
+
+
 def test_before_the_first_sync_there_is_no_actor(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     with pytest.raises(ValueError, match="sync: expected one before the actor's answers, got none"):
