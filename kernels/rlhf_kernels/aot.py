@@ -23,7 +23,17 @@ from . import cuda_native
 from .triton_support import INTERPRETED, AotCase
 
 ARCHITECTURES = (80, 90, 100)
-OPS = ("gae", "gather_logprob", "linear_logprob", "linear_logprob_pair", "linear_ppo_loss", "lora", "ppo_loss")
+OPS = (
+    "decode_attention",
+    "gae",
+    "gather_logprob",
+    "linear_logprob",
+    "linear_logprob_pair",
+    "linear_ppo_loss",
+    "lora",
+    "ppo_loss",
+    "sample",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,18 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that 0 · LOWEST is 
 
 
 @triton.jit
-def transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """z [R, C] from the head's raw product y: bias, logit scale, softcap, temperature (divisor [R])."""
+def capped(y, bias, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """c [R, C] from the head's raw product y: bias, logit scale, softcap; what a greedy draw compares."""
     c = (y + bias) * logit_scale
     if SOFTCAP:
         c = softcap * tanh(c / softcap)
+    return c
+
+
+@triton.jit
+def transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """z [R, C]: `capped` over the temperature (divisor [R])."""
+    c = capped(y, bias, logit_scale, softcap, SOFTCAP)
     return c / divisor[:, None]
 
 

@@ -1,4 +1,7 @@
-"""Functions that `triton.language` lacks, made of exp: libdevice is neither portable nor in the interpreter."""
+"""Functions that `triton.language` lacks, made of exp: libdevice is neither portable nor in the interpreter.
+
+And one product for operands of any dtypes.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,27 @@ def expm1_minus(d):
 def expm1(d):
     """exp(d) − 1, accurate relative to its value; −1 at −inf."""
     return tl.where(tl.abs(d) < 0.5, expm1_minus(d) + d, tl.exp(d) - 1.0)
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b; UPCAST: the interpreter's bf16 is wrong.
+
+    Products of one half type are exact; next to bf16, an fp32 operand is the sum of two bf16 (17 bits); everything else
+    runs as three TF32 products, which keeps fp32's accuracy.
+    """
+    if UPCAST:
+        acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif (a.dtype == b.dtype) & (a.dtype != tl.float32):
+        acc = tl.dot(a, b, acc)
+    elif (a.dtype == tl.bfloat16) & (b.dtype == tl.float32):
+        high = b.to(tl.bfloat16)
+        acc = tl.dot(a, high, acc)
+        acc = tl.dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), acc)
+    elif (a.dtype == tl.float32) & (b.dtype == tl.bfloat16):
+        high = a.to(tl.bfloat16)
+        acc = tl.dot(high, b, acc)
+        acc = tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, acc)
+    else:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    return acc

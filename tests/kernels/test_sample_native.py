@@ -46,10 +46,10 @@ def logits(hidden, weight, dtype, *, bias=None, temperature=1.0, softcap=None, l
     return c, c / (temperature[:, None].to(dtype) if isinstance(temperature, torch.Tensor) else temperature)
 
 
-def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, **options):
+def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, backend="cpu", **options):
     """Against the definition: float64 logits plus the reference's noise; statistics by tier 1."""
     n, v = hidden.shape[0], weight.shape[0]
-    out = sample(hidden, weight, seed=seed, position=position, greedy=greedy, outputs=ALL, backend="cpu", **options)
+    out = sample(hidden, weight, seed=seed, position=position, greedy=greedy, outputs=ALL, backend=backend, **options)
     c, z = logits(hidden, weight, torch.float64, **options)
     score = z + gumbel(seed, position, STREAM, v).double()
     if greedy is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from ..triton_support import AotCase
 from . import triton_kernels as kernels
 
-_FLOATS = ("temperature", "logit_scale", "softcap")
+_FLOATS = ("temperature", "logit_scale", "softcap", "scale")
 _POINTERS = {
     "z_ptr": "*fp32",
     "z_r_ptr": "*fp32",
@@ -30,6 +30,7 @@ _DIVISIBLE = {
     "h_stride",
     "h_r_stride",
     "w_stride",
+    "a_stride",
     "out_stride",
     "hidden_size",
     "sum_width",
@@ -40,12 +41,13 @@ _DIVISIBLE = {
 _FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr"), "*fp32")
 
 
-def _case(
+def head_case(
     name: str,
     kernel: Any,
     *,
     absent: tuple[str, ...] = (),
     num_warps: int = 4,
+    num_stages: int = 3,
     types: dict[str, str] | None = None,
     **constexprs: Any,
 ) -> AotCase:
@@ -67,6 +69,7 @@ def _case(
         signature=signature,
         constexprs=fixed,
         num_warps=num_warps,
+        num_stages=num_stages,
         divisible_by_16=divisible,
     )
 
@@ -75,11 +78,11 @@ def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
     return {n: n in names for n in ("ENTROPY", "SUM_SQ", "MEAN", "TOP")} | {"SOFTCAP": softcap}
 
 
-_PLAIN = ("bias_ptr", "temperature_ptr")
+PLAIN = ("bias_ptr", "temperature_ptr")
 _FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
-_FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
+FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
-_NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
+NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
 _GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
 _ONLY_LOGPROB = (
     "expected_kl_ptr",
@@ -103,42 +106,42 @@ def linear_logprob_cases() -> list[AotCase]:
     no_d = ("sum_q_ptr", "slot_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
     return [
-        _case("gradient ahead", fold, absent=(*alone, *_PLAIN), **_flags(), **_FOLD),
-        _case("forward", fold, absent=(*no_sums, *_PLAIN), **_flags(), **_FOLD),
-        _case(
+        head_case("gradient ahead", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
+        head_case("forward", fold, absent=(*no_sums, *PLAIN), **_flags(), **_FOLD),
+        head_case(
             "ahead, every output and option",
             fold,
             absent=alone,
             **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
             **_FOLD,
         ),
-        _case("128 rows", fused, absent=("h_r_ptr", *_NO_LORA, *_PLAIN), **_flags(), **_FUSED),
-        _case(
+        head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED),
+        head_case(
             "16 rows",
             fused,
-            absent=("h_r_ptr", *_NO_LORA, *_PLAIN),
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
             **_flags(),
-            **_FUSED | {"BN": 16, "BK": 128, "num_warps": 4},
+            **FUSED | {"BN": 16, "BK": 128, "num_warps": 4},
         ),
-        _case(
+        head_case(
             "128 rows, every output and option",
             fused,
             absent=("h_r_ptr",),
             **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
-            **_FUSED,
+            **FUSED,
         ),
-        _case(
+        head_case(
             "32 rows, fp32",
             fused,
-            absent=("h_r_ptr", *_NO_LORA, *_PLAIN),
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
             types=_FP32,
             **_flags(),
-            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+            **FUSED | {"BN": 32, "BV": 64, "BK": 32},
         ),
-        _case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
-        _case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
-        _case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
-        _case(
+        head_case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
+        head_case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
+        head_case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
+        head_case(
             "bf16",
             kernels.from_expected_kernel,
             absent=("slot_ptr", *_ONLY_LOGPROB),
@@ -146,8 +149,10 @@ def linear_logprob_cases() -> list[AotCase]:
             SOFTCAP=False,
             **_ROW,
         ),
-        _case("logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *_PLAIN), SOFTCAP=False, **_GRAD),
-        _case(
+        head_case(
+            "logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *PLAIN), SOFTCAP=False, **_GRAD
+        ),
+        head_case(
             "every output and option",
             kernels.grad_tile_kernel,
             absent=pair_rows,
@@ -165,21 +170,21 @@ def pair_cases() -> list[AotCase]:
     kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
     grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
     return [
-        _case("128 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED),
-        _case("64 rows", fused, absent=(*_NO_LORA, *_PLAIN), **_flags("ENTROPY"), **_FUSED | few),
-        _case(
+        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags("ENTROPY"), **FUSED),
+        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags("ENTROPY"), **FUSED | few),
+        head_case(
             "32 rows, fp32",
             fused,
-            absent=(*_NO_LORA, *_PLAIN),
+            absent=(*NO_LORA, *PLAIN),
             types=_FP32,
             **_flags("ENTROPY"),
-            **_FUSED | {"BN": 32, "BV": 64, "BK": 32},
+            **FUSED | {"BN": 32, "BV": 64, "BK": 32},
         ),
-        _case("forward", fold, absent=(*none, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
-        _case("E and D ahead", fold, absent=("slot_ptr", *_PLAIN), **_flags("ENTROPY"), **_FOLD),
-        _case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
-        _case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
-        _case(
+        head_case("forward", fold, absent=(*none, *PLAIN), **_flags("ENTROPY"), **_FOLD),
+        head_case("E and D ahead", fold, absent=("slot_ptr", *PLAIN), **_flags("ENTROPY"), **_FOLD),
+        head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
+        head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
+        head_case(
             "E and D, bf16",
             kernels.from_expected_kernel,
             absent=("slot_ptr", "temperature_ptr", "d_lse_ptr", "on_target_ptr"),
@@ -187,7 +192,7 @@ def pair_cases() -> list[AotCase]:
             SOFTCAP=False,
             **_ROW,
         ),
-        _case("logprob and kl", kernels.grad_tile_kernel, absent=(*grads, *_PLAIN), SOFTCAP=False, **_GRAD),
+        head_case("logprob and kl", kernels.grad_tile_kernel, absent=(*grads, *PLAIN), SOFTCAP=False, **_GRAD),
     ]
 
 
@@ -196,8 +201,8 @@ def ppo_cases() -> list[AotCase]:
     alone = ("z_r_ptr", "q_ptr", "sum_q_ptr")
     count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
     return [
-        _case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *_PLAIN), **_flags("ENTROPY"), **_FOLD),
-        _case("bf16", kernels.accumulate_kernel, **count),
-        _case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
-        _case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),
+        head_case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *PLAIN), **_flags("ENTROPY"), **_FOLD),
+        head_case("bf16", kernels.accumulate_kernel, **count),
+        head_case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
+        head_case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),
     ]

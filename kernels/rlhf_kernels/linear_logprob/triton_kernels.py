@@ -266,6 +266,30 @@ def accumulate_kernel(
 
 
 @triton.jit
+def load_operand(ptr, lines, stride, inside, k, in_k, UPCAST: tl.constexpr):
+    """[R, K] of rows of hidden states, or [K, C] of columns of the head, as `lines`, `inside` and `k` are laid out."""
+    x = tl.load(ptr + lines * stride + k, mask=inside & in_k, other=0.0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def lora_products(
+    down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS: tl.constexpr, BR: tl.constexpr
+):
+    """y [R, C] + down Bᵀ of these rows and columns in fp32; y where there is no adapter."""
+    if down_ptr is not None:
+        for j0 in tl.static_range(0, RANKS, BR):
+            j = j0 + tl.arange(0, BR)
+            down = load_operand(down_ptr, row_offset, rank, live[:, None], j[None, :], (j < rank)[None, :], False)
+            lines = column.to(tl.int64)[None, :]
+            up = load_operand(lora_b_ptr, lines, rank, in_range[None, :], j[:, None], (j < rank)[:, None], False)
+            y = tl.dot(down, up, y, input_precision="ieee")
+    return y
+
+
+@triton.jit
 def fused_kernel(
     h_ptr,  # [N, H]
     h_r_ptr,  # [N, H] or None
@@ -321,38 +345,18 @@ def fused_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        if down_ptr is not None:
-            j = tl.arange(0, BR)
-            down = tl.load(
-                down_ptr + row_offset * rank + j[None, :], mask=live[:, None] & (j < rank)[None, :], other=0.0
-            )
-            up = tl.load(
-                lora_b_ptr + column.to(tl.int64)[None, :] * rank + j[:, None],
-                mask=in_range[None, :] & (j < rank)[:, None],
-                other=0.0,
-            )
-            y = tl.dot(down, up, y, input_precision="ieee")
+        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, BR, BR)
         if h_r_ptr is not None:
             y_r = tl.zeros((BN, BV), tl.float32)
+        lines = column.to(tl.int64)[None, :]
         for k0 in range(0, hidden_size, BK):
             k = k0 + tl.arange(0, BK)
             in_k = k < hidden_size
-            weight = tl.load(
-                w_ptr + column.to(tl.int64)[None, :] * w_stride + k[:, None],
-                mask=in_range[None, :] & in_k[:, None],
-                other=0.0,
-            )
-            h = tl.load(h_ptr + row_offset * h_stride + k[None, :], mask=live[:, None] & in_k[None, :], other=0.0)
-            if UPCAST:
-                weight = weight.to(tl.float32)
-                h = h.to(tl.float32)
+            weight = load_operand(w_ptr, lines, w_stride, in_range[None, :], k[:, None], in_k[:, None], UPCAST)
+            h = load_operand(h_ptr, row_offset, h_stride, live[:, None], k[None, :], in_k[None, :], UPCAST)
             y = tl.dot(h, weight, y, input_precision="ieee")
             if h_r_ptr is not None:
-                h_r = tl.load(
-                    h_r_ptr + row_offset * h_r_stride + k[None, :], mask=live[:, None] & in_k[None, :], other=0.0
-                )
-                if UPCAST:
-                    h_r = h_r.to(tl.float32)
+                h_r = load_operand(h_r_ptr, row_offset, h_r_stride, live[:, None], k[None, :], in_k[None, :], UPCAST)
                 y_r = tl.dot(h_r, weight, y_r, input_precision="ieee")
         bias = load_bias(bias_ptr, column, in_range)
         z = transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP)

@@ -24,7 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..logits import HeadOptions, accumulation_dtype, split_target, temperature_column
+from ..head_triton import HeadInputs
+from ..logits import HeadOptions, split_target
 from ..triton_support import INTERPRETED
 from . import triton_kernels as kernels
 
@@ -133,7 +134,7 @@ class RowGrads:
         return cls(**{k: None if g is None else g.to(torch.float32).contiguous() for k, g in grads.items()})
 
 
-class Sweep:
+class Sweep(HeadInputs):
     """A head and its rows, checked and laid out for the kernels."""
 
     def __init__(
@@ -145,27 +146,9 @@ class Sweep:
         ignore_index: int,
         hidden_r: Tensor | None = None,
     ) -> None:
-        o = options
-        if accumulation_dtype(hidden, weight, *([] if hidden_r is None else [hidden_r])) == torch.float64:
-            raise TypeError("weight: the Triton backend computes in float32, expected no float64; use 'reference'")
-        self.n_rows, self.hidden_size = hidden.shape
-        self.n_vocab = weight.shape[0]
-        if self.n_vocab > 2**24:
-            raise ValueError(f"weight: the Triton backend expects at most 2^24 rows, got {self.n_vocab}")
-        self.options = options
-        self.keep, index = split_target(target, self.n_vocab, ignore_index)
-        self.index = torch.where(self.keep, index, -1)
-        column = temperature_column(o.row_temperature, self.keep, torch.float32)
-        self.temperature = None if column is None else column.view(-1)
-        self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        if hidden_r is not None:
-            self.dtype = torch.promote_types(self.dtype, hidden_r.dtype)
-        self.hidden = hidden.to(self.dtype).contiguous()
-        self.hidden_r = None if hidden_r is None else hidden_r.to(self.dtype).contiguous()
-        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.bias = None if o.bias is None else o.bias.contiguous()
-        self.lora_A = None if o.lora_A is None else o.lora_A.float()
-        self.lora_B = None if o.lora_B is None else o.lora_B.float().contiguous()
+        keep, index = split_target(target, weight.shape[0], ignore_index)
+        super().__init__(hidden, weight, options, keep, hidden_r)
+        self.index = torch.where(keep, index, -1)
         self.tile_rows, self.tile_columns = tile_shape(self.n_rows, self.n_vocab)
 
     # --- pieces -------------------------------------------------------------------------------------------------
@@ -181,9 +164,6 @@ class Sweep:
     def fused(self) -> bool:
         """Whether statistics come from the fused kernel."""
         return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.hidden.device)
 
     def columns(self) -> Iterator[slice]:
         for start in range(0, self.n_vocab, self.tile_columns):
@@ -208,16 +188,6 @@ class Sweep:
         if self.lora_B is not None and self.down is not None and not reference:
             y.addmm_(self.down[rows], self.lora_B[columns].T)
         return y
-
-    def transform(self) -> dict[str, float | bool]:
-        """The numbers of the transform, as every kernel takes them."""
-        o = self.options
-        return {
-            "temperature": o.temperature,
-            "logit_scale": o.logit_scale,
-            "softcap": o.softcap,
-            "SOFTCAP": bool(o.softcap),
-        }
 
     # --- statistics ---------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ from torch import Tensor
 from rlhf_kernels.lora.reference import no_autocast
 from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
+from rlhf_kernels.philox_triton import random_words
+from rlhf_kernels.triton_math import dot
 from rlhf_kernels.triton_support import INTERPRETED, AotCase
 
 ONE_READ_RANK = 32
@@ -43,35 +45,10 @@ _WIDTH = tl.constexpr(SLOT_WIDTH)
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b with the precision that the module docstring states; UPCAST: the interpreter's bf16 is wrong."""
-    if UPCAST:
-        acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif (a.dtype == b.dtype) & (a.dtype != tl.float32):
-        acc = tl.dot(a, b, acc)
-    elif (a.dtype == tl.bfloat16) & (b.dtype == tl.float32):
-        high = b.to(tl.bfloat16)
-        acc = tl.dot(a, high, acc)
-        acc = tl.dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), acc)
-    elif (a.dtype == tl.float32) & (b.dtype == tl.bfloat16):
-        high = a.to(tl.bfloat16)
-        acc = tl.dot(high, b, acc)
-        acc = tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, acc)
-    else:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
-    return acc
-
-
-@triton.jit
 def _keep(row_ids, rows, live, first_column, seed, stream, threshold, BN: tl.constexpr, BD: tl.constexpr):
     """Dropout mask [BN, BD]: four columns share one draw of Philox (see `philox`)."""
     row = tl.load(row_ids + rows, mask=live, other=0)[:, None]
-    group = (first_column // 4 + tl.arange(0, BD // 4))[None, :].to(tl.uint32) + tl.zeros([BN, 1], tl.uint32)
-    zero = tl.zeros([BN, BD // 4], tl.uint32)
-    low = (row & 0xFFFFFFFF).to(tl.uint32) + zero
-    high = ((row >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
-    w0, w1, w2, w3 = tl.philox(seed, group, stream.to(tl.uint32) + zero, low, high)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    words = random_words(seed, row, stream.to(tl.uint32), first_column, BN, BD)
     return words >= threshold.to(tl.uint32)
 
 
@@ -127,7 +104,7 @@ def _shrink_kernel(x, out, tiles, slots, row_ids, seed, stream, x_stride, n_on, 
         if DROPOUT:
             keep = _keep(row_ids, rows, live, first, seed, stream, threshold, BN, BD)
             v = tl.where(keep, v, tl.zeros_like(v))
-        acc = _dot(v, _weight(slots, slot, d, n_d, r, ELEMENT, SIDE, ALIGNED), acc, UPCAST)
+        acc = dot(v, _weight(slots, slot, d, n_d, r, ELEMENT, SIDE, ALIGNED), acc, UPCAST)
     at = (split.to(tl.int64) * n_on + place + lane)[:, None] * R + r[None, :]
     tl.store(out + at, acc * _factor(slots, slot, SIDE), mask=live[:, None])
 
@@ -147,7 +124,7 @@ def _expand_kernel(small, out, tiles, slots, row_ids, seed, stream, out_stride, 
         r = first_r + tl.arange(0, BR)
         w = _weight(slots, slot, d, n_d, r, ELEMENT, SIDE, ALIGNED)
         h = _small_rows(small, n_splits, n_on, place, live, r, R, BN)
-        delta = _dot(h, tl.trans(w), delta, UPCAST)
+        delta = dot(h, tl.trans(w), delta, UPCAST)
     delta *= _factor(slots, slot, SIDE)
     if DROPOUT:
         threshold = tl.load(slots + slot * _WIDTH + 3)
@@ -194,9 +171,9 @@ def _columns_kernel(x, small, sums, shares, tiles, chunks, slots, row_ids, seed,
             keep = _keep(row_ids, row + lane, live, column_tile * BD, seed, stream, threshold, BN, BD)
             v = tl.where(keep, v, tl.zeros_like(v))
         h = _small_rows(small, n_splits, n_on, place, live, r, R, BN)
-        acc = _dot(tl.trans(v), h, acc, UPCAST)
+        acc = dot(tl.trans(v), h, acc, UPCAST)
         if SHARES:
-            share = _dot(v, w, tl.zeros([BN, R], tl.float32), UPCAST) * factor
+            share = dot(v, w, tl.zeros([BN, R], tl.float32), UPCAST) * factor
             at = (column_tile.to(tl.int64) * n_on + place + lane)[:, None] * R + r[None, :]
             tl.store(shares + at, share, mask=live[:, None])
     at = (chunk.to(tl.int64) * n_d + d)[:, None] * R + r[None, :]

@@ -21,14 +21,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import eager, registry
+from .. import eager, registry, triton_support
 from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_outputs, check_tensor, widest
 from . import native, reference
 
 __all__ = ["SampleOutputs", "sample"]
 
 registry.register("sample", "reference", reference)
+registry.register("sample", "triton", registry.Lazy("rlhf_kernels.sample.triton", triton_support.unsupported))
 registry.register("sample", "cpu", native)
+
+FILTERS = "top_k and top_p need all logits of a row at once"
+"""Why a call with a filter is the reference's."""
 
 
 class SampleOutputs(NamedTuple):
@@ -68,8 +72,8 @@ def sample(
             draw. log-prob and entropy of such a row are those of the rest, renormalised.
         outputs: which of `SampleOutputs`' fields to return.
         top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
-            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. On the CPU
-            the reference alone serves it.
+            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. The
+            reference alone serves it.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]
@@ -119,14 +123,14 @@ def sample(
 
 
 def _resolve(backend: str, like: Tensor, filtered: bool) -> str:
-    """The backend for such tensors; with a filter `auto` passes over the native one, and by name it is refused."""
+    """The backend for such tensors; with a filter `auto` passes over kernels, and by name they are refused."""
     chosen = registry.resolve("sample", backend, like)
-    if not filtered or chosen != "cpu":
+    if not filtered or chosen == "reference":
         return chosen
     asked = registry.default_backend() if backend == "auto" else backend
     if asked != "auto":
         raise registry.BackendUnavailableError(
-            f"backend={asked!r} cannot serve sample: {native.FILTERS}; available here: ['reference']"
+            f"backend={asked!r} cannot serve sample: {FILTERS}; available here: ['reference']"
         )
     return "reference"
 

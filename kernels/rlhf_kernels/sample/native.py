@@ -17,10 +17,7 @@ from ..head_native import HeadCall, unsupported
 from ..logits import HeadOptions, temperature_column
 from .reference import STREAM
 
-__all__ = ["FILTERS", "forward", "unsupported"]
-
-FILTERS = "top_k and top_p need all logits of a row at once"
-"""Why a call with a filter is the reference's."""
+__all__ = ["forward", "unsupported"]
 
 
 def forward(

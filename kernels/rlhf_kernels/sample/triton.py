@@ -1,0 +1,347 @@
+"""`sample` in Triton: one sweep over W, whose shares of the vocabulary meet in a second kernel. Same as `reference`.
+
+A program owns `ROWS` rows and a share of the vocabulary. Tile by tile it makes logits and the noise of their columns
+and folds both into the rows' states: maximum, sum and entropy sum of the softmax, and the best score with its column
+and logit. Nothing but states leaves the chip. `finish_kernel` joins the shares of a row.
+
+The tiles, the shares and the order in which they are joined depend on V, H and the dtypes alone, and programs see the
+number of rows only as a bound, so a row's bits do not depend on what it is batched with. Few rows fill a tile in
+part: what counts there is the one read of W.
+
+The words of the noise are those of the reference. Logits and the two logarithms of a Gumbel number are rounded
+differently, so a token may differ where the two best scores are within some ulp of each other. Scores compare as in
+torch: NaN is above everything, the first of equal ones wins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..head_triton import HeadInputs
+from ..linear_logprob.triton_aot import NO_LORA, PLAIN, head_case
+from ..linear_logprob.triton_kernels import load_bias, load_divisor, load_operand, lora_products
+from ..logits import HeadOptions, without_autocast
+from ..logits_triton import capped, moved, tile_state
+from ..philox_triton import gumbel, random_words
+from ..triton_math import dot
+from ..triton_support import INTERPRETED, AotCase
+from .reference import STREAM
+
+# To be tuned on a device. By bytes per operand, and never by the number of rows.
+ROWS = {2: 64, 4: 16}  # fp32 products take registers in place of tensor cores
+COLUMNS = {2: (128, 64), 4: (64, 64)}  # plain; with a bias, LoRA or softcap, which take registers
+DEPTH, WARPS, STAGES = {2: 64, 4: 32}, {2: 8, 4: 4}, {2: 4, 4: 3}
+PROGRAMS = 132  # shares of the vocabulary: one per multiprocessor of an H200
+DOWN_ROWS, DOWN_DEPTH = 16, 64
+MAX_RANKS = 16  # that are multiplied at a time
+FIELDS = 4  # m, s, w, logit of the best column
+CHOICES = 2  # key of the best score, its column
+_STREAM = tl.constexpr(STREAM)
+_LOWEST_KEY = tl.constexpr(-(2**31))
+_NAN_KEY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def order_key(x):
+    """int32 in the order of x: −0 is 0, NaN is above +inf, and −inf is above `_LOWEST_KEY`."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, _NAN_KEY, bits ^ ((bits >> 31) & _NAN_KEY))
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def down_kernel(
+    h_ptr,  # [N, H]
+    a_ptr,  # [rank, H] fp32
+    down_ptr,  # out [N, rank] fp32: scale · h Aᵀ
+    n_rows,
+    hidden_size,
+    rank,
+    h_stride,
+    a_stride,
+    scale,
+    UPCAST: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = rows < n_rows
+    j = tl.program_id(1) * BR + tl.arange(0, BR)
+    down = tl.zeros((BN, BR), tl.float32)
+    for k0 in range(0, hidden_size, BK):
+        k = k0 + tl.arange(0, BK)
+        in_k = k < hidden_size
+        h = load_operand(h_ptr, rows.to(tl.int64)[:, None], h_stride, inside[:, None], k[None, :], in_k[None, :], True)
+        a = load_operand(a_ptr, j.to(tl.int64)[None, :], a_stride, (j < rank)[None, :], k[:, None], in_k[:, None], True)
+        down = dot(h, a, down, UPCAST)
+    place = rows.to(tl.int64)[:, None] * rank + j[None, :]
+    tl.store(down_ptr + place, down * scale, mask=inside[:, None] & (j < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_rows", "nothing"])
+def sample_kernel(
+    h_ptr,  # [N, H]
+    w_ptr,  # [V, H]
+    bias_ptr,
+    down_ptr,  # [N, rank] fp32 or None
+    lora_b_ptr,  # [V, rank] fp32 or None
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    greedy_ptr,  # [N] uint8 or None
+    state_ptr,  # out [splits, FIELDS, N] fp32
+    choice_ptr,  # out [splits, CHOICES, N] int32
+    n_rows,
+    n_vocab,
+    hidden_size,
+    rank,
+    h_stride,
+    w_stride,
+    tiles_per_split,
+    nothing,  # 0, which the compiler must not know: it would keep ten rounds' keys of every row from tile to tile
+    temperature,
+    logit_scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    RANKS: tl.constexpr,  # ≥ rank
+    BR: tl.constexpr,  # of them are multiplied at a time
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    inside = rows < n_rows
+    divisor = load_divisor(temperature_ptr, temperature, rows, inside)
+    seed = tl.load(seed_ptr + rows, mask=inside, other=0)
+    position = tl.load(position_ptr + rows, mask=inside, other=0)
+    m = tl.full((BN,), float("-inf"), tl.float32)
+    s = tl.zeros((BN,), tl.float32)
+    w = tl.zeros((BN,), tl.float32)
+    at_best = tl.zeros((BN,), tl.float32)
+    best = tl.full((BN,), _LOWEST_KEY, tl.int32)
+    token = tl.zeros((BN,), tl.int32)
+    row_offset = rows.to(tl.int64)[:, None]
+    for tile in range(split * tiles_per_split, tl.minimum((split + 1) * tiles_per_split, tl.cdiv(n_vocab, BV))):
+        column = tile * BV + tl.arange(0, BV)
+        in_range = column < n_vocab
+        y = tl.zeros((BN, BV), tl.float32)
+        y = lora_products(down_ptr, lora_b_ptr, row_offset, inside, column, in_range, rank, y, RANKS, BR)
+        lines = column.to(tl.int64)[None, :]
+        for k0 in range(0, hidden_size, BK):
+            k = k0 + tl.arange(0, BK)
+            in_k = k < hidden_size
+            weight = load_operand(w_ptr, lines, w_stride, in_range[None, :], k[:, None], in_k[:, None], UPCAST)
+            h = load_operand(h_ptr, row_offset, h_stride, inside[:, None], k[None, :], in_k[None, :], UPCAST)
+            y = tl.dot(h, weight.to(h.dtype), y, input_precision="ieee")
+        c = capped(y, load_bias(bias_ptr, column, in_range), logit_scale, softcap, SOFTCAP)
+        z = tl.where(in_range[None, :], c / divisor[:, None], float("-inf"))
+        words = random_words((seed + tile * nothing)[:, None], position[:, None], _STREAM, tile * BV, BN, BV)
+        score = z + gumbel(words)
+        if greedy_ptr is not None:  # before the temperature: dividing could round two different logits onto each other
+            greedy = tl.load(greedy_ptr + rows, mask=inside, other=0) != 0
+            score = tl.where(greedy[:, None], c, score)
+        key = tl.where(in_range[None, :], order_key(score), _LOWEST_KEY)
+        best2 = tl.max(key, 1)
+        token2 = tl.min(tl.where(key == best2[:, None], column[None, :], n_vocab), 1)
+        _, m2, s2, w2, _, _, at_best2, _ = tile_state(z, column, in_range, token2, ENTROPY, False, False, False)
+        token = tl.where(best2 > best, token2, token)
+        at_best = tl.where(best2 > best, at_best2, at_best)
+        best = tl.maximum(best, best2)
+        to = tl.maximum(m, m2)
+        _, s, w, _ = moved(m, s, w, 0.0 * s, to)
+        _, s2, w2, _ = moved(m2, s2, w2, 0.0 * s2, to)
+        m = to
+        s += s2
+        w += w2
+    state = state_ptr + split.to(tl.int64) * 4 * n_rows + rows
+    tl.store(state, m, mask=inside)
+    tl.store(state + n_rows, s, mask=inside)
+    tl.store(state + 2 * n_rows, w, mask=inside)
+    tl.store(state + 3 * n_rows, at_best, mask=inside)
+    choice = choice_ptr + split.to(tl.int64) * 2 * n_rows + rows
+    tl.store(choice, best, mask=inside)
+    tl.store(choice + n_rows, token, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def finish_kernel(
+    state_ptr,  # [splits, FIELDS, N]
+    choice_ptr,  # [splits, CHOICES, N]
+    token_ptr,  # out [N] int64
+    logprob_ptr,  # out [N]
+    entropy_ptr,  # out [N] or None
+    n_splits,
+    n_rows,
+    SPLITS: tl.constexpr,  # ≥ n_splits, a power of two
+    R: tl.constexpr,
+):
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    split = tl.arange(0, SPLITS).to(tl.int64)[:, None]
+    mask = (split < n_splits) & (rows < n_rows)[None, :]
+    state = state_ptr + split * 4 * n_rows + rows[None, :]
+    m2 = tl.load(state, mask=mask, other=float("-inf"))
+    s2 = tl.load(state + n_rows, mask=mask, other=0.0)
+    w2 = tl.load(state + 2 * n_rows, mask=mask, other=0.0)
+    at_best2 = tl.load(state + 3 * n_rows, mask=mask, other=0.0)
+    choice = choice_ptr + split * 2 * n_rows + rows[None, :]
+    best2 = tl.load(choice, mask=mask, other=_LOWEST_KEY)
+    token2 = tl.load(choice + n_rows, mask=mask, other=0)
+    best = tl.max(best2, 0)
+    # Shares are in the order of their columns, so the first of equal ones has the lowest
+    token = tl.min(tl.where(mask & (best2 == best[None, :]), token2, _NAN_KEY), 0)
+    chosen = mask & (best2 == best[None, :]) & (token2 == token[None, :])
+    m = tl.max(m2, 0)
+    _, s2, w2, _ = moved(m2, s2, w2, 0.0 * s2, m[None, :])
+    s = tl.sum(s2, 0)
+    log_s = tl.log(s)
+    inside = rows < n_rows
+    tl.store(token_ptr + rows, token.to(tl.int64), mask=inside)
+    tl.store(logprob_ptr + rows, tl.sum(tl.where(chosen, at_best2, 0.0), 0) - m - log_s, mask=inside)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + rows, log_s - tl.sum(w2, 0) / s, mask=inside)
+
+
+def tile_sizes(item: int, *, plain: bool, rank: int) -> dict[str, int]:
+    """Tiles of `sample_kernel` for operands of `item` bytes; plain: no bias, no LoRA, no softcap."""
+    return {
+        "BN": ROWS[item],
+        "BV": COLUMNS[item][0 if plain else 1],
+        "BK": DEPTH[item],
+        "RANKS": _padded(rank),
+        "BR": min(MAX_RANKS, _padded(rank)),
+        "num_warps": WARPS[item],
+        "num_stages": STAGES[item],
+    }
+
+
+def _padded(rank: int) -> int:
+    return max(16, triton.next_power_of_2(rank))
+
+
+def _down(head: HeadInputs) -> Tensor | None:
+    """scale · h Aᵀ [N, r] fp32, in tiles of one size: torch's product may round a row by what it is batched with."""
+    if head.lora_A is None:
+        return None
+    rank = head.lora_A.shape[0]
+    block_r = min(MAX_RANKS, _padded(rank))
+    A = head.lora_A if head.lora_A.stride(1) == 1 else head.lora_A.contiguous()
+    down = head.empty(head.n_rows, rank)
+    down_kernel[(triton.cdiv(head.n_rows, DOWN_ROWS), triton.cdiv(rank, block_r))](
+        head.hidden,
+        A,
+        down,
+        head.n_rows,
+        head.hidden_size,
+        rank,
+        head.hidden.stride(0),
+        A.stride(0),
+        head.options.lora_scale,
+        UPCAST=INTERPRETED,
+        BN=DOWN_ROWS,
+        BK=DOWN_DEPTH,
+        BR=block_r,
+    )
+    return down
+
+
+@without_autocast
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    greedy: Tensor | None,
+    options: HeadOptions,
+    top_k: int,
+    top_p: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. Without a filter: top_k = 0, top_p = 1."""
+    assert top_k == 0
+    assert top_p == 1.0
+    head = HeadInputs(hidden, weight, options, torch.ones_like(seed, dtype=torch.bool))
+    n = head.n_rows
+    token = torch.empty(n, dtype=torch.int64, device=hidden.device)
+    logprob, entropy = head.empty(n), head.empty(n if with_entropy else 0)
+    if n == 0:
+        return token, logprob, entropy
+    down = _down(head)
+    rank = 0 if down is None else down.shape[1]
+    plain = head.bias is None and rank == 0 and not options.softcap
+    sizes = tile_sizes(head.dtype.itemsize, plain=plain, rank=rank)
+    n_tiles = triton.cdiv(head.n_vocab, sizes["BV"])
+    per_split = triton.cdiv(n_tiles, PROGRAMS)
+    splits = triton.cdiv(n_tiles, per_split)
+    state, choice = head.empty(splits, FIELDS, n), head.empty(splits, CHOICES, n, dtype=torch.int32)
+    # Row tiles of one share run next to each other and find its part of W in the cache
+    sample_kernel[(triton.cdiv(n, sizes["BN"]), splits)](
+        head.hidden,
+        head.weight,
+        head.bias,
+        down if rank else None,
+        head.lora_B if rank else None,
+        head.temperature,
+        seed.contiguous(),
+        position.contiguous(),
+        None if greedy is None else greedy.contiguous().view(torch.uint8),
+        state,
+        choice,
+        n,
+        head.n_vocab,
+        head.hidden_size,
+        rank,
+        head.hidden.stride(0),
+        head.weight.stride(0),
+        per_split,
+        0,
+        **head.transform(),
+        ENTROPY=with_entropy,
+        UPCAST=INTERPRETED,
+        **sizes,
+    )
+    finish_splits = triton.next_power_of_2(splits)
+    per_program = max(1, 128 // finish_splits)
+    finish_kernel[(triton.cdiv(n, per_program),)](
+        state,
+        choice,
+        token,
+        logprob,
+        entropy if with_entropy else None,
+        splits,
+        n,
+        SPLITS=finish_splits,
+        R=per_program,
+    )
+    return token, logprob, entropy
+
+
+def aot_cases() -> list[AotCase]:
+    """bf16 as it decodes, with every option, an fp32 head, and what joins the shares."""
+    types = {"seed_ptr": "*i64", "position_ptr": "*i64", "greedy_ptr": "*u8", "choice_ptr": "*i32", "token_ptr": "*i64"}
+    fp32 = types | dict.fromkeys(("h_ptr", "w_ptr"), "*fp32")
+
+    def case(name: str, *, item: int = 2, rank: int = 0, absent: tuple[str, ...] = (), **flags: bool) -> AotCase:
+        sizes = tile_sizes(item, plain="bias_ptr" in absent and rank == 0 and not flags["SOFTCAP"], rank=rank)
+        kinds = types if item == 2 else fp32
+        return head_case(name, sample_kernel, absent=absent, types=kinds, UPCAST=False, **flags, **sizes)
+
+    down: dict[str, Any] = {"UPCAST": False, "BN": DOWN_ROWS, "BK": DOWN_DEPTH}
+    return [
+        case("bf16", absent=(*NO_LORA, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
+        case("bf16, one temperature", absent=(*NO_LORA, *PLAIN, "greedy_ptr"), SOFTCAP=False, ENTROPY=False),
+        case("bf16, every output and option", rank=16, SOFTCAP=True, ENTROPY=True),
+        case("bf16, r128", rank=128, absent=("bias_ptr",), SOFTCAP=False, ENTROPY=True),
+        case("fp32", item=4, absent=(*NO_LORA, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
+        case("fp32, every output and option", item=4, rank=16, SOFTCAP=True, ENTROPY=True),
+        head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
+        head_case("bf16, r16", down_kernel, BR=16, **down),
+        head_case("fp32, r128", down_kernel, types=fp32, BR=MAX_RANKS, **down),
+    ]
