@@ -45,8 +45,10 @@ BENCH_OPS = (  # as `rlhf-engine bench` calls them
     "lora",
     "ppo_losses",
     "gae",
+    "sample",
+    "decode_attention",
 )
-BASELINES = ("trl", "liger-kernel", "cut-cross-entropy", "peft", "quack-kernels")
+BASELINES = ("trl", "liger-kernel", "cut-cross-entropy", "peft", "quack-kernels", "flash-attn")
 METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
 SHAPES = {  # options of a script, in full and with --quick
     "lanes": (

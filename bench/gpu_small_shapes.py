@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs every kernel backend of every loss op once on small ragged shapes; meant for compute-sanitizer.
+"""Runs every kernel backend of every loss op and what decodes once on small ragged shapes; meant for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python bench/gpu_small_shapes.py
 """
@@ -12,7 +12,19 @@ import os
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
-from rlhf_kernels import gae, gather_logprob, linear_logprob, masked_moments, ppo_loss, registry, value_loss, whiten
+from rlhf_kernels import (
+    HeadLora,
+    decode_attention,
+    gae,
+    gather_logprob,
+    linear_logprob,
+    masked_moments,
+    ppo_loss,
+    registry,
+    sample,
+    value_loss,
+    whiten,
+)
 
 
 def backends(op: str) -> list[str]:
@@ -57,12 +69,35 @@ def run_gather_logprob(backend: str) -> None:
     gather_logprob(logits, target, backend=backend).logprob.sum().backward()
 
 
+def run_sample(backend: str) -> None:
+    for n, v in ((1, 1), (17, 1003), (70, 300)):
+        hidden, weight = torch.randn(n, 72, device="cuda"), torch.randn(v, 72, device="cuda")
+        rows = torch.arange(n, device="cuda")
+        lora = HeadLora(torch.randn(3, 72, device="cuda"), torch.randn(v, 3, device="cuda"), 0.5)
+        for dtype in (torch.float32, torch.bfloat16):
+            options = {"seed": rows, "position": rows, "greedy": rows % 2 == 0, "outputs": ("token", "entropy")}
+            sample(hidden.to(dtype), weight.to(dtype), lora=lora, softcap=9.0, backend=backend, **options)
+
+
+def run_decode_attention(backend: str) -> None:
+    for n_heads, n_kv, d in ((4, 2, 8), (7, 1, 80)):
+        q = torch.randn(3, n_heads, d, device="cuda")
+        k_cache, v_cache = (torch.randn(9, n_kv, 130, d, device="cuda").transpose(1, 2) for _ in "kv")
+        lengths = torch.tensor([390, 0, 7], device="cuda")
+        table = torch.randperm(9, device="cuda").view(3, 3)
+        for dtype in (torch.float32, torch.bfloat16):
+            caches = (x.to(dtype) for x in (q, k_cache, v_cache))
+            decode_attention(*caches, lengths, table, scale=0.3, window=300, softcap=5.0, backend=backend)
+
+
 RUNS = {
     "gae": run_gae,
     "whiten": run_whiten,
     "ppo_loss": run_ppo_loss,
     "linear_logprob": run_linear_logprob,
     "gather_logprob": run_gather_logprob,
+    "sample": run_sample,
+    "decode_attention": run_decode_attention,
 }
 
 

@@ -1,4 +1,4 @@
-"""Seeded bugs: each of `mutations.MUTATIONS` goes into a copy of the sources, where its tests then have to fail.
+"""Seeded bugs: each of `MUTATIONS` goes into a copy of the sources, where its tests then have to fail.
 
 A surviving bug means that the tests have a hole. The copy has the kernels, csrc and tests/kernels; its extension is
 compiled once, and for a bug in C++ only the units that it touches are compiled again. A control run of every selection
@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from .mutations import MUTATIONS, Mutation
+from . import mutations, mutations_gpu_decoding
+from .mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
+MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu_decoding.MUTATIONS]
 # What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
 FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
 WITH_COMPILER = shutil.which("g++") is not None

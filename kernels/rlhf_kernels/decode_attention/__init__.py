@@ -15,7 +15,7 @@ dtypes: q and caches of one floating dtype in and out; scores, softmax and sums 
 Deterministic. Inference only: there is no backward pass.
 
 On CPU a length above the table's capacity or a used block index out of range raises ValueError. On a device
-nothing is read back, so such indices are the caller's responsibility there.
+nothing is read back, so such indices are the caller's responsibility there; a longer length counts as the capacity.
 
 Source: Kwon et al. 2023 (paged attention); Shazeer 2019 and Ainslie et al. 2023 (shared key/value heads).
 """
@@ -25,12 +25,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import eager, registry
+from rlhf_kernels import eager, registry, triton_support
 from rlhf_kernels.decode_attention import native, reference
 
 __all__ = ["decode_attention"]
 
 registry.register("decode_attention", "reference", reference)
+registry.register(
+    "decode_attention", "triton", registry.Lazy("rlhf_kernels.decode_attention.triton", triton_support.unsupported)
+)
 registry.register("decode_attention", "cpu", native)
 
 

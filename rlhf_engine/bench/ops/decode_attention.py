@@ -5,6 +5,7 @@ Floor: a bare copy of as many bytes as the used keys and values have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from rlhf_kernels.decode_attention import decode_attention
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Tensors, copy_floor
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor, require
 
 
 class CacheSize(NamedTuple):
@@ -81,7 +82,8 @@ def _case(s: CacheSize, dtype: torch.dtype, ragged: bool) -> Case:
         floor=lambda inputs: copy_floor(moved, inputs["q"].device),
         baselines=(
             Baseline(name="matmul + softmax + matmul", prepare=lambda inputs: lambda: _eager(inputs)),
-            Baseline(name="F.scaled_dot_product_attention", prepare=lambda inputs: lambda: _sdpa(inputs)),
+            Baseline(name="F.scaled_dot_product_attention", prepare=_sdpa),
+            Baseline(name="flash_attn_with_kvcache", package="flash-attn", prepare=_flash),
         ),
         flops=4.0 * sum(lengths) * s.Hq * s.D,
         moved_bytes=moved,
@@ -106,7 +108,18 @@ def _eager(inputs: Tensors) -> Tensors:
     return {"out": (score.softmax(-1) @ v)[:, :, 0]}
 
 
-def _sdpa(inputs: Tensors) -> Tensors:
+def _sdpa(inputs: Tensors) -> Callable[[], Tensors]:
+    q, seen = inputs["q"][:, :, None], _seen(inputs)
     k, v = inputs["k_cache"].transpose(1, 2), inputs["v_cache"].transpose(1, 2)
-    out = F.scaled_dot_product_attention(inputs["q"][:, :, None], k, v, attn_mask=_seen(inputs), enable_gqa=True)
-    return {"out": out[:, :, 0]}
+    return lambda: {"out": F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[:, :, 0]}
+
+
+def _flash(inputs: Tensors) -> Callable[[], Tensors]:
+    q = inputs["q"][:, None]
+    if q.device.type != "cuda" or q.dtype == torch.float32:
+        raise NotHereError("takes bf16 and fp16 on a CUDA device")
+    require("flash-attn", "2.8.3")
+    from flash_attn import flash_attn_with_kvcache
+
+    caches, lengths = (inputs["k_cache"], inputs["v_cache"]), inputs["lengths"].int()
+    return lambda: {"out": flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths)[:, 0]}
