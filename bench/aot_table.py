@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlhf_kernels import aot, cuda_native
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_TARGETS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}
-TYPES = {"f": "float32", "d": "float64"}
+TYPES = {"float": "float32", "double": "float64", "rlhf::BFloat16": "bfloat16", "rlhf::Float16": "float16"}
 INTRODUCTION = """# GPU kernels, compiled ahead of time
 
 `python bench/aot_table.py` on a machine without a GPU: {versions}. Largest numbers among a kernel's
@@ -47,17 +48,27 @@ def triton_rows() -> list[dict[str, Any]]:
 
 
 def cuda_rows() -> list[dict[str, Any]]:
-    """Every CUDA kernel, per dtype, as ptxas reports it."""
+    """Every CUDA kernel, per template arguments, as ptxas reports it."""
     found = []
     for unit in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
         for arch, target in CUDA_TARGETS.items():
             for mangled, usage in aot.ptxas_usage(unit, target).items():
-                name = re.search(r"\d+([a-z_]+_kernel)(?:I([fd]))?", mangled)
-                kernel, dtype = (name[1], TYPES.get(name[2], "")) if name else (mangled, "")
-                row = {"by": "cuda", "op": unit.stem, "kernel": kernel, "case": dtype, "arch": arch}
+                kernel, case = names(mangled)
+                row = {"by": "cuda", "op": unit.stem, "kernel": kernel, "case": case, "arch": arch}
                 spills = usage["stack"] + usage["spills"]
                 found.append(row | {"registers": usage["registers"], "spills": spills, "shared": usage["shared"]})
     return found
+
+
+def names(mangled: str) -> tuple[str, str]:
+    """A kernel's name and its template arguments."""
+    tool = Path(cuda_native.find_nvcc()).with_name("cu++filt")
+    run = subprocess.run([str(tool), mangled], capture_output=True, text=True, check=True)
+    found = re.search(r"(\w+_kernel)(?:<([^>]*)>)?\(", run.stdout)
+    if found is None:
+        return mangled, ""
+    arguments = (re.sub(r"^\(\w+\)", "", argument.strip()) for argument in (found[2] or "").split(","))
+    return found[1], ", ".join(TYPES.get(argument, argument) for argument in arguments)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -168,7 +168,7 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
             f"tests/kernels/{part}test_{stem}.py" for stem in (op, *MORE_TESTS.get(op, ())) for part in ("triton/", "")
         ]
         lanes.append(_pytest(f"correct-{op}", files, "gpu or not long"))
-    cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device")]
+    cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device", "lora_decode")]
     lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long"))
     lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long"))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):

@@ -15,6 +15,7 @@ import torch
 from rlhf_kernels import (
     HeadLora,
     decode_attention,
+    decode_delta_,
     gae,
     gather_logprob,
     linear_logprob,
@@ -90,6 +91,16 @@ def run_decode_attention(backend: str) -> None:
             decode_attention(*caches, lengths, table, scale=0.3, window=300, softcap=5.0, backend=backend)
 
 
+def run_lora_decode(backend: str) -> None:
+    for n, k, m in ((1, 1, 1), (9, 130, 37), (20, 512, 300)):
+        A = [torch.randn(r, k, device="cuda") for r in (8, 33)]
+        B = [torch.randn(m, r, device="cuda") for r in (8, 33)]
+        row_slot = torch.arange(n, device="cuda") % 3 - 1
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x, y = (torch.randn(n, f, device="cuda").to(dtype) for f in (k, m))
+            decode_delta_(y, x, A, B, [0.5, 2.0], row_slot, backend=backend)
+
+
 RUNS = {
     "gae": run_gae,
     "whiten": run_whiten,
@@ -98,6 +109,7 @@ RUNS = {
     "gather_logprob": run_gather_logprob,
     "sample": run_sample,
     "decode_attention": run_decode_attention,
+    "lora_decode_delta": run_lora_decode,
 }
 
 

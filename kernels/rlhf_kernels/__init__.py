@@ -11,7 +11,7 @@ from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
-from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, decode_delta_, lora_delta_, lora_linear
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.registry import BackendUnavailableError, set_default_backend, use_backend
 from rlhf_kernels.sample import SampleOutputs, sample
@@ -34,6 +34,7 @@ __all__ = [
     "StepAdapter",
     "ValueLossOutputs",
     "decode_attention",
+    "decode_delta_",
     "gae",
     "gather_logprob",
     "linear_logprob",

@@ -47,6 +47,8 @@ SIGNATURES = {
     "ppo_loss_backward": "pp pf p d n pp",
     "value_loss_forward": "ppp pf p n d p ppp",
 }
+# The same of functions that are told the types of their tensors: there is one of each, not one per dtype.
+MIXED_SIGNATURES = {"lora_decode": "pn pn f nnn pf pn ff f"}
 _C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_int, "d": ctypes.c_double}
 
 _log = logging.getLogger(__name__)
@@ -123,6 +125,12 @@ def cache_folder() -> Path:
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
+def functions() -> dict[str, str]:
+    """Arguments of every C function that queues work, by its full name."""
+    per_dtype = {f"rlhf_{name}_{dtype}": letters for name, letters in SIGNATURES.items() for dtype in DTYPES}
+    return per_dtype | {f"rlhf_{name}": letters for name, letters in MIXED_SIGNATURES.items()}
+
+
 def load(path: Path) -> ctypes.CDLL:
     """A library with its functions' types declared. Refuses one that was built from other sources."""
     try:
@@ -140,11 +148,10 @@ def load(path: Path) -> ctypes.CDLL:
     found.rlhf_error_string.argtypes = [ctypes.c_int]
     found.rlhf_workspace.restype = ctypes.c_int64
     found.rlhf_workspace.argtypes = [ctypes.c_int64]
-    for name, letters in SIGNATURES.items():
-        for dtype in DTYPES:
-            function = getattr(found, f"rlhf_{name}_{dtype}")
-            function.argtypes = [*(_C_TYPES[x] for x in letters.replace(" ", "")), ctypes.c_void_p]
-            function.restype = ctypes.c_int
+    for name, letters in functions().items():
+        function = getattr(found, name)
+        function.argtypes = [*(_C_TYPES[x] for x in letters.replace(" ", "")), ctypes.c_void_p]
+        function.restype = ctypes.c_int
     return found
 
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/affine_map.h"
+#include "common/half.h"
 #include "common/ppo_terms.h"
 
 namespace {
@@ -96,9 +97,31 @@ void terms() {
     require(!rlhf::value_terms(3.0, 1.0, 3.5, 0.5, false).clipped, "value without a range");
 }
 
+// --- half types: every value comes back, and what lies between two goes to the nearer, a tie to the even one ---------
+
+template <typename H>
+void halves(uint16_t infinity) {
+    const auto bits = [](double x) { return rlhf::Rounded<H>::from(float(x)).bits; };
+    for (uint32_t pattern = 0; pattern < 65536; ++pattern) {
+        const uint16_t here = uint16_t(pattern), size = here & 0x7fff, sign = here & 0x8000;
+        const float x = rlhf::to_float(H{here});
+        require(size > infinity ? std::isnan(x) && (bits(x) & 0x7fff) > infinity : bits(x) == here, "half and back");
+        if (size >= infinity) continue;
+        const double after = size + 1 == infinity ? 2.0 * x - rlhf::to_float(H{uint16_t(here - 1)})
+                                                  : rlhf::to_float(H{uint16_t(here + 1)});
+        const float middle = float((double(x) + after) / 2);
+        require(bits(middle) == (size % 2 ? here + 1 : here), "a tie goes to the even one");
+        require(bits(std::nextafterf(middle, x)) == here, "nearer to this one");
+        require(bits(std::nextafterf(middle, float(after))) == (sign | (size + 1)), "nearer to the next one");
+    }
+    require(bits(kInf) == infinity && bits(-kInf) == (infinity | 0x8000), "infinities");
+}
+
 }  // namespace
 
 int main() {
+    halves<rlhf::BFloat16>(0x7f80);
+    halves<rlhf::Float16>(0x7c00);
     for (double decay : {0.0, 0.05, 0.97, 1.0}) {
         maps<float>(decay, 2e-5);
         maps<double>(decay, 1e-13);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutations import TRITON, Mutation
+from .mutations import CUDA, TRITON, Mutation
 
 _SAMPLE = "kernels/rlhf_kernels/sample/triton.py"
 _PHILOX = "kernels/rlhf_kernels/philox_triton.py"
@@ -247,8 +247,114 @@ DECODE_ATTENTION = [
     ),
 ]
 
+_LORA = "csrc/cuda/lora_decode.cu"
+_LORA_TESTS = "test_cuda_lora_decode.py::test_"
+
+LORA_DECODE = [
+    Mutation(
+        "off rows perturbed",
+        CUDA,
+        _LORA,
+        "if (mask >> warp & 1u && column < call.n_out) {",
+        "if (row0 + warp < call.n_rows && column < call.n_out) {",
+        (_LORA_TESTS + "off_rows_are_neither_read_nor_written",),
+    ),
+    Mutation(
+        "one slot for all rows",
+        CUDA,
+        _LORA,
+        "unsigned(call.slot_of(row0 + row) == slot) << row",
+        "unsigned(call.slot_of(row0 + row) >= 0) << row",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "scale lost",
+        CUDA,
+        _LORA,
+        "shared.h[row * kMaxRank + j] = sum * scale;",
+        "shared.h[row * kMaxRank + j] = sum;",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "first part of K alone",
+        CUDA,
+        _LORA,
+        "for (int p = 0; p < n_parts; ++p) sum",
+        "for (int p = 0; p < 1; ++p) sum",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "first block's share alone",
+        CUDA,
+        _LORA,
+        "for (int block = 0; block < kBlocks; ++block) {",
+        "for (int block = 0; block < 1; ++block) {",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "shares overwritten before all have read them",
+        CUDA,
+        _LORA,
+        "kBlocks > 1 ? cluster_sync() : __syncthreads();  // nobody",
+        "__syncthreads();  // nobody",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "deltas read before all have written them",
+        CUDA,
+        _LORA,
+        "        __syncthreads();\n        // A warp per row\n",
+        "",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "last ranks lost",
+        CUDA,
+        _LORA,
+        "const int per_part = (rank + kWarps - 1) / kWarps;",
+        "const int per_part = rank / kWarps < 1 ? 1 : rank / kWarps;",
+        (_LORA_TESTS + "tier1",),
+    ),
+    Mutation(
+        "double rounding",
+        CUDA,
+        _LORA,
+        "Rounded<X>::from(to_float(*to) + delta)",
+        "Rounded<X>::from(to_float(*to) + to_float(Rounded<X>::from(delta)))",
+        (_LORA_TESTS + "y_is_rounded_once",),
+    ),
+    Mutation(
+        "work on K by the number of rows",
+        CUDA,
+        _LORA,
+        "(n_steps + n_workers - 1) / n_workers;",
+        "(n_steps + call.n_rows % 2 + n_workers - 1) / n_workers;",
+        (_LORA_TESTS + "the_other_rows_do_not_change_a_row_s_bits",),
+    ),
+    Mutation(
+        "a tie away from zero",
+        CUDA,
+        "csrc/common/half.h",
+        "0x7fffu + (bits >> 16 & 1u)",
+        "0x8000u",
+        ("test_cuda_build.py::test_common_code_under_sanitizers",),
+    ),
+    Mutation(
+        "off rows in the table are slot 0",
+        CUDA,
+        "kernels/rlhf_kernels/lora/tables.py",
+        "rows = [[OFF]] * n_rows",
+        "rows = [[0]] * n_rows",
+        (_LORA_TESTS + "decode_linear",),
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
-    for op, mutations in {"sample": SAMPLE, "decode_attention": DECODE_ATTENTION}.items()
+    for op, mutations in {
+        "sample": SAMPLE,
+        "decode_attention": DECODE_ATTENTION,
+        "lora_decode": LORA_DECODE,
+    }.items()
     for mutation in mutations
 ]

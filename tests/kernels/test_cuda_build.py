@@ -42,10 +42,14 @@ def check_usage(target):
     for name in names.split():
         for letter in "fd":  # float, double: as C++ mangles a template's argument
             assert any(re.search(rf"\d+{name}I{letter}", kernel) for kernel in kernels), f"{name}<{letter}> is missing"
+    decoding = [kernel for kernel in kernels if "lora_decode_kernel" in kernel]
+    assert len(decoding) == 12  # three types of rows, two of adapters, with and without clusters
     for kernel, usage in kernels.items():
         assert usage["spills"] == usage["stack"] == 0, f"{kernel}: {usage}"
-        # 65536 registers: two blocks of 512 threads (gae) or two of 256, the latter in fp64 only.
-        assert usage["registers"] <= (64 if "gae" in kernel else 128), f"{kernel}: {usage}"
+        # 65536 registers: two blocks of 512 threads (gae) or two of 256, the latter in fp64 only. One block of 256
+        # per multiprocessor is all that decoding launches.
+        most = 64 if "gae" in kernel else 160 if kernel in decoding else 128
+        assert usage["registers"] <= most, f"{kernel}: {usage}"
 
 
 @needs_nvcc
@@ -110,13 +114,12 @@ def built(tmp_path_factory):
 @needs_nvcc
 @pytest.mark.long  # compiles for three targets
 def test_built_library(built):
-    library = cuda_native.load(built)  # every function of SIGNATURES is there
+    library = cuda_native.load(built)  # every one of `functions` is there
     assert library.rlhf_workspace(0) == library.rlhf_workspace(1024) < library.rlhf_workspace(1025)
     symbols = subprocess.run(["nm", "-D", "--defined-only", str(built)], capture_output=True, text=True, check=True)
     exported = {line.split()[-1] for line in symbols.stdout.splitlines()}
     about = {"rlhf_source_key", "rlhf_error_string", "rlhf_probe", "rlhf_workspace"}
-    functions = {f"rlhf_{name}_{dtype}" for name in cuda_native.SIGNATURES for dtype in ("float32", "float64")}
-    assert exported == about | functions
+    assert exported == about | cuda_native.functions().keys()
     linked = subprocess.run(["ldd", str(built)], capture_output=True, text=True, check=True).stdout
     assert "cuda" not in linked.replace(str(built), "")  # the runtime is inside, the driver is opened when it is needed
     assert library.rlhf_gae_forward_float32(*[0] * 10, -1, 4, 1.0, 1.0, 0, 0, 0) == 1  # cudaErrorInvalidValue

@@ -1,14 +1,10 @@
 """The cuda backend of `gae`, `whiten`, `ppo_loss` and `value_loss`: on a GPU, and its kernels as fibers on the CPU.
 
-The `host` runs build csrc/cuda with g++ and tests/kernels/cuda_on_host/cuda_runtime.h in place of NVIDIA's header. All
-but the device is as on a GPU: kernels, C functions, argument lists, public functions. Tests of the ops themselves, on
-any device, are in test_gae.py, test_whiten.py and test_ppo_loss.py.
+Where `device` puts tensors: see conftest.py. Tests of the ops themselves, on any device, are in test_gae.py,
+test_whiten.py and test_ppo_loss.py.
 """
 
 import contextlib
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,38 +13,7 @@ from rlhf_kernels.gae import _gae_backward, gae, masked_moments, whiten
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.testing import assert_ok, tier1, tier2
 
-ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(scope="session")
-def host_library(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("cuda_on_host") / "library.so"
-    key = cuda_native.source_key(ROOT / "csrc")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
-    units = sorted(map(str, (ROOT / "csrc/cuda").glob("*.cu")))
-    command = ["g++", *flags, *include, f'-DRLHF_SOURCE_KEY="{key}"', "-x", "c++", *units, "-o", str(library)]
-    build = subprocess.run(command, capture_output=True, text=True)
-    assert build.returncode == 0, build.stderr
-    return cuda_native.load(library)
-
-
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Where tensors go so that backend="cuda" serves them."""
-    if request.param == "cuda":
-        assert cuda_native.missing() is None
-        yield "cuda"
-        return
-    library = request.getfixturevalue("host_library")
-    with pytest.MonkeyPatch.context() as patch:  # the driver is what is missing here
-        patch.setattr(cuda_native, "library", lambda: (library, None))
-        patch.setattr(cuda_support, "DEVICE_TYPE", "cpu")
-        patch.setattr(cuda_support, "stream_of", lambda device: contextlib.nullcontext(0))
-        yield "cpu"
 
 
 def trajectories(B, T, *, dtype=torch.float64, scale=1.0, holes=0.3, seed=0):

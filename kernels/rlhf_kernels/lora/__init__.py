@@ -36,15 +36,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels import eager, registry, triton_support
-from rlhf_kernels.lora import native, reference
+from rlhf_kernels.lora import cuda, native, reference
+from rlhf_kernels.lora.decode import decode_delta_
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
 from rlhf_kernels.lora.segments import OFF, Dropout, Lanes, Segments, make_lanes
 
-__all__ = ["OFF", "DecodeLinear", "Dropout", "Lanes", "Segments", "lora_delta_", "lora_linear"]
+__all__ = ["OFF", "DecodeLinear", "Dropout", "Lanes", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
 registry.register("lora", "cpu", native)
+# What `DecodeLinear` and `decode_delta_` choose from
+registry.register("lora_decode", "reference", reference)
+registry.register("lora_decode", "cuda", cuda)
+registry.register("lora_decode", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
+registry.register("lora_decode", "cpu", native)
+registry.register("lora_decode_delta", "reference", reference)
+registry.register("lora_decode_delta", "cuda", cuda)
 
 
 @eager.custom_op("rlhf_kernels::lora_delta")
@@ -275,10 +283,11 @@ def lora_linear(
 class DecodeLinear:
     """`lora_linear` for the steps of decoding: everything but x is given once.
 
-    Where the few rows of x are all on and nothing wants a gradient, the `cpu` backend reads the weight once for product
-    and delta. That is checked and bound at the first call; later ones with such an x go straight to the kernel. It adds
-    in another order than torch, so y may differ from `lora_linear`'s by rounding. Every other call is one of
-    `lora_linear`, with its checks and errors.
+    Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: all rows on, the weight
+    is read once for product and delta; it adds in another order than torch, so y may differ from `lora_linear`'s by
+    rounding. `cuda`: any mix of slots and off rows, one launch adds every delta onto F.linear. That is checked and
+    bound at the first call; later ones with such an x go straight to the kernel. Every other call is one of
+    `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
 
     Between calls tensors may change in place, and their storage may move; their shapes, strides and dtypes may not
     change, nor the instruction set. Not for several threads at once.
@@ -298,7 +307,7 @@ class DecodeLinear:
         self._given = (weight, bias, list(A), list(B), list(scales), segments)
         self._tensors = [t for t in (weight, bias, *A, *B) if t is not None]
         self._backend = backend
-        self._decoder: native.Decoder | None = None
+        self._decoder: native.Decoder | cuda.Decoder | None = None
         self._without: tuple[object, ...] | None = None
         """What the last call was like that no decoder serves."""
         self._default = ""
@@ -320,13 +329,23 @@ class DecodeLinear:
             self._decoder, self._default = decoder, default
         return decoder(x)
 
-    def _make_decoder(self, x: Tensor) -> native.Decoder | None:
+    def _make_decoder(self, x: Tensor) -> native.Decoder | cuda.Decoder | None:
         weight, bias, A, B, scales, segments = self._given
         _check_linear(x, weight, bias)
         lanes = make_lanes(x, weight.shape[0], A, B, scales, segments, None)
-        if not lanes.A or _resolve(self._backend, x, lanes) != "cpu" or not eager.eager(*self._tensors):
+        if not lanes.A or not eager.eager(*self._tensors):
             return None
-        return native.Decoder(x, weight, bias, lanes) if native.Decoder.serves(x, weight, bias, lanes) else None
+        chosen = _resolve(self._backend, x, lanes, "lora_decode")
+        if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lanes):
+            return native.Decoder(x, weight, bias, lanes)
+        if chosen == "cuda":
+            reason = cuda.Decoder.refusal(x, weight, bias, lanes)
+            named = "cuda" in (self._backend, registry.default_backend())
+            if named and reason is not None:
+                raise registry.BackendUnavailableError(f"backend='cuda' cannot serve this decode: {reason}")
+            if reason is None and (named or cuda.Decoder.serves(x, lanes)):
+                return cuda.Decoder(x, weight, bias, lanes)
+        return None
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -337,10 +356,10 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
 
 
-def _resolve(backend: str, x: Tensor, lanes: Lanes) -> str:
+def _resolve(backend: str, x: Tensor, lanes: Lanes, op: str = "lora") -> str:
     """The backend for x and the adapters: float64 on either side asks for products in float64."""
     wide = [t for t in (*lanes.A, *lanes.B) if t.dtype == torch.float64]
-    return registry.resolve("lora", backend, wide[0] if wide else x)
+    return registry.resolve(op, backend, wide[0] if wide else x)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

@@ -128,7 +128,7 @@ def make_lanes(
     runs = [run for run in runs if run[2] != OFF]
     present = sorted({slot for _, _, slot in runs})
     for i in present:
-        _check_adapter(i, A[i], B[i], x, n_in, n_out)
+        check_adapter(i, A[i], B[i], x, n_in, n_out)
     p = [dropout.p[i] if dropout is not None else 0.0 for i in present]
     active = dropout if dropout is not None and any(p) else None
     return Lanes(
@@ -145,7 +145,8 @@ def make_lanes(
     )
 
 
-def _check_adapter(i: int, a: Tensor, b: Tensor, x: Tensor, n_in: int, n_out: int) -> None:
+def check_adapter(i: int, a: Tensor, b: Tensor, x: Tensor, n_in: int, n_out: int) -> None:
+    """Raise unless A and B of slot i are [r, n_in] and [n_out, r], floating, and on x's device."""
     for name, w in ((f"A[{i}]", a), (f"B[{i}]", b)):
         if not w.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {w.dtype}")

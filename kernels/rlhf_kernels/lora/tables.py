@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf_kernels.lora.segments import OFF
+
 SLOT_WIDTH = 6  # address of A, address of B, rank, dropout threshold, 1 / (1 − p), scale (the last two as fp32 bits)
 TARGET_PROGRAMS = 264  # two per multiprocessor of an H100 or H200; fixed, so that bits do not depend on the device
 _ENTRIES = 512
@@ -28,6 +30,12 @@ class Slots(NamedTuple):
 
     table: Tensor  # [slots, SLOT_WIDTH]
     aligned: bool  # every address is divisible by 16
+
+
+class RowSlots(NamedTuple):
+    """What `lora_decode` reads about the rows."""
+
+    table: Tensor  # [N] int64, the slot of each row, −1: off
 
 
 class Layout(NamedTuple):
@@ -61,6 +69,20 @@ def slots_of(A: list[Tensor], B: list[Tensor], scales: Sequence[float], p: Seque
         return Slots(_upload(rows, SLOT_WIDTH, device), all(x % 16 == 0 for pair in addresses for x in pair))
 
     return _cached(("slots", *addresses, *ranks, *scales, *p), device, make)
+
+
+def row_slots_of(
+    starts: Sequence[int], ends: Sequence[int], slots: Sequence[int], n_rows: int, device: torch.device
+) -> RowSlots:
+    """The table of runs that are on, for a batch of `n_rows`."""
+
+    def make() -> RowSlots:
+        rows = [[OFF]] * n_rows
+        for start, end, slot in zip(starts, ends, slots, strict=True):
+            rows[start:end] = [[slot]] * (end - start)
+        return RowSlots(_upload(rows, 1, device).view(-1))
+
+    return _cached(("rows", *starts, *ends, *slots, n_rows), device, make)
 
 
 def layout_of(

@@ -149,7 +149,7 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
         op="lora",
         name=lane.name,
         dtype=dtype,
-        kernels=("lora",),
+        kernels=("lora",) if lane.backward else ("lora_decode",),
         make=make,
         run=run,
         eager=lambda inputs: finish(eager_linear, inputs),

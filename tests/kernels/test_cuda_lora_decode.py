@@ -1,0 +1,320 @@
+"""Decoding through the cuda backend of LoRA: on a GPU, and its kernel as fibers on the CPU, in clusters and without."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import registry
+from rlhf_kernels.lora import DecodeLinear, Segments, cuda, decode_delta_, lora_linear, tables
+from rlhf_kernels.testing import assert_ok, tier1, tier2
+
+from .cuda_graph import capture
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["clusters", "alone"])
+def clusters(request, monkeypatch):
+    """Every test with blocks that share their memory and with blocks that do not."""
+    real = cuda.has_clusters
+    monkeypatch.setattr(cuda, "has_clusters", lambda at: request.param and (at.type != "cuda" or real(at)))
+    return request.param
+
+
+class Case:
+    """x [n, k], y [n, m], a slot per rank, and the slot of every row: mixed, some off."""
+
+    def __init__(
+        self, device, n=11, k=200, m=75, ranks=(4, 9), *, dtype=torch.float32, adapter=torch.float32, scale=1.0
+    ):
+        g = torch.Generator().manual_seed(n + k + m)
+
+        def make(*shape, to):
+            return (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(to).to(device)
+
+        self.x, self.y = make(n, k, to=dtype), make(n, m, to=dtype)
+        self.A = [make(r, k, to=adapter) for r in ranks]
+        self.B = [make(m, r, to=adapter) for r in ranks]
+        self.scales = [0.5 + i for i in range(len(ranks))]
+        self.slots = ((torch.arange(n) * 7 + 1) % (len(ranks) + 1) - 1).to(device)
+
+    def run(self, rows=slice(None), **changes):
+        given = {"y": self.y, "x": self.x, "row_slot": self.slots} | changes
+        y = given["y"][rows].clone()
+        with torch.no_grad():
+            return decode_delta_(
+                y, given["x"][rows], self.A, self.B, self.scales, given["row_slot"][rows], backend="cuda"
+            )
+
+    def expected(self, dtype):
+        """y + delta in `dtype`, on the CPU."""
+        y = self.y.cpu().to(dtype)
+        for n, slot in enumerate(self.slots.tolist()):
+            if slot >= 0:
+                a, b = self.A[slot].cpu().to(dtype), self.B[slot].cpu().to(dtype)
+                y[n] += b @ (a @ self.x[n].cpu().to(dtype)) * self.scales[slot]
+        return y
+
+
+@pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (2, 128, 32), (8, 129, 33), (9, 1030, 300), (17, 64, 40)])
+@pytest.mark.parametrize("ranks", [(1,), (8, 16), (3, 30, 5), (128, 64)], ids=str)
+def test_tier1(device, n, k, m, ranks):
+    case = Case(device, n, k, m, ranks)
+    assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), "y")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_tier1_at_two_scales(device, scale):
+    case = Case(device, scale=scale)
+    assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), "y")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+def test_y_is_rounded_once(device, dtype, adapter):
+    case = Case(device, 12, 256, 64, (16, 8), dtype=dtype, adapter=adapter, scale=0.3)
+    got, exact = case.run().cpu(), case.expected(torch.float64)
+    assert got.dtype == dtype
+    if dtype == torch.float32:
+        assert_ok(tier1(got, exact, case.expected(torch.float32)), "y")
+    else:
+        kept = exact.abs() > 0.05  # where base and delta cancel, fp32's error is large in units of the small result
+        assert_ok(tier2(got[kept], exact[kept]), "y")
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 17, 33])
+def test_the_other_rows_do_not_change_a_row_s_bits(device, n):
+    case = Case(device, 40, 300, 90, (16, 5, 40))
+    assert torch.equal(case.run(slice(n)), case.run()[:n])
+    assert torch.equal(case.run(slice(n, None)), case.run()[n:])
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).to(device)
+    assert torch.equal(case.run(order), case.run()[order])
+
+
+def test_bits_are_the_same_in_every_run(device):
+    case = Case(device, 20, 300, 90, (16, 5))
+    assert all(torch.equal(case.run(), case.run()) for _ in range(3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_off_rows_are_neither_read_nor_written(device, dtype):
+    case = Case(device, 12, dtype=dtype)
+    off = case.slots < 0
+    want = case.run()
+    patterns = torch.randint(-(2**15), 2**15, case.y.shape, dtype=torch.int16).to(device)
+    case.y[off] = (patterns.view(torch.bfloat16) if dtype != torch.float32 else patterns.float()).to(dtype)[off]
+    case.x[off] = NAN
+    before = case.y.clone()
+    got = case.run()
+    assert torch.equal(got[~off], want[~off])
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(got[off].view(integers), before[off].view(integers))
+    nobody = case.run(row_slot=torch.full_like(case.slots, -1))
+    assert torch.equal(nobody.view(integers), before.view(integers))
+
+
+def test_slots_that_are_not_there_are_off(device):
+    case = Case(device)
+    case.slots[:4] = torch.tensor([2, 99, -5, 2**31 - 1], device=device)
+    got = case.run()
+    assert torch.equal(got[:4], case.y[:4])
+    assert torch.equal(case.run(row_slot=case.slots.int()), got)
+
+
+def test_what_is_not_finite_stays_in_its_row_and_slot(device):
+    case = Case(device, 12, 140, 40, (5, 9))
+    want = case.run()
+    case.x[2, 130], case.x[5, 3] = NAN, INF
+    got, exact = case.run().cpu(), case.expected(torch.float64)
+    assert torch.equal(got.isnan(), exact.isnan())
+    assert torch.equal(got.isinf(), exact.isinf())
+    kept = [n for n in range(12) if n not in (2, 5)]
+    assert torch.equal(got[kept], want.cpu()[kept])
+    case.A[1][3, 7] = NAN
+    got, one = case.run().cpu(), (case.slots == 1).cpu()
+    assert got[one].isnan().all()
+    zero = (case.slots == 0).cpu()
+    zero[[2, 5]] = False
+    assert torch.equal(got[zero], want.cpu()[zero])
+
+
+def test_any_rows_between_red_zones(device):
+    """Strided rows that are and are not aligned, features that are not neighbours, addresses off by one element."""
+    case = Case(device, 11, 64, 32, (8, 16))
+    want = case.run()
+    for start, stride in ((0, 68), (1, 67), (3, 80)):
+        x, y = (torch.full((11, stride), NAN, device=device) for _ in "xy")
+        x[:, start : start + 64], y[:, start : start + 32] = case.x, case.y
+        with torch.no_grad():
+            got = decode_delta_(
+                y[:, start : start + 32], x[:, start : start + 64], case.A, case.B, case.scales, case.slots,
+                backend="cuda",
+            )  # fmt: skip
+        assert torch.equal(got, want)
+        assert y[:, :start].isnan().all()
+        assert y[:, start + 32 :].isnan().all()
+    assert torch.equal(case.run(x=case.x.T.contiguous().T), want)
+    for weights in (case.A, case.B):
+        for i, w in enumerate(weights):
+            shifted = torch.full((w.numel() + 1,), NAN, device=device)
+            shifted[1:] = w.flatten()
+            weights[i] = shifted[1:].view(w.shape)
+    assert torch.equal(case.run(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_reference(device, dtype):
+    case = Case(device, 20, 100, 50, (4, 8, 12), dtype=dtype)
+    y = case.y.clone()
+    reference = decode_delta_(y, case.x, case.A, case.B, case.scales, case.slots, backend="reference")
+    assert reference is y
+    tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(case.run(), reference, **tolerance)
+    off = case.slots < 0
+    assert torch.equal(reference[off], case.y[off])
+
+
+# --- DecodeLinear -----------------------------------------------------------------------------------------------------
+
+
+def linear(case, device, segments):
+    """Arguments of `DecodeLinear`."""
+    weight = torch.randn(case.y.shape[1], case.x.shape[1], generator=torch.Generator().manual_seed(1))
+    weight, bias = weight.to(device, case.x.dtype), case.y[0].clone()
+    return (weight, bias, case.A, case.B, case.scales, segments)
+
+
+MIXED = Segments(starts=(0, 3, 5, 9), ends=(3, 5, 9, 10), slots=(1, -1, 0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(11,), (11, 1), (1, 11)])
+def test_decode_linear(device, dtype, shape):
+    case = Case(device, dtype=dtype, scale=0.3)
+    given = linear(case, device, MIXED)
+    decode = DecodeLinear(*given, backend="cuda")
+    x = case.x.view(*shape, -1)
+    for _ in range(2):  # the second call goes straight to the kernel
+        got = decode(x)
+        assert decode._decoder is not None
+        want = lora_linear(x, *given, backend="reference")
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(got, want, **tolerance)
+        off = [3, 4, 10]
+        base = F.linear(x, *given[:2])
+        assert torch.equal(got.view(11, -1)[off], base.view(11, -1)[off])
+        x = (x * 0.5).contiguous()
+        given[2][0].mul_(0.9)  # tensors may change in place
+    decode.__init__(given[0], None, *given[2:], backend="cuda")
+    torch.testing.assert_close(decode(x), lora_linear(x, given[0], None, *given[2:], backend="reference"), **tolerance)
+
+
+def test_decode_linear_follows_tensors_that_move(device):
+    case = Case(device)
+    given = linear(case, device, MIXED)
+    decode = DecodeLinear(*given, backend="cuda")
+    decode(case.x)
+    for tensor in (*case.A, *case.B, given[0]):
+        tensor.data = (tensor + 0.25).clone()
+    torch.testing.assert_close(decode(case.x), lora_linear(case.x, *given, backend="reference"), rtol=1e-4, atol=1e-4)
+
+
+def test_decode_linear_says_what_it_cannot_do(device, clusters):
+    case = Case(device, 5, 40, 20, (4, 200))
+    segments = Segments(starts=(0,), ends=(5,), slots=(1,))
+    given = linear(case, device, segments)
+    with pytest.raises(
+        registry.BackendUnavailableError, match="'cuda' cannot serve this decode: .*ranks from 1 to 128"
+    ):
+        DecodeLinear(*given, backend="cuda")(case.x)
+    case.A[1] = case.A[1].half()
+    with pytest.raises(registry.BackendUnavailableError, match="adapters of one dtype"):
+        DecodeLinear(*linear(case, device, segments), backend="cuda")(case.x)
+    with pytest.raises(ValueError, match="cannot serve this decode: it is for up to 256 rows, not 257"):
+        Case(device, 257, 4, 4, (2,)).run()
+    with pytest.raises(registry.BackendUnavailableError, match="lora_decode_delta has no triton implementation"):
+        decode_delta_(case.y, case.x, case.A[:1], case.B[:1], [1.0], case.slots, backend="triton")
+    small, large = Case(device, ranks=(32,)), Case(device, ranks=(64,))
+    assert cuda.serves(small.x, small.A, small.B)
+    assert cuda.serves(large.x, large.A, large.B) == clusters
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(3)}, ValueError, "x: expected floating rows of shape"),
+        ({"y": torch.zeros(4, 5)}, ValueError, "y: expected 3 rows of torch.float32"),
+        ({"y": torch.zeros(3, 5).double()}, ValueError, "y: expected 3 rows of torch.float32"),
+        ({"row_slot": torch.zeros(3)}, ValueError, r"row_slot: expected int32 or int64 \[3\]"),
+        ({"row_slot": torch.zeros(2, dtype=torch.int64)}, ValueError, r"row_slot: expected int32 or int64 \[3\]"),
+        ({"scales": []}, ValueError, "A, B, scales: expected one entry per slot"),
+        ({"A": [torch.zeros(2, 5)]}, ValueError, r"A\[0\]: expected shape \[r, 4\]"),
+        ({"B": [torch.zeros(5, 3)]}, ValueError, r"B\[0\]: expected shape \[5, 2\]"),
+        ({"x": torch.zeros(3, 4, requires_grad=True)}, ValueError, "decoding has no gradient"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    good = {"y": torch.zeros(3, 5), "x": torch.zeros(3, 4), "A": [torch.zeros(2, 4)], "B": [torch.zeros(5, 2)]}
+    good |= {"scales": [1.0], "row_slot": torch.zeros(3, dtype=torch.int64)}
+    assert decode_delta_(**good) is good["y"]
+    with pytest.raises(error, match=message):
+        decode_delta_(**(good | change))
+
+
+# --- what only a GPU shows ----------------------------------------------------------------------------------------------
+
+
+def big(n, rank, dtype=torch.bfloat16):
+    return Case("cuda", n, 4096, 4096, (rank, 8), dtype=dtype, scale=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 16, 256])
+@pytest.mark.parametrize("rank", [16, 128])
+def test_at_size(n, rank):
+    case = big(n, rank, torch.float32)
+    assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), "y")
+
+
+@pytest.mark.gpu
+def test_bits_at_size_in_ten_runs_whatever_the_batch():
+    case = big(64, 32)
+    whole = case.run()
+    for n in (1, 2, 15, 17, *[64] * 10):
+        assert torch.equal(case.run(slice(n)), whole[:n]), n
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_other_slots():
+    case = big(32, 16)
+    y = torch.empty_like(case.y)
+
+    def step():
+        with torch.no_grad():
+            y.copy_(case.y)
+            decode_delta_(y, case.x, case.A, case.B, case.scales, case.slots, backend="cuda")
+
+    graph, _ = capture(step)
+    for shift in (1, 2):
+        case.slots.copy_((case.slots + 1 + shift) % 3 - 1)
+        case.x.copy_(torch.randn_like(case.x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, case.run())
+
+
+@pytest.mark.gpu
+def test_graph_of_decode_linear():
+    case = big(16, 16)
+    given = linear(case, "cuda", Segments(starts=(0, 8), ends=(6, 16), slots=(1, 0)))
+    decode = DecodeLinear(*given)
+    graph, captured = capture(lambda: decode(case.x))
+    assert isinstance(decode._decoder, cuda.Decoder)
+    case.x.copy_(torch.randn_like(case.x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, decode(case.x))
+    fresh = DecodeLinear(*given[:5], Segments(starts=(3,), ends=(9,), slots=(1,)))
+    with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fresh(case.x)
+    assert tables._IN_GRAPHS
