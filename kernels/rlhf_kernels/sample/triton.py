@@ -83,7 +83,7 @@ def down_kernel(
     tl.store(down_ptr + place, down * scale, mask=inside[:, None] & (j < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["n_rows", "nothing"])
+@triton.jit(do_not_specialize=["n_rows", "n_forbidden", "nothing"])
 def sample_kernel(
     h_ptr,  # [N, H]
     w_ptr,  # [V, H]
@@ -94,12 +94,15 @@ def sample_kernel(
     seed_ptr,
     position_ptr,
     greedy_ptr,  # [N] uint8 or None
+    forbidden_ptr,  # [n_forbidden] int64 or None: columns that are not for rows marked in the next
+    forbids_ptr,  # [N] uint8
     state_ptr,  # out [splits, FIELDS, N] fp32
     choice_ptr,  # out [splits, CHOICES, N] int32
     n_rows,
     n_vocab,
     hidden_size,
     rank,
+    n_forbidden,
     h_stride,
     w_stride,
     tiles_per_split,
@@ -142,6 +145,12 @@ def sample_kernel(
             h = load_operand(h_ptr, row_offset, h_stride, inside[:, None], k[None, :], in_k[None, :], UPCAST)
             y = tl.dot(h, weight.to(h.dtype), y, input_precision="ieee")
         c = capped(y, load_bias(bias_ptr, column, in_range), logit_scale, softcap, SOFTCAP)
+        if forbidden_ptr is not None:
+            banned = column < 0
+            for i in range(n_forbidden):
+                banned = banned | (column == tl.load(forbidden_ptr + i))
+            forbids = tl.load(forbids_ptr + rows, mask=inside, other=0) != 0
+            c = tl.where(forbids[:, None] & banned[None, :], float("-inf"), c)
         z = tl.where(in_range[None, :], c / divisor[:, None], float("-inf"))
         words = random_words((seed + tile * nothing)[:, None], position[:, None], _STREAM, tile * BV, BN, BV)
         score = z + gumbel(words)
@@ -259,6 +268,7 @@ def forward(
     seed: Tensor,
     position: Tensor,
     greedy: Tensor | None,
+    bans: tuple[Tensor, Tensor] | None,
     options: HeadOptions,
     top_k: int,
     top_p: float,
@@ -277,6 +287,7 @@ def forward(
     rank = 0 if down is None else down.shape[1]
     plain = head.bias is None and rank == 0 and not options.softcap
     sizes = tile_sizes(head.dtype.itemsize, plain=plain, rank=rank)
+    forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1].contiguous())
     n_tiles = triton.cdiv(head.n_vocab, sizes["BV"])
     per_split = triton.cdiv(n_tiles, PROGRAMS)
     splits = triton.cdiv(n_tiles, per_split)
@@ -292,12 +303,15 @@ def forward(
         seed.contiguous(),
         position.contiguous(),
         None if greedy is None else greedy.contiguous().view(torch.uint8),
+        forbidden,
+        None if forbids is None else forbids.view(torch.uint8),
         state,
         choice,
         n,
         head.n_vocab,
         head.hidden_size,
         rank,
+        0 if forbidden is None else len(forbidden),
         head.hidden.stride(0),
         head.weight.stride(0),
         per_split,
@@ -325,7 +339,9 @@ def forward(
 
 def aot_cases() -> list[AotCase]:
     """bf16 as it decodes, with every option, an fp32 head, and what joins the shares."""
-    types = {"seed_ptr": "*i64", "position_ptr": "*i64", "greedy_ptr": "*u8", "choice_ptr": "*i32", "token_ptr": "*i64"}
+    types = dict.fromkeys(("seed_ptr", "position_ptr", "forbidden_ptr", "token_ptr"), "*i64")
+    types |= {"greedy_ptr": "*u8", "forbids_ptr": "*u8", "choice_ptr": "*i32"}
+    free = ("forbidden_ptr", "forbids_ptr")
     fp32 = types | dict.fromkeys(("h_ptr", "w_ptr"), "*fp32")
 
     def case(name: str, *, item: int = 2, rank: int = 0, absent: tuple[str, ...] = (), **flags: bool) -> AotCase:
@@ -335,11 +351,11 @@ def aot_cases() -> list[AotCase]:
 
     down: dict[str, Any] = {"UPCAST": False, "BN": DOWN_ROWS, "BK": DOWN_DEPTH}
     return [
-        case("bf16", absent=(*NO_LORA, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
-        case("bf16, one temperature", absent=(*NO_LORA, *PLAIN, "greedy_ptr"), SOFTCAP=False, ENTROPY=False),
+        case("bf16", absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
+        case("bf16, one temperature", absent=(*NO_LORA, *PLAIN, *free, "greedy_ptr"), SOFTCAP=False, ENTROPY=False),
         case("bf16, every output and option", rank=16, SOFTCAP=True, ENTROPY=True),
-        case("bf16, r128", rank=128, absent=("bias_ptr",), SOFTCAP=False, ENTROPY=True),
-        case("fp32", item=4, absent=(*NO_LORA, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
+        case("bf16, r128", rank=128, absent=("bias_ptr", *free), SOFTCAP=False, ENTROPY=True),
+        case("fp32", item=4, absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
         case("fp32, every output and option", item=4, rank=16, SOFTCAP=True, ENTROPY=True),
         head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
         head_case("bf16, r16", down_kernel, BR=16, **down),

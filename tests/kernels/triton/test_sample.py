@@ -274,6 +274,22 @@ def test_any_strides_mixed_dtypes_and_red_zones(device):
         torch.testing.assert_close(mixed.logprob, want.logprob, rtol=1e-4, atol=1e-4)
 
 
+def test_some_rows_never_draw_what_is_forbidden(device, programs):
+    hidden, weight, seed, position = make(device, 21, 24, 700)
+    forbids, greedy = (torch.arange(21, device=device) % 3 != 0), (torch.arange(21, device=device) % 2 == 0)
+    rows = {"seed": seed, "position": position, "greedy": greedy, "outputs": ALL, "temperature": 0.8}
+    free = sample(hidden, weight, backend="triton", **rows)
+    forbidden = torch.cat([free.token, torch.tensor([699, 0], device=device)])
+    out, want = (
+        sample(hidden, weight, forbidden=forbidden, forbids=forbids, backend=backend, **rows)
+        for backend in ("triton", "reference")
+    )
+    for got, theirs, before in zip(out, want, free, strict=True):
+        assert torch.equal(got[~forbids], before[~forbids])
+        torch.testing.assert_close(got, theirs, rtol=1e-5, atol=2e-5)
+    assert not torch.isin(out.token[forbids], forbidden).any()
+
+
 def test_nothing_as_large_as_the_logits(device, monkeypatch):
     shapes = []
     empty = ours.HeadInputs.empty
