@@ -224,7 +224,7 @@ def test_decode_linear_says_what_it_cannot_do(device, clusters):
     segments = Segments(starts=(0,), ends=(5,), slots=(1,))
     given = linear(case, device, segments)
     with pytest.raises(
-        registry.BackendUnavailableError, match="'cuda' cannot serve this decode: .*ranks from 1 to 128"
+        registry.BackendUnavailableError, match=r"'cuda' cannot serve this decode: .*ranks from 1 to 128"
     ):
         DecodeLinear(*given, backend="cuda")(case.x)
     case.A[1] = case.A[1].half()
@@ -261,7 +261,7 @@ def test_bad_arguments_are_named(change, error, message):
         decode_delta_(**(good | change))
 
 
-# --- what only a GPU shows ----------------------------------------------------------------------------------------------
+# --- what only a GPU shows --------------------------------------------------------------------------------------------
 
 
 def big(n, rank, dtype=torch.bfloat16):
