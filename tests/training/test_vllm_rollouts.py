@@ -11,11 +11,12 @@ import torch
 
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
+from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.training.experience import make_experience
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import PpoTrainer
 from tests.rollout.stand_in import StandIn
-from tests.training.test_data import PROMPTS, ppo_config, write_model, write_rows
+from tests.training.test_data import PROMPTS, ppo_config, write_model, write_reward, write_rows
 from tests.training.test_rl import Stop, same, stop_after, trained, without_timings
 
 MISMATCH = ("mismatch/rollout_k3", "mismatch/worst_sequence", "mismatch/truncated_ratio")
@@ -156,6 +157,29 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         experience(made)
 
 
+def test_answers_without_a_reward_take_their_weights_with_them(model, server, tmp_path):
+    """Ratios of the even answers are 1 and are left out; what stays is truncated throughout."""
+    reward = write_reward(tmp_path, "return [None if i % 2 == 0 else 1.0 for i in range(len(prompts))]")
+    seen: list[int] = []
+
+    def alter(payload: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+        if "prompt_logprobs" not in request:
+            seen.append(request["seed"])
+            if request["seed"] in odd:
+                values = payload["choices"][0]["logprobs"]["token_logprobs"]
+                values[:] = [x - 1.0 for x in values]
+        return payload
+
+    odd = {row_seed(0, i) for i in range(1, 8, 2)}
+    server.alter = alter
+    found = PpoTrainer(config(model, tmp_path / "run", server, reward_funcs=[reward])).step()
+    assert len(seen) == 8
+    assert odd < set(seen)
+    assert found["completions/skipped"] == 4
+    assert found["mismatch/truncated_ratio"] == 1.0
+    assert found["mismatch/importance_weight_mean"] == 2.0
+
+
 def test_the_canary_stops_what_the_correction_would_hide(model, server, tmp_path):
     server.alter = off_by(-0.3)
     with pytest.raises(MismatchError, match=r"differ by 0\.1\d+ for drawn tokens"):
@@ -205,6 +229,12 @@ def test_a_resumed_run_replaces_the_version_that_it_made_otherwise(model, server
     again.step()
     (other,) = server.adapters
     assert other.split("-v")[1].startswith("2-")
+
+
+def test_runs_of_one_name_do_not_take_each_other_s_adapters(model, server, tmp_path):
+    for place in ("a", "b"):
+        PpoTrainer(config(model, tmp_path / place / "run", server)).rollouts.sync(0)
+    assert len(server.adapters) == 2  # of the very same weights
 
 
 def test_what_is_wrong_is_found_before_the_model_is_loaded(model, server, tmp_path):
