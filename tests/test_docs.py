@@ -192,17 +192,20 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
-        "decode_attention": {"cpu"},
+        "decode_attention": {"cpu", "triton"},
+        "decode_step": {"cpu"},
         "gae": {"cpu", "cuda", "triton"},
         "gather_logprob": {"cpu", "triton"},
         "linear_logprob": {"cpu", "triton"},
         "linear_logprob_pair": {"cpu", "triton"},
         "linear_ppo_loss": {"cpu", "triton"},
         "lora": {"cpu", "triton"},
+        "lora_decode": {"cpu", "cuda", "triton"},
+        "lora_decode_delta": {"cuda"},
         "ppo_loss": {"cpu", "cuda", "triton"},
         "rms_norm": {"cpu"},
         "rotary": {"cpu"},
-        "sample": {"cpu"},
+        "sample": {"cpu", "triton"},
         "swiglu": {"cpu"},
         "whiten": {"cpu", "cuda", "triton"},
     }
