@@ -83,7 +83,7 @@ def optimizer_with_state(model: HydraModel) -> RoleOptimizer:
 
 def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Setting) -> None:
     """One phase, as the training loop runs it. Answers have their full length, since no token ends one."""
-    prompts = [[3 + i % 7] * s.prompt_length for i in range(s.batch)]
+    prompts = [[3 + i % 7] * (s.prompt_length - 1) + [i] for i in range(s.batch)]  # equal ones would be kept once
     if phase == "generation":
         sampling = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=())
         generate(model, prompts, sampling)

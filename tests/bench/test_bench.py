@@ -23,6 +23,7 @@ from rlhf_engine.bench import OPS, candidates, memory, runner, timing
 from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.report import KEYS, write_records
+from rlhf_engine.bench.rollout import OP as ROLLOUT
 from rlhf_engine.bench.roofline import Ceilings, plot_roofline
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError
@@ -320,8 +321,8 @@ def test_a_plot_needs_records(tmp_path):
 
 def test_every_op_has_a_script():
     folder = Path(__file__).resolve().parents[2] / "bench"
-    assert {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")} == set(OPS)
-    for op in OPS:
+    assert {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")} == {*OPS, ROLLOUT}
+    for op in (*OPS, ROLLOUT):
         assert f'main(["bench", "{op}", ' in (folder / f"bench_{op}.py").read_text()
 
 
