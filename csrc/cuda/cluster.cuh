@@ -33,7 +33,7 @@ __device__ __forceinline__ int cluster_rank() {
 // All threads of the cluster, and with them their writes to shared memory.
 __device__ __forceinline__ void cluster_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 #elif !defined(__CUDACC__)
     on_host::wait_for_cluster();
 #elif defined(__CUDA_ARCH__)

@@ -272,7 +272,7 @@ LORA_DECODE = [
         CUDA,
         _LORA,
         "shared.h[row * kMaxRank + j] = sum * scale;",
-        "shared.h[row * kMaxRank + j] = sum;",
+        "shared.h[row * kMaxRank + j] = sum * (scale * 0.0f + 1.0f);",
         (_LORA_TESTS + "tier1",),
     ),
     Mutation(
@@ -328,7 +328,7 @@ LORA_DECODE = [
         CUDA,
         _LORA,
         "(n_steps + n_workers - 1) / n_workers;",
-        "(n_steps + call.n_rows % 2 + n_workers - 1) / n_workers;",
+        "(n_steps * (1 + call.n_rows % 2) + n_workers - 1) / n_workers;",
         (_LORA_TESTS + "the_other_rows_do_not_change_a_row_s_bits",),
     ),
     Mutation(

@@ -14,6 +14,8 @@ Symbols: x [.., K] with N rows (all leading dims flattened), y [.., M], weight [
 id, layer, column), so it is recomputed in the backward pass and does not depend on what else is in the
 batch.
 
+`DecodeLinear` and `decode_delta_` are the same for the few rows of a decoding step, forward only.
+
 Off rows of `lora_linear` are bit-identical to `F.linear(x, weight, bias)` on the same x. A slot without
 rows gets no gradient (None, not zeros). Nothing is computed for what needs no gradient: a frozen weight
 has no dW.
