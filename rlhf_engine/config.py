@@ -288,10 +288,16 @@ class GenerateConfig(EngineConfig, _ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify_rollout and (self.top_k is not None or self.top_p is not None):
+        filters = {
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_completion_length": self.min_completion_length or None,
+        }
+        given = {name: value for name, value in filters.items() if value is not None}
+        if self.verify_rollout and given:
             raise ConfigError(
-                "verify_rollout: expected no top_k and no top_p, whose log-probs are of the tokens they keep, got "
-                f"top_k {self.top_k} and top_p {self.top_p}"
+                "verify_rollout: expected no top_k, top_p and min_completion_length, whose log-probs are of the tokens "
+                f"they keep, got {given}"
             )
         if self.resume and self.out is None:
             raise ConfigError("resume: expected it together with out, the file to go on with, got no out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ class AnswerSession:
         self.config = config
         prompts = read_prompts(config)
         self.texts = [prompt for prompt in prompts for _ in range(config.num_generations)]
-        self._out = None if config.out is None else _AnswerFile(Path(config.out), self.texts, resume=config.resume)
+        self._out = None
+        if config.out is not None:
+            self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
         self.tokenizer = load_tokenizer(config.model_name_or_path)
@@ -96,8 +99,8 @@ class AnswerSession:
         """What there is of the only answer; without the characters that its next tokens may still change."""
         assert len(self._requests) == 1
         assert self._engine is not None
-        text = self._text(self._engine.partial(0))
-        return text[: len(text) - self._stops.may_begin(text)].rstrip("\ufffd")
+        text = self._text(self._engine.partial(0)).rstrip("\ufffd")
+        return text[: len(text) - self._stops.may_begin(text)]
 
     def check(self) -> RolloutCheck:
         """The finished answers beside the training forward, see `check_rollout`."""
@@ -130,8 +133,9 @@ class AnswerSession:
 class _AnswerFile:
     """JSONL file of answers, one line each, in the order in which they finish."""
 
-    def __init__(self, path: Path, texts: list[str], *, resume: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, texts: list[str], settings: str, *, resume: bool) -> None:
+        """settings: names how answers are drawn; a file holds those of one."""
+        self.path, self._settings = path, settings
         self.done: set[int] = set()
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
@@ -155,6 +159,10 @@ class _AnswerFile:
             raise ConfigError(
                 f"out: {self.path}:{number}: expected an answer written here before, got {error}"
             ) from error
+        if row.get("settings") != self._settings:
+            raise ConfigError(
+                f"out: {self.path}:{number}: expected an answer of this model with these options, got one of others"
+            )
         if not known:
             raise ConfigError(
                 f"out: {self.path}:{number}: expected an answer to one of these prompts, got one to {row['prompt']!r} "
@@ -165,7 +173,18 @@ class _AnswerFile:
     def add(self, row: dict[str, Any]) -> None:
         """One line more, on disk when this returns."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps({**row, "settings": self._settings}, ensure_ascii=False) + "\n")
+
+
+_ASKED = {"prompt", "prompt_file", "num_generations", "out", "resume", "json", "verify_rollout"}
+_HOW = {"max_rows", "kv_cache_memory", "decode_step", "batch_invariant", "device", "kernels"}
+"""Options that say which answers are asked for; those that change them by rounding at most."""
+
+
+def _settings(config: GenerateConfig) -> str:
+    """A digest of the options that answers depend on."""
+    kept = {name: value for name, value in config.to_dict().items() if name not in _ASKED | _HOW}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def summary(session: AnswerSession) -> str:
@@ -183,7 +202,7 @@ def read_prompts(config: GenerateConfig) -> list[str]:
     if config.prompt_file is None:
         prompts = list(config.prompt or ())
     elif config.prompt_file == "-":
-        prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
+        prompts = [line.rstrip("\r") for line in sys.stdin.read().split("\n") if line.strip()]
     else:
         path = Path(config.prompt_file)
         if not path.is_file():

@@ -8,7 +8,7 @@ import torch
 from rlhf_kernels.sample import sample
 
 from rlhf_engine.hydra.backbone import Backbone, LmHead
-from rlhf_engine.rollout.rows import DrawGroup, Row, RowState
+from rlhf_engine.rollout.rows import DrawGroup, RowState
 
 Drawn = tuple[torch.Tensor, torch.Tensor]
 """Tokens int64 [N] and log-probs fp32 [N]."""
@@ -22,29 +22,23 @@ class Drawer:
         self._heads: dict[str | None, LmHead] = {}
         self._ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=backbone.device)
 
-    def __call__(
-        self, hidden: torch.Tensor, state: RowState, groups: Sequence[DrawGroup], early: Sequence[bool] | None
-    ) -> Drawn:
-        """The next tokens of rows with these hidden states [N, H]. early: rows that may not end yet; None: no row."""
+    def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[DrawGroup], *, any_short: bool) -> Drawn:
+        """The next tokens of rows with these hidden states [N, H]. any_short: some may not end yet."""
         if len(groups) == 1:
-            return self.draw_group(hidden, state, groups[0], early)
+            return self.draw_group(hidden, state, groups[0], any_short=any_short)
         tokens_N = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         logprobs_N = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for group in groups:
             assert group.rows_N is not None
-            members = None if early is None else [early[i] for i in group.places]
-            drawn = self.draw_group(hidden[group.rows_N], state.at(group.rows_N), group, members)
+            drawn = self.draw_group(hidden[group.rows_N], state.at(group.rows_N), group, any_short=any_short)
             tokens_N[group.rows_N], logprobs_N[group.rows_N] = drawn
         return tokens_N, logprobs_N
 
-    def draw_group(
-        self, hidden: torch.Tensor, state: RowState, group: DrawGroup, early: Sequence[bool] | None
-    ) -> Drawn:
+    def draw_group(self, hidden: torch.Tensor, state: RowState, group: DrawGroup, *, any_short: bool) -> Drawn:
         """`__call__` for the rows of one group."""
         if group.slot not in self._heads:
             self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
         head = self._heads[group.slot]
-        held = early is not None and any(early)
         drawn = sample(
             hidden,
             head.weight,
@@ -58,14 +52,9 @@ class Drawer:
             lora=head.lora,
             top_k=group.top_k,
             top_p=group.top_p,
-            forbidden=self._ends if held else None,
-            forbids=torch.tensor(early, device=hidden.device) if held else None,
+            forbidden=self._ends if any_short else None,
+            forbids=state.lengths_N < state.least_N if any_short else None,
         )
         assert drawn.token is not None
         assert drawn.logprob is not None
         return drawn.token, drawn.logprob
-
-
-def may_not_end(rows: Sequence[Row], ahead: int) -> list[bool]:
-    """Which rows are still too short to end with the token after `ahead` more."""
-    return [len(row.tokens) + ahead + 1 < row.sampling.min_completion_length for row in rows]

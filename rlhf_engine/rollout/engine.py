@@ -4,7 +4,8 @@
     for answer in engine.run(): ...
 
 Each step admits who can be admitted and draws one token for every live row. What is drawn depends on (seed, sample id,
-position) and on the row's own logits only, so who shares a batch changes answers by rounding at most.
+position) and on the row's own logits only, so who shares a batch changes answers by rounding at most. (Where rotary
+angles depend on the longest row of a call, as with dynamic and longrope scaling, they do too.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Literal
 import torch
 
 from rlhf_engine.config_rollout import EngineConfig
+from rlhf_engine.devices import is_out_of_memory
+from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedHead
@@ -25,8 +28,8 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.admission import Admission
-from rlhf_engine.rollout.draw import Drawer, Drawn, may_not_end
-from rlhf_engine.rollout.graph_step import GraphStep, capture_cuda
+from rlhf_engine.rollout.draw import Drawer, Drawn
+from rlhf_engine.rollout.graph_step import CudaCapture, GraphStep
 from rlhf_engine.rollout.native_step import NativeStep
 from rlhf_engine.rollout.request import (
     Answer,
@@ -55,7 +58,7 @@ class EngineOptions:
     """Most rows alive at once; None: as many as there are requests, as far as the cache holds them."""
     cache_bytes: int | None = None
     """Most bytes of keys and values, all rows together; None: as many as the rows alive at once may need."""
-    step: StepName = "auto"
+    decode_step: StepName = "auto"
     """What runs a decoding step. auto: on a CPU the native one where it serves the backbone, on CUDA graphs."""
     batch_invariant: bool = False
     """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that anyway;
@@ -67,7 +70,7 @@ class EngineOptions:
         return cls(
             max_rows=config.max_rows,
             cache_bytes=config.cache_bytes,
-            step=config.decode_step,
+            decode_step=config.decode_step,
             batch_invariant=config.batch_invariant,
         )
 
@@ -98,7 +101,7 @@ class RolloutEngine:
         options = options or EngineOptions()
         if len(requests) == 0:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
-        self.sampling = sampling
+        self.sampling, self._options = sampling, options
         self.backbone = model.backbone(_one_backbone(model, requests))
         if sampling.stop and decode is None:
             raise ValueError(f"decode: expected a function from tokens to text for the stop texts {sampling.stop}")
@@ -111,13 +114,13 @@ class RolloutEngine:
         step = _choose_step(options, self.backbone)
         self._max_rows = min(len(rows), options.max_rows or len(rows))
         kind = _KINDS[step]
-        if options.batch_invariant and not kind.invariant:
+        if options.batch_invariant and not (kind.invariant and not any(row.sampling.sorts for row in rows)):
             self._max_rows = 1  # a prompt and a row at a time
         self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
         self._admission = Admission(
             rows,
             most_rows=self._max_rows,
-            most_blocks=self._most_blocks(rows, options.cache_bytes),
+            most_blocks=_most_blocks(options, self.backbone, Admission.most_of_one(rows)),
             most_tokens=kind.prefill_tokens,
         )
         columns = max(row.blocks_needed for row in rows)
@@ -141,12 +144,20 @@ class RolloutEngine:
     def step(self) -> list[Answer]:
         """Admit who can be admitted, draw a token for every live row (on CUDA a few); the answers that finished."""
         began = time.perf_counter()
-        answers = self._admit()
-        admitted = time.perf_counter()
-        self.stats.prefill_seconds += admitted - began
-        if len(self._live):
-            answers += self._advance()
-            self.stats.decode_seconds += time.perf_counter() - admitted
+        try:
+            answers = self._admit()
+            admitted = time.perf_counter()
+            self.stats.prefill_seconds += admitted - began
+            if len(self._live):
+                answers += self._advance()
+                self.stats.decode_seconds += time.perf_counter() - admitted
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLimitError(
+                f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in its "
+                "cache, does not fit into memory; bound it with max_rows or kv_cache_memory, the rest then waits"
+            ) from error
         return answers
 
     def partial(self, index: int) -> tuple[int, ...]:
@@ -185,7 +196,7 @@ class RolloutEngine:
         self.stats.most_rows = max(self.stats.most_rows, len(live))
         self.stats.most_blocks = self._admission.pool.most_used
         new = live.state.at(slice(first, None))
-        drawn = self._draw(hidden, new, live.draw_groups(rows), may_not_end(rows, 0) if live.any_minimum else None)
+        drawn = self._draw(hidden, new, live.draw_groups(rows), any_short=any(row.too_short for row in rows))
         live.state.tokens_N[first:] = drawn[0]
         return self._accept(first, [drawn])
 
@@ -195,6 +206,7 @@ class RolloutEngine:
         n = min(self._burst, left)
         drawn = self._step.burst(self._live, n, self._draw)
         self.stats.steps += n
+        self.stats.step = self._step.name
         return self._accept(0, drawn)
 
     def _accept(self, first: int, drawn: Sequence[Drawn]) -> list[Answer]:
@@ -231,24 +243,14 @@ class RolloutEngine:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _most_blocks(self, rows: Sequence[Row], cache_bytes: int | None) -> int | None:
-        """Blocks that the budget holds. Raises ValueError if it does not hold one row."""
-        if cache_bytes is None:
-            return None
-        size = BLOCK * bytes_per_position(self.backbone.model.config, self.backbone.dtype)
-        need = Admission.most_of_one(rows) * size
-        if cache_bytes < need:
-            raise ValueError(
-                f"cache_bytes: expected at least {need}, the keys and values of the longest row, got {cache_bytes}"
-            )
-        return cache_bytes // size
-
     def _make_step(self, name: StepName, slots: Sequence[str], columns: int) -> Step:
         if name == "graph":
             # one more block, which idle places of a graph write into
             idle = self._admission.pool.size
             self.cache = KVCache(blocks=idle + 1)
-            return GraphStep(self.backbone, self.cache, columns, idle, capture_cuda)
+            return GraphStep(
+                self.backbone, self.cache, columns, idle, CudaCapture(), required=self._options.decode_step == "graph"
+            )
         self.cache = KVCache(blocks=self._admission.pool.size)
         if name == "native":
             decoder = native_step.decoder_of(self.backbone)
@@ -256,19 +258,40 @@ class RolloutEngine:
         return TransformersStep(self.backbone, self.cache)
 
 
+_LOOKS_AT_LENGTHS = ("dynamic", "longrope")
 _KINDS: dict[str, type[Step]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
+
+
+def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:
+    """Raise ValueError unless a backbone's answers can be drawn like that, prompt and answer together so long."""
+    _choose_step(options, backbone)
+    _most_blocks(options, backbone, -(-(most_tokens - 1) // BLOCK))
+
+
+def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> int | None:
+    """Blocks that the budget holds. Raises ValueError if it does not hold the largest row."""
+    if options.cache_bytes is None:
+        return None
+    size = BLOCK * bytes_per_position(backbone.model.config, backbone.dtype)
+    if options.cache_bytes < largest * size:
+        raise ValueError(
+            f"kv_cache_memory: expected at least {largest * size} bytes, keys and values of the longest row, got "
+            f"{options.cache_bytes}"
+        )
+    return options.cache_bytes // size
 
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     """What runs the steps. Raises ValueError for one asked for by name that does not serve."""
     reasons = {"native": native_step.unsupported, "graph": _no_graphs}
-    if options.step in reasons:
-        reason = reasons[options.step](backbone)
+    name = options.decode_step
+    if name in reasons:
+        reason = reasons[name](backbone)
         if reason is not None:
-            raise ValueError(f"step: expected one that serves the backbone, got {options.step!r}: {reason}")
-        return options.step
-    if options.step == "transformers":
-        return options.step
+            raise ValueError(f"decode_step: expected one that serves the backbone, got {name!r}: {reason}")
+        return name
+    if name == "transformers":
+        return name
     served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
     return served[0] if served else "transformers"  # type: ignore[return-value]
 
@@ -280,6 +303,9 @@ def _no_graphs(backbone: Backbone) -> str | None:
         return f"graphs are CUDA's, the backbone is on {backbone.device.type}"
     if backbone.quantized:
         return "bitsandbytes' products may not be captured"
+    kind = getattr(getattr(backbone.trunk, "rotary_emb", None), "rope_type", "default")
+    if kind in _LOOKS_AT_LENGTHS:
+        return f"its rotary embedding, of the kind {kind!r}, waits for the device to know the longest row"
     return None
 
 

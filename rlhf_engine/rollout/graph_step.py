@@ -3,15 +3,19 @@
 A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
 drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k or
-top-p, and rows that may not end yet go through the forward itself.
+top-p, and rows that may not end yet go through the forward itself, and so do the last tokens of rows for which no
+graph is there yet: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
+from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import KVCache
@@ -19,10 +23,18 @@ from rlhf_engine.rollout.draw import Drawer, Drawn
 from rlhf_engine.rollout.rows import DrawGroup, LiveRows, RowState
 from rlhf_engine.rollout.step import TransformersStep
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""What to run again and again → its replay. It may run it a few times before."""
+Capture = Callable[[Callable[[], Drawn]], tuple[Drawn, Callable[[], None]]]
+"""What to run again and again → tensors that hold its results from then on, and its replay. May run it before."""
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_WORTH = 32
+"""Tokens that are left to draw at least, for a capture to pay."""
+_IDLE_SHARE = 4
+"""A graph also serves fewer rows, down to one in so many of its places."""
+
+
+class CaptureError(EngineError):
+    """A decoding step that cannot be captured."""
 
 
 class GraphStep(TransformersStep):
@@ -30,57 +42,88 @@ class GraphStep(TransformersStep):
 
     name = "graph"
 
-    def __init__(self, backbone: Backbone, cache: KVCache, columns: int, idle_block: int, capture: Capture) -> None:
-        """columns: blocks of the longest table. idle_block: a block of the cache that no row has."""
+    def __init__(
+        self,
+        backbone: Backbone,
+        cache: KVCache,
+        columns: int,
+        idle_block: int,
+        capture: Capture,
+        *,
+        required: bool,
+    ) -> None:
+        """columns: blocks of the longest table. idle_block: a block of the cache that no row has.
+
+        required: a step that cannot be captured raises CaptureError; otherwise it is said in a warning and in `name`,
+        and the model's own forward goes on.
+        """
         super().__init__(backbone, cache)
-        self._columns, self._idle_block, self._capture = columns, idle_block, capture
+        self._columns, self._idle_block = columns, idle_block
+        self._capture: Capture | None = capture
+        self._required = required
         self._graphs: dict[tuple[object, ...], _Graph] = {}
 
     def burst(self, live: LiveRows, n: int, draw: Drawer) -> list[Drawn]:
-        if not _captures(live):
-            return super().burst(live, n, draw)
-        slot, group = live.rows[0].slot, live.groups[0]
-        size = bucket(len(live))
-        key = (size, slot, group.slot, group.temperature)
-        if key not in self._graphs:
-            self._graphs[key] = self._make(size, slot, group, draw)
-        graph = self._graphs[key]
-        return graph.run(live, n)
+        graph = self._graph_for(live, draw)
+        return super().burst(live, n, draw) if graph is None else graph.run(live, n)
 
-    def _make(self, size: int, slot: str | None, group: DrawGroup, draw: Drawer) -> _Graph:
+    def _graph_for(self, live: LiveRows, draw: Drawer) -> _Graph | None:
+        """The graph that serves these rows; None for the forward itself."""
+        if self._capture is None or not _captures(live):
+            return None
+        slot, group, rows = live.rows[0].slot, live.groups[0], len(live)
+        kind = (slot, group.slot, group.temperature)
+        sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
+        if sizes:
+            return self._graphs[(sizes[0], *kind)]
+        if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < _WORTH:
+            return None
+        size = bucket(rows)
+        try:
+            made = self._make(self._capture, size, slot, group, draw)
+        except CaptureError as error:
+            if self._required:
+                raise
+            self._capture, self.name = None, TransformersStep.name
+            warnings.warn(f"decoding without CUDA graphs: {error}", stacklevel=2)
+            return None
+        self._graphs[(size, *kind)] = made
+        return made
+
+    def _make(self, capture: Capture, size: int, slot: str | None, group: DrawGroup, draw: Drawer) -> _Graph:
+        idle = RowState.idle(size, self._columns, self.backbone.device, block=self._idle_block)
         state = RowState.idle(size, self._columns, self.backbone.device, block=self._idle_block)
+        fixed = {f.name: getattr(state, f.name) for f in fields(state)}
         table, longest = SlotTable.uniform(slot, size), self._columns * self.cache.block
-        drawn: list[Drawn] = []
 
-        def step() -> None:
+        def step() -> Drawn:
             hidden = self.decode(state, table, longest)
             state.lengths_N += 1
-            drawn[:] = [draw.draw_group(hidden, state, group, None)]
-            state.tokens_N.copy_(drawn[0][0])
+            drawn = draw.draw_group(hidden, state, group, any_short=False)
+            state.tokens_N.copy_(drawn[0])
+            return drawn
 
-        replay = self._capture(step)
-        state.load(RowState.idle(size, self._columns, self.backbone.device, block=self._idle_block))
-        return _Graph(state, drawn, replay, self._columns, self._idle_block)
+        drawn, replay = capture(step)
+        if any(getattr(state, name) is not tensor for name, tensor in fixed.items()):
+            raise AssertionError("a captured step has to write where its tensors are")
+        return _Graph(state, idle, drawn, replay)
 
 
 class _Graph:
     """One captured step."""
 
-    def __init__(
-        self, state: RowState, drawn: Sequence[Drawn], replay: Callable[[], None], columns: int, idle_block: int
-    ) -> None:
-        self._state, self._drawn, self._replay = state, drawn, replay
-        size, device = len(state.tokens_N), state.tokens_N.device
-        self._idle = RowState.idle(size, columns, device, block=idle_block)
+    def __init__(self, state: RowState, idle: RowState, drawn: Drawn, replay: Callable[[], None]) -> None:
+        self._state, self._idle, self._drawn, self._replay = state, idle, drawn, replay
 
     def run(self, live: LiveRows, n: int) -> list[Drawn]:
+        """n tokens for the live rows."""
         rows = len(live)
         self._state.load(self._idle)
         self._state.load(live.state)
         found = []
         for _ in range(n):
             self._replay()
-            tokens, logprobs = self._drawn[0]
+            tokens, logprobs = self._drawn
             found.append((tokens[:rows].clone(), logprobs[:rows].clone()))
         live.state.tokens_N = found[-1][0]
         live.state.lengths_N += n
@@ -89,35 +132,44 @@ class _Graph:
 
 
 def bucket(rows: int) -> int:
-    """Rows of the smallest graph that has room for so many."""
-    return next((size for size in _BUCKETS if size >= rows), -(-rows // 64) * 64)
+    """Places of the smallest graph that has room for so many rows."""
+    return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
+
+
+def _sizes_for(rows: int) -> list[int]:
+    """Places that a graph for so many rows may have, fewest first."""
+    sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)]
+    return sizes or [bucket(rows)]
 
 
 def _captures(live: LiveRows) -> bool:
     """Whether one graph serves these rows."""
-    if len(live.groups) > 1 or len(live.slot_table.slots) > 1 or live.any_minimum:
+    if len(live.groups) > 1 or len(live.slot_table.slots) > 1 or any(row.too_short for row in live.rows):
         return False
     group = live.groups[0]
     return group.temperature is not None and group.top_k is None and (group.top_p or 1.0) >= 1.0
 
 
-def capture_cuda(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step on the current device; what it calls has run before, so that nothing compiles meanwhile.
+class CudaCapture:
+    """Captures steps on the current device; their graphs share one pool of memory, since one replays at a time."""
 
-    Raises RuntimeError if something in it waits for the device.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"a decoding step could not be captured; step='transformers' does without: {error}"
-        ) from error
-    return graph.replay
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], Drawn]) -> tuple[Drawn, Callable[[], None]]:
+        """Raises CaptureError if something in the step waits for the device."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # what is compiled or uploaded at first calls cannot be captured
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                drawn = step()
+        except RuntimeError as error:
+            raise CaptureError(
+                f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
+            ) from error
+        return drawn, graph.replay

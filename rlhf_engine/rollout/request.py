@@ -22,7 +22,8 @@ class SamplingConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer; the ending token belongs to it. Empty: answers end at their longest, or at a stop."""
     min_completion_length: int = 0
-    """No answer ends with an end-of-sequence token before it has as many tokens, that one included."""
+    """No answer ends with an end-of-sequence token before it has as many tokens, that one included; log-probs of the
+    tokens before are of the rest, renormalised."""
     temperature: float = 1.0
     """Logits are divided by it; log-probs are of that distribution."""
     top_k: int | None = None
@@ -52,9 +53,14 @@ class SamplingConfig:
             raise ValueError(f"stop: expected texts that are not empty, got {self.stop}")
 
     @property
+    def sorts(self) -> bool:
+        """Whether draws take the slower path that ranks the vocabulary."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1.0
+
+    @property
     def filters(self) -> bool:
         """Whether draws leave part of the vocabulary out, so that log-probs are not those of the training forward."""
-        return self.top_k is not None or (self.top_p or 1.0) < 1.0
+        return self.sorts or (self.min_completion_length > 1 and bool(self.eos_token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,8 @@ class Rollout:
     policy_version: int
     """Version of the policy that made every token."""
     filtered: bool
-    """Draws left part of the vocabulary out (top_k, top_p): log-probs are of the rest, no importance ratio holds."""
+    """Draws left part of the vocabulary out (top_k, top_p, ends that come too early): log-probs are of the rest, no
+    importance ratio holds."""
     stats: RolloutStats
 
     @property

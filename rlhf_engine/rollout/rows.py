@@ -37,6 +37,16 @@ class Row:
         return (self.slot, self.prompt)
 
     @property
+    def least(self) -> int:
+        """Position of the first token that may be an end-of-sequence token."""
+        return len(self.prompt) + max(0, self.sampling.min_completion_length - 1)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether the next token may not end it."""
+        return len(self.prompt) + len(self.tokens) < self.least
+
+    @property
     def blocks_needed(self) -> int:
         """Blocks of the cache that it may need: the last token that it draws is never read."""
         return -(-(len(self.prompt) + self.sampling.max_completion_length - 1) // BLOCK)
@@ -54,6 +64,8 @@ class RowState:
     """int64, key of each row's random numbers."""
     slots_N: torch.Tensor
     """int64, number of each row's slot; −1: none."""
+    least_N: torch.Tensor
+    """int64, position before which an end-of-sequence token is forbidden."""
     greedy_N: torch.Tensor
     """bool"""
     temperatures_N: torch.Tensor
@@ -73,6 +85,7 @@ class RowState:
             lengths_N=zeros(torch.int64),
             seeds_N=zeros(torch.int64),
             slots_N=zeros(torch.int64) - 1,
+            least_N=zeros(torch.int64),
             greedy_N=zeros(torch.bool),
             temperatures_N=zeros(torch.float32) + 1.0,
             table_NB=torch.full((n, columns), block, dtype=torch.int64, device=device),
@@ -139,6 +152,7 @@ class LiveRows:
             lengths_N=torch.tensor([len(row.prompt) for row in rows], device=device),
             seeds_N=torch.tensor([row.seed for row in rows], device=device),
             slots_N=torch.tensor([self._slot_numbers[row.slot] for row in rows], device=device),
+            least_N=torch.tensor([row.least for row in rows], device=device),
             greedy_N=torch.tensor([row.greedy for row in rows], device=device),
             temperatures_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
             table_NB=torch.tensor(tables, device=device),
@@ -163,8 +177,6 @@ class LiveRows:
         """What follows from who is here."""
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
         """At least the most tokens that a row has in the cache."""
-        self.any_minimum = any(row.sampling.min_completion_length > 1 for row in self.rows)
-        """Whether a row may not end before it has some number of tokens."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self.groups = self.draw_groups(self.rows)
 

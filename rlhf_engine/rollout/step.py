@@ -17,7 +17,7 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
-from rlhf_engine.rollout.draw import Drawer, Drawn, may_not_end
+from rlhf_engine.rollout.draw import Drawer, Drawn
 from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 
 PREFILL_TOKENS = 8192
@@ -58,12 +58,12 @@ class Step(ABC):
     def burst(self, live: LiveRows, n: int, draw: Drawer) -> list[Drawn]:
         """n tokens more for every live row, one after another, without waiting for the device in between."""
         found = []
-        for ahead in range(n):
+        any_short = any(row.too_short for row in live.rows)
+        for _ in range(n):
             hidden = self.decode(live.state, live.slot_table, live.longest)
             live.state.lengths_N += 1
             live.longest += 1
-            early = may_not_end(live.rows, ahead) if live.any_minimum else None
-            found.append(draw(hidden, live.state, live.groups, early))
+            found.append(draw(hidden, live.state, live.groups, any_short=any_short))
             live.state.tokens_N = found[-1][0]
         return found
 

@@ -11,6 +11,10 @@ _CONTEXT = 4
 """Tokens before those that may hold a stop text: what a tokenizer does at the beginning of a text stays out of it."""
 
 
+_BROKEN = "\ufffd"
+"""What decoders put in place of bytes that are no character."""
+
+
 class StopTexts:
     """Finds the token that completes a stop text."""
 
@@ -21,12 +25,13 @@ class StopTexts:
         self._window = max((len(text.encode()) for text in texts), default=0) + _CONTEXT
 
     def completed_by(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of these tokens of an answer completes a stop text."""
-        text = self._decode(tokens[-self._window :])
-        if not any(stop in text for stop in self._texts):
-            return False
-        before = self._decode(tokens[-self._window : -1])
-        return not any(stop in before for stop in self._texts)
+        """Whether the last of these tokens of an answer completes a stop text; the ones before did not."""
+        window = self._window
+        text = self._decode(tokens[-window:])
+        while text.startswith(_BROKEN) and window < len(tokens):  # within a character, which may spoil those after it
+            window += 1
+            text = self._decode(tokens[-window:])
+        return any(stop in text for stop in self._texts)
 
     def may_begin(self, text: str) -> int:
         """How many characters at the end of a text a stop text may begin with."""

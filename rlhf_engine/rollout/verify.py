@@ -43,7 +43,10 @@ def check_rollout(
     Raises ValueError for a filtered rollout: its log-probs are of the kept tokens only.
     """
     if rollout.filtered:
-        raise ValueError("rollout: expected one without top_k and top_p, whose log-probs are of the tokens they keep")
+        raise ValueError(
+            "rollout: expected one without top_k, top_p and min_completion_length, whose log-probs are of the tokens "
+            "that they keep"
+        )
     scored = model.score(rollout.batch, ("actor",), temperature=sampling.temperature).logprobs_M
     assert scored is not None
     gap = (rollout.logprobs_M - scored).abs()

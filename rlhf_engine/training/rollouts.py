@@ -11,6 +11,7 @@ from rlhf_engine.config import PPOConfig
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
+from rlhf_engine.rollout.engine import check_options
 from rlhf_engine.rollout.vllm import VllmRollouts, find_base
 from rlhf_engine.rollout.vllm_canary import Canary
 from rlhf_engine.rollout.vllm_client import ServedModel, VllmClient
@@ -47,7 +48,10 @@ def make_rollouts(
 ) -> Rollouts:
     """What draws the run's answers. prompts: of the training data; a few of them become canaries."""
     if server is None:
-        return LocalRollouts(model, EngineOptions.of(config))
+        options = EngineOptions.of(config)
+        most = max(len(prompt) for prompt in prompts) + config.max_completion_length
+        check_options(options, model.role_backbone("actor"), most)
+        return LocalRollouts(model, options)
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 
-from rlhf_engine import __version__
+from rlhf_engine import __version__, cli
 from rlhf_engine.cli import main
 from rlhf_engine.training.metrics import read_metrics
 from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward
@@ -209,6 +209,23 @@ def test_generate_streams_stops_and_reads_standard_input(capsys, model, monkeypa
     assert out.startswith(f"red cat\n  → {whole}\nblue dog\n  → ")
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_kernels_by_name_serve_a_whole_command(capsys, model, kernels):
+    if native.missing() and kernels == "cpu":
+        pytest.skip(str(native.missing()))
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "5"]
+    code, out, _ = run(capsys, *common, "--prompt", "red cat", "--greedy", "--kernels", kernels)
+    assert code == 0
+    assert out.startswith("red cat")
+
+
+def test_options_of_the_engine_are_checked_before_a_run(capsys, model, tmp_path):
+    line = refused(capsys, *train_flags(model, tmp_path, "--decode_step", "graph"))
+    assert "decode_step: expected one that serves the backbone, got 'graph': graphs are CUDA's" in line
+    line = refused(capsys, *train_flags(model, tmp_path, "--kv_cache_memory", "1KB"))
+    assert "kv_cache_memory: expected at least" in line
+
+
 def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, monkeypatch):
     from rlhf_engine.rollout.engine import RolloutEngine
 
@@ -237,6 +254,8 @@ def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, mon
     with out.open("a") as file:
         file.write('{"index": 8, "prom')  # as a kill leaves it
     assert "out: expected a file that does not exist" in refused(capsys, *common, "--out", str(out))
+    line = refused(capsys, *common, "--seed", "7", "--out", str(out), "--resume")
+    assert "1: expected an answer of this model with these options, got one of others" in line
     other = [*common[:-1], "--out", str(out), "--resume"]
     other[other.index("red cat")] = "red dog"
     assert "1: expected an answer to one of these prompts" in refused(capsys, *other)
@@ -263,13 +282,13 @@ def test_a_rollout_can_be_verified(capsys, model):
     assert float(found[1]) <= float(found[2]) < 1e-3
     assert "of 8 answers drawn again alone came out different" in err
     line = refused(capsys, *common, "--prompt", "red cat", "--verify_rollout", "--top_k", "3")
-    assert "verify_rollout: expected no top_k and no top_p" in line
+    assert "verify_rollout: expected no top_k, top_p and min_completion_length" in line
 
 
 def test_a_cache_too_small_for_one_answer_is_refused(capsys, model):
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--prompt", "red cat"]
     common += ["--max_completion_length", "6"]
-    assert "cache_bytes: expected at least" in refused(capsys, *common, "--kv_cache_memory", "1KB")
+    assert "kv_cache_memory: expected at least" in refused(capsys, *common, "--kv_cache_memory", "1KB")
     assert "kv_cache_memory: expected a size such as" in refused(capsys, *common, "--kv_cache_memory", "much")
 
 
@@ -416,7 +435,7 @@ def test_kernels_that_do_not_serve_every_op_are_refused_with_the_list(capsys, mo
     import torch
 
     ops = registry.report("cpu", torch.float32)
-    missing = [op for op, row in ops.items() if row["triton"] != "available"]
+    missing = [op for op, row in ops.items() if row["triton"] != "available" and op not in cli._SHORT_CUTS]
     assert {"lora", "linear_logprob"} <= set(missing)  # Triton has nothing to offer for tensors on a CPU
     if command == "demo" and torch.cuda.is_available():
         pytest.skip("the demo would run on the CUDA device, where Triton may serve every op")

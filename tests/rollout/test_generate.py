@@ -67,7 +67,7 @@ def test_decoding_goes_through_its_kernel_and_keeps_the_log_probs(dtype, monkeyp
     model = HydraModel.from_pretrained(plain, roles=hydra_roles()).eval()
     randomise(model, "actor")
     prompts = [p * 3 for p in PROMPTS] * 4
-    plain_steps = EngineOptions(step="transformers")
+    plain_steps = EngineOptions(decode_step="transformers")
 
     def mismatch() -> float:
         """Mean |log ratio| to the training forward: mostly rounding, and this model's logits are large."""

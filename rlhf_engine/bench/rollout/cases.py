@@ -130,7 +130,7 @@ def _skewed(models: Models, dtype: torch.dtype, s: _Size) -> RolloutCase:
             for first in range(0, n, s.rows):
                 most = max(lengths[first : first + s.rows])
                 batch = requests([most] * n)[first : first + s.rows]
-                generate_requests(models.ours, batch, _sampling(longest), options=EngineOptions(step=step))
+                generate_requests(models.ours, batch, _sampling(longest), options=EngineOptions(decode_step=step))
 
         return run
 
@@ -146,7 +146,7 @@ def _skewed(models: Models, dtype: torch.dtype, s: _Size) -> RolloutCase:
             models.ours,
             requests(lengths),
             _sampling(longest),
-            options=EngineOptions(step=options.step, max_rows=s.rows),
+            options=EngineOptions(decode_step=options.decode_step, max_rows=s.rows),
         ),
         baselines={"padded batches of the same engine": padded(next(iter(served)))},
         products=[(n * s.prompt, 1, False), (s.rows, steps, True)],
@@ -203,7 +203,7 @@ def _case(
         ),
         role=role,
         tokens=tokens,
-        ours={step: functools.partial(run, EngineOptions(step=step)) for step in served},
+        ours={step: functools.partial(run, EngineOptions(decode_step=step)) for step in served},
         baselines=baselines,
         floor=_floor(weights, head, products),
         missing={step: reason for step, reason in _reasons(models).items() if reason is not None},
