@@ -61,9 +61,8 @@ def cuda_rows() -> list[dict[str, Any]]:
 
 
 def names(mangled: str) -> tuple[str, str]:
-    """A kernel's name and its template arguments."""
-    tool = Path(cuda_native.find_nvcc()).with_name("cu++filt")
-    run = subprocess.run([str(tool), mangled], capture_output=True, text=True, check=True)
+    """A kernel's name and its template arguments, as c++filt of binutils spells them."""
+    run = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True)
     found = re.search(r"(\w+_kernel)(?:<([^>]*)>)?\(", run.stdout)
     if found is None:
         return mangled, ""

@@ -256,7 +256,7 @@ LORA_DECODE = [
         CUDA,
         _LORA,
         "if (mask >> warp & 1u && column < call.n_out) {",
-        "if (row0 + warp < call.n_rows && column < call.n_out) {",
+        "if ((mask != 0 && row0 + warp < call.n_rows) && column < call.n_out) {",
         (_LORA_TESTS + "off_rows_are_neither_read_nor_written",),
     ),
     Mutation(
