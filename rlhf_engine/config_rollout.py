@@ -50,7 +50,7 @@ class RolloutOptions(EngineConfig):
         gt=0,
     )
     vllm_server_base_url: str | None = option(None, "address of the server, such as http://localhost:8000")
-    vllm_server_timeout: float = option(240.0, "seconds within which the server has to answer a request", gt=0)
+    vllm_server_timeout: float = option(240.0, "seconds within which the whole of an answer has to have come", gt=0)
     vllm_model_name: str | None = option(
         None, "name that the server serves the base by; none: the one that ends like model_name_or_path"
     )
@@ -73,11 +73,16 @@ class RolloutOptions(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rollout_backend == "local":
-            for field in dataclasses.fields(self):
-                value = getattr(self, field.name)
-                if field.name.startswith("vllm_") and value != field.default:
-                    raise ConfigError(f"{field.name}: expected it unset for rollout_backend 'local', got {value!r}")
+        local = self.rollout_backend == "local"
+        engine = {field.name for field in dataclasses.fields(EngineConfig)}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            foreign = field.name.startswith("vllm_") if local else field.name in engine
+            if foreign and value != field.default:
+                raise ConfigError(
+                    f"{field.name}: expected it unset for rollout_backend {self.rollout_backend!r}, got {value!r}"
+                )
+        if local:
             return
         if self.vllm_server_base_url is None:
             raise ConfigError(

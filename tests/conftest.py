@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
+from rlhf_engine.rollout import vllm_http
 
 VOCAB = 61
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -68,6 +69,12 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
         return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
 
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to a vLLM server are sent again at once."""
+    monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

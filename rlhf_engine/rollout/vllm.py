@@ -2,8 +2,8 @@
 
 A version is written as a PEFT folder that both sides see, loaded under a name of its own, compared with the training
 forward on canary prompts, and only then drawn from; the versions before it are unloaded last. Names hold the version
-and a digest of the weights, because the server keeps keys and values of prompts by adapter name: a run that goes back
-to a checkpoint and makes another version 7 must not meet those of the first.
+and a digest of weights and scale, because the server keeps keys and values of prompts by adapter name: a run that goes
+back to a checkpoint and makes another version 7 must not meet those of the first.
 
 One request per answer, each with its own seed. The server is a process of its own (`vllm serve`); nothing here imports
 vllm.
@@ -12,12 +12,14 @@ vllm.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -38,6 +40,7 @@ from rlhf_engine.rollout.request import (
 )
 from rlhf_engine.rollout.vllm_canary import Canary
 from rlhf_engine.rollout.vllm_client import Completion, ServedModel, VllmClient, sampling_body
+from rlhf_engine.rollout.vllm_http import RequestGroup
 
 CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
@@ -167,8 +170,7 @@ class VllmRollouts:
         peft_io.save_slot(
             backbone.slot(slot), temporary, base_name=self.base.name, base_hash=backbone.base_hash(), transposed=False
         )
-        digest = hashlib.sha256((temporary / peft_io.WEIGHTS_FILE).read_bytes()).hexdigest()[:_DIGEST]
-        name = f"{self.run}-v{policy_version}-{digest}"
+        name = f"{self.run}-v{policy_version}-{_digest(temporary)}"
         put_in_place(temporary, self.folder / name)
         return name
 
@@ -212,15 +214,7 @@ class VllmRollouts:
             for i, flag in zip(ids, flags, strict=True)
         ]
         began = time.perf_counter()
-        with ThreadPoolExecutor(min(n, CONNECTIONS), thread_name_prefix="vllm") as pool:
-            futures = [
-                pool.submit(self.client.complete, name, prompt, body)
-                for prompt, body in zip(prompts, bodies, strict=True)
-            ]
-            try:
-                answers = [future.result() for future in futures]
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # what waits behind one that failed
+        answers = self._complete(name, prompts, bodies)
         seconds = time.perf_counter() - began
         reasons = tuple(finish_reason(answer, sampling) for answer in answers)
         batch = PackedBatch.from_lists(
@@ -244,6 +238,25 @@ class VllmRollouts:
             stats=stats,
         )
 
+    def _complete(
+        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]]
+    ) -> list[Completion]:
+        """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
+        group = RequestGroup()
+        # no `with`: that would wait for the requests under way
+        pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS), thread_name_prefix="vllm")
+        try:
+            futures = [
+                pool.submit(self.client.complete, name, prompt, body, group=group)
+                for prompt, body in zip(prompts, bodies, strict=True)
+            ]
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            group.end()
+
     def _served_name(self, role: str) -> str:
         """What a role's policy is called on the server."""
         spec, actor = require_role(self.model.roles, role), self.model.roles["actor"]
@@ -256,6 +269,16 @@ class VllmRollouts:
         if not self.name:
             raise ValueError("sync: expected one before the actor's answers, got none so far")
         return self.name
+
+
+def _digest(folder: Path) -> str:
+    """Of a PEFT folder's weights and configuration, which holds their scale."""
+    config = json.loads((folder / peft_io.CONFIG_FILE).read_text())
+    # PEFT writes sets as lists, in an order that is another one in every process
+    config = {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in config.items()}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    digest.update((folder / peft_io.WEIGHTS_FILE).read_bytes())
+    return digest.hexdigest()[:_DIGEST]
 
 
 def finish_reason(answer: Completion, sampling: SamplingConfig) -> FinishReason:

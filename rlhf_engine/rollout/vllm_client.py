@@ -13,23 +13,16 @@ The protocol is that of `vllm serve` (its `entrypoints/openai`):
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from rlhf_engine.errors import ConfigError, RolloutServerError
 from rlhf_engine.rollout.request import SamplingConfig
+from rlhf_engine.rollout.vllm_http import RequestGroup, Transport
 
-OPTION = "vllm_server_base_url"
-"""What the user has given the server by; messages begin with it."""
-KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the server's key, as the server itself reads it: a flag would be kept in the run record."""
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _LOWEST = -9999.0
@@ -94,36 +87,29 @@ def sampling_body(sampling: SamplingConfig, *, seed: int, greedy: bool = False) 
 
 
 class VllmClient:
-    """Requests to one server. Methods raise RolloutServerError where it fails, and may run in several threads."""
+    """Requests to one server. Methods raise RolloutServerError where it fails, and may run in several threads.
+
+    All but `unload_adapter` try again, twice, where a connection is lost or refused and after 502, 503 and 504.
+    """
 
     def __init__(self, base_url: str, *, timeout: float) -> None:
-        """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which an answer has to come."""
-        parts = urlsplit(base_url)
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{OPTION}: expected a port number, got {base_url!r}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"{OPTION}: expected an address such as http://localhost:8000, got {base_url!r}")
+        """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which all of an answer comes."""
         self.url = base_url
-        self.timeout = timeout
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, port
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._http = Transport(base_url, timeout=timeout)
 
     # ---- endpoints -------------------------------------------------------------------------------------------------
 
     def health(self) -> None:
         """Raise RolloutServerError unless a server is up at the address."""
-        status, body = self._exchange("GET", "/health")
+        status, body = self._http.exchange("GET", "/health", again=True)
         if status != 200:
-            raise self._error(f"expected a healthy server, got status {status}{_said(body)}")
+            raise self._http.error(f"expected a healthy server, got status {status}{_said(body)}")
 
     def models(self) -> list[ServedModel]:
         """Bases and adapters that are served now."""
         found = self._json("GET", "/v1/models").get("data")
         if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in found):
-            raise self._error(f"expected a list of models with ids from /v1/models, got {_short(found)}")
+            raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(found)}")
         return [
             ServedModel(
                 name=model["id"],
@@ -136,15 +122,18 @@ class VllmClient:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a PEFT folder, as the server sees it, under a name."""
-        status, body = self._exchange("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        request = {"lora_name": name, "lora_path": path}
+        status, body = self._http.exchange("POST", "/v1/load_lora_adapter", request, again=True)
         if status == 200:
             return
+        if status == 400 and any(model.name == name for model in self.models()):
+            return  # loaded by an attempt whose answer was lost
         if status in (404, 405) and not _is_vllm_error(body):
-            raise self._error(
+            raise self._http.error(
                 f"expected a server that loads adapters at run time, started with {RUNTIME_LORA}=1 and --enable-lora, "
                 f"got status {status} from /v1/load_lora_adapter"
             )
-        raise self._error(
+        raise self._http.error(
             f"expected the server to load adapter {name!r} from {path!r}, got status {status}{_said(body)}; it needs "
             "--enable-lora, a --max-lora-rank of at least lora_r, and to see that folder (vllm_adapter_dir, "
             "vllm_server_adapter_dir)"
@@ -152,13 +141,22 @@ class VllmClient:
 
     def unload_adapter(self, name: str) -> bool:
         """Forget an adapter; False where the server would not (its copy in memory had gone before, for one)."""
-        status, _ = self._exchange("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        status, _ = self._http.exchange("POST", "/v1/unload_lora_adapter", {"lora_name": name}, again=False)
         return status in (200, 404)
 
     def complete(
-        self, model: str, prompt: Sequence[int], body: Mapping[str, Any], *, prompt_logprobs: bool = False
+        self,
+        model: str,
+        prompt: Sequence[int],
+        body: Mapping[str, Any],
+        *,
+        prompt_logprobs: bool = False,
+        group: RequestGroup | None = None,
     ) -> Completion:
-        """One answer of a served model to a prompt of token ids; body: as `sampling_body` makes it."""
+        """One answer of a served model to a prompt of token ids; body: as `sampling_body` makes it.
+
+        group: what it is ended with.
+        """
         request: dict[str, Any] = {
             "model": model,
             "prompt": list(prompt),
@@ -170,54 +168,25 @@ class VllmClient:
         }
         if prompt_logprobs:
             request["prompt_logprobs"] = 1
-        payload = self._json("POST", "/v1/completions", request)
+        payload = self._json("POST", "/v1/completions", request, group)
         try:
             return _completion(payload, model, prompt, prompt_logprobs)
         except _Unusable as error:
-            raise self._error(f"expected {error} from /v1/completions of {model!r}") from error
+            raise self._http.error(f"expected {error} from /v1/completions of {model!r}") from error
 
-    # ---- transport -------------------------------------------------------------------------------------------------
-
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        status, raw = self._exchange(method, path, body)
+    def _json(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, group: RequestGroup | None = None
+    ) -> dict[str, Any]:
+        status, raw = self._http.exchange(method, path, body, again=True, group=group)
         if status != 200:
-            raise self._error(f"expected an answer from {path}, got status {status}{_said(raw)}")
+            raise self._http.error(f"expected an answer from {path}, got status {status}{_said(raw)}")
         try:
             found = json.loads(raw)
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise self._error(f"expected JSON from {path}, got {error} in {_short(raw)}") from error
+            raise self._http.error(f"expected JSON from {path}, got {error} in {_short(raw)}") from error
         if not isinstance(found, dict):
-            raise self._error(f"expected a JSON object from {path}, got {_short(found)}")
+            raise self._http.error(f"expected a JSON object from {path}, got {_short(found)}")
         return found
-
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-        """(status, body) of one request, on a connection of its own."""
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE)
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        connection = self._kind(self._host, self._port, timeout=self.timeout)
-        try:
-            content = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._prefix + path, content, headers)
-            response = connection.getresponse()
-            status, raw = response.status, response.read()
-        except TimeoutError as error:
-            raise self._error(
-                f"expected an answer from {path} within {self.timeout:g} s (vllm_server_timeout), got none"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._error(
-                f"expected a vLLM server that answers {path}, got {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            connection.close()
-        if status in (401, 403):
-            raise self._error(f"expected the server's key in the environment variable {KEY_VARIABLE}, got {status}")
-        return status, raw
-
-    def _error(self, text: str) -> RolloutServerError:
-        return RolloutServerError(f"{OPTION} {self.url}: {text}")
 
 
 # ---- what answers say ------------------------------------------------------------------------------------------------

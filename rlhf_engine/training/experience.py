@@ -169,9 +169,19 @@ def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str]
 def _correct(
     log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: PPOConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Weights [M] of the advantages of answers from another engine (1 without correction), and mismatch metrics."""
+    """Weights [M] of the advantages of answers from another engine (1 without correction), and mismatch metrics.
+
+    Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
+    """
     if rollout.filtered:
         raise ConfigError("top_k, top_p: expected none with answers from another engine, whose ratios they bias")
+    finite_M = log_ratio_M.isfinite() & log_ratio_M.exp().isfinite()
+    if not finite_M.all():
+        raise MismatchError(
+            "ratios of training to rollout probabilities: expected finite ones, got log ratios of "
+            f"{log_ratio_M[~finite_M][:4].tolist()} for {int((~finite_M).sum())} of {len(log_ratio_M)} tokens; no "
+            "update was made from this rollout"
+        )
     mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
     metrics = mismatch_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     if not config.vllm_importance_sampling_correction:

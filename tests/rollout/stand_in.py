@@ -66,6 +66,9 @@ class StandIn:
         """Seconds that the next completions wait, the first one's first."""
         self.answers_left: int | None = None
         """Completions before the server breaks off connections."""
+        self.passing: dict[str, list[int]] = {}
+        """By path, what becomes of its next requests: a status, 0 for a connection that is broken off before the work,
+        1 for one that is broken off after it."""
         self.alter: Callable[[JSON, JSON], JSON | bytes] = lambda payload, request: payload
         """Changes what goes out: (payload, request) → payload, or raw bytes that end before their Content-Length."""
         # what happened
@@ -209,6 +212,17 @@ class StandIn:
 
     def answer(self, method: str, path: str, body: JSON) -> tuple[int, JSON | bytes]:
         """(status, body) of a request; what can fail on purpose fails here."""
+        fate = self.passing[path].pop(0) if self.passing.get(path) else None
+        if fate == 0:
+            raise ConnectionAbortedError
+        if fate is not None and fate > 1:
+            return fate, {}
+        found = self._work(method, path, body)
+        if fate == 1:
+            raise ConnectionAbortedError
+        return found
+
+    def _work(self, method: str, path: str, body: JSON) -> tuple[int, JSON | bytes]:
         if (method, path) == ("GET", "/health"):
             return (200, b"") if self.healthy else (503, b"")
         if (method, path) == ("GET", "/v1/models"):
@@ -255,10 +269,10 @@ class _Handler(BaseHTTPRequestHandler):
         cut = self.path == "/v1/completions" and isinstance(found, bytes)
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw) + (100 if cut else 0)))
-        self.end_headers()
         try:
+            self.end_headers()
             self.wfile.write(raw)
-        except BrokenPipeError:
+        except ConnectionError:
             self.close_connection = True  # a client that has given up
 
     def log_message(self, *arguments: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from pathlib import Path
@@ -16,9 +17,12 @@ from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm_canary import Canary
-from rlhf_engine.rollout.vllm_client import KEY_VARIABLE, RUNTIME_LORA, VllmClient
+from rlhf_engine.rollout.vllm_client import RUNTIME_LORA, VllmClient
+from rlhf_engine.rollout.vllm_http import KEY_VARIABLE
 from tests.conftest import build, randomise, tiny_llama
 from tests.rollout.stand_in import StandIn, sample_id_of
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25], [4, 4]]
 CANARIES = [[5, 9, 11, 50, 51], [20, 21, 22, 23, 24, 25], [6]]
@@ -213,6 +217,31 @@ def test_the_same_version_of_other_weights_has_another_name(model, server, tmp_p
     (second,) = server.adapters
     assert first != second
     assert second.startswith("run-v3-")
+
+
+def test_the_same_weights_at_another_scale_have_another_name(model, server, tmp_path):
+    rollouts, slot = connect(model, server, tmp_path), model.backbone().slot("actor")
+    first = rollouts._write(3)
+    slot.config = dataclasses.replace(slot.config, alpha=2 * slot.config.alpha)
+    second = rollouts._write(3)
+    weights = [(tmp_path / "adapters" / name / peft_io.WEIGHTS_FILE).read_bytes() for name in (first, second)]
+    assert weights[0] == weights[1]
+    assert first != second
+
+
+def test_a_name_does_not_depend_on_the_order_that_peft_writes_sets_in(model, server, tmp_path, monkeypatch):
+    rollouts, save = connect(model, server, tmp_path), peft_io.save_slot
+    first = rollouts._write(3)
+
+    def reordered(slot, folder, **options):
+        save(slot, folder, **options)
+        path = folder / peft_io.CONFIG_FILE
+        config = json.loads(path.read_text())
+        config["target_modules"] = config["target_modules"][::-1]
+        path.write_text(json.dumps(config))
+
+    monkeypatch.setattr(peft_io, "save_slot", reordered)
+    assert rollouts._write(3) == first
 
 
 def test_what_a_killed_run_left_is_used_or_removed(model, server, tmp_path):

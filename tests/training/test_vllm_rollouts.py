@@ -12,12 +12,14 @@ import torch
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout.request import row_seed
-from rlhf_engine.training.experience import make_experience
+from rlhf_engine.training.experience import _correct, make_experience
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import PpoTrainer
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, ppo_config, write_model, write_reward, write_rows
 from tests.training.test_rl import Stop, same, stop_after, trained, without_timings
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 MISMATCH = ("mismatch/rollout_k3", "mismatch/worst_sequence", "mismatch/truncated_ratio")
 MISMATCH += ("mismatch/effective_sample_size", "mismatch/importance_weight_mean")
@@ -157,6 +159,33 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         experience(made)
 
 
+@pytest.mark.parametrize("correction", [True, False])
+def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path, correction):
+    """Clamped, an infinite one would be just another truncated one."""
+
+    def alter(payload: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+        if "prompt_logprobs" not in request:
+            payload["choices"][0]["logprobs"]["token_logprobs"][0] = -200.0
+        return payload
+
+    server.alter = alter
+    made = config(model, tmp_path / "run", server, vllm_importance_sampling_correction=correction)
+    with pytest.raises(MismatchError, match=r"expected finite ones, got log ratios of \[19\d\..* for 8 of \d+ tokens"):
+        PpoTrainer(made).step()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 90.0])
+def test_every_ratio_that_is_not_finite_is_refused(model, server, tmp_path, bad):
+    trainer = PpoTrainer(config(model, tmp_path / "run", server))
+    trainer.rollouts.sync(0)
+    rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
+    log_ratio_M = torch.zeros_like(rollout.logprobs_M)
+    _correct(log_ratio_M, rollout.batch, rollout, trainer.config)
+    log_ratio_M[1] = bad
+    with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
+        _correct(log_ratio_M, rollout.batch, rollout, trainer.config)
+
+
 def test_answers_without_a_reward_take_their_weights_with_them(model, server, tmp_path):
     """Ratios of the even answers are 1 and are left out; what stays is truncated throughout."""
     reward = write_reward(tmp_path, "return [None if i % 2 == 0 else 1.0 for i in range(len(prompts))]")
@@ -275,6 +304,10 @@ def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
             {"rollout_backend": "local", "vllm_server_base_url": None, "vllm_importance_sampling_clip_max": 3.0},
             "vllm_importance_sampling_clip_max: expected it unset for rollout_backend 'local', got 3",
         ),
+        ({"max_rows": 4}, "max_rows: expected it unset for rollout_backend 'vllm', got 4"),
+        ({"kv_cache_memory": "2GB"}, "kv_cache_memory: expected it unset for rollout_backend 'vllm', got '2GB'"),
+        ({"decode_step": "graph"}, "decode_step: expected it unset for rollout_backend 'vllm', got 'graph'"),
+        ({"batch_invariant": True}, "batch_invariant: expected it unset for rollout_backend 'vllm', got True"),
         ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max: expected a number >= 1"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "expected one of 'token_truncate', 'sequence_truncate', got"),
     ],
