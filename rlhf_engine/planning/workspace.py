@@ -45,6 +45,8 @@ def backend_of(op: str, device_type: str, dtype: torch.dtype) -> str:
 def _own_op(name: str, args: Sequence[Any], device_type: str) -> int:
     base = name.removesuffix("_backward")
     if name in _PLAIN_TORCH:
+        if backend_of(name, device_type, args[0].dtype) == "triton":
+            return _partial_states(name, args)
         return _traced_reference(name, args, device_type)
     if base in ("lora_linear", "lora_delta"):
         return _lora(name, args, device_type)
@@ -130,6 +132,22 @@ def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
         return sums * (len(A) + torch.get_num_threads()) if backward else sums
     wide = 0 if x.element_size() == 4 else 4
     return n_on * (k + m) * wide + n_on * rank * 8
+
+
+# ---- decoding in Triton ----------------------------------------------------------------------------------------------
+
+_SPLIT, _MOST_SPLITS = 256, 64
+"""Positions of a split of `decode_attention` in Triton, and most splits."""
+_SHARES, _FIELDS = 132, 6
+"""Shares of the vocabulary of `sample` in Triton, and numbers that each leaves per row."""
+
+
+def _partial_states(name: str, args: Sequence[Any]) -> int:
+    """What programs leave for those that join them, fp32."""
+    if name == "sample":
+        return 4 * _SHARES * _FIELDS * args[0].shape[0]
+    (n, heads, d), positions = args[0].shape, args[1].shape[1] * args[4].shape[1]
+    return 4 * n * heads * min(_MOST_SPLITS, -(-positions // _SPLIT)) * (d + 2)
 
 
 # ---- what plain torch serves -----------------------------------------------------------------------------------------
