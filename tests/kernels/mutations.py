@@ -1443,6 +1443,15 @@ SAMPLE = [
         _PORTABLE,
     ),
     Mutation(
+        "every row forbids",
+        CPU,
+        _SAMPLE_CPP,
+        "z = o.forbids ? splat(-__builtin_inff()) : z;",
+        "z = splat(-__builtin_inff());",
+        ("test_sample.py::test_some_rows_never_draw_what_is_forbidden",),
+        _PORTABLE,
+    ),
+    Mutation(
         "NaN passed over",
         CPU,
         _SAMPLE_CPP,

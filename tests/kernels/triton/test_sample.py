@@ -318,7 +318,8 @@ def test_empty_batch_and_what_it_leaves_to_the_reference(device):
 def test_opcheck(device):
     hidden, weight, seed, position = make(device, 4, 3, 7)
     tensors = [torch.randn(*shape, device=device) for shape in ((7,), (2, 3), (7, 2))]
-    tensors = (torch.tensor([True, False] * 2, device=device), *tensors, torch.rand(4, device=device) + 0.5)
+    greedy = torch.tensor([True, False] * 2, device=device)
+    tensors = (greedy, torch.tensor([1, 5], device=device), ~greedy, *tensors, torch.rand(4, device=device) + 0.5)
     op = torch.ops.rlhf_kernels.sample.default
     torch.library.opcheck(op, (hidden, weight, seed, position, *tensors, 0.5, 1.0, 2.0, 1.5, 0, 1.0, True, "triton"))
 
