@@ -19,7 +19,7 @@ from rlhf_engine.errors import ConfigError, EngineError, RewardError
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
-  demo       train and judge a small model from scratch in two to three minutes on a CPU
+  demo       train and judge a small model from scratch in a minute or two on a CPU
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
   train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
