@@ -1,5 +1,7 @@
 """Options of where a run's answers are drawn; names as in TRL where TRL has the option."""
 
+# ruff: noqa: RUF009 - `option` returns dataclasses.field(...), which ruff cannot see
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,6 +11,9 @@ from typing import Literal
 from rlhf_engine.config_parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
+StepName = Literal["auto", "native", "graph", "transformers"]
+"""What may run a decoding step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
@@ -16,7 +21,7 @@ class EngineConfig(Options):
 
     max_rows: int | None = option(None, "most answers written at once, others wait; none: all", ge=1)
     kv_cache_memory: str | None = option(None, "most memory for keys and values, such as 2GB; none: what is needed")
-    decode_step: Literal["auto", "native", "graph", "transformers"] = option(
+    decode_step: StepName = option(
         "auto",
         "what runs a step: native code for Llama-like models on a CPU, CUDA graphs, or the model's own forward, "
         "which serves every model",

@@ -13,11 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from rlhf_engine.config_rollout import EngineConfig
+from rlhf_engine.config_rollout import EngineConfig, StepName
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import host
@@ -43,8 +42,6 @@ from rlhf_engine.rollout.request import (
 from rlhf_engine.rollout.rows import LiveRows, Row
 from rlhf_engine.rollout.step import Prompt, Step, TransformersStep
 from rlhf_engine.rollout.stopping import Decode, StopTexts
-
-StepName = Literal["auto", "native", "graph", "transformers"]
 
 _BURST = 8
 """Tokens between two looks at what a device has drawn."""

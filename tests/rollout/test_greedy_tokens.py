@@ -138,6 +138,7 @@ def test_models_that_look_alike_are_served_right_or_not_at_all(name, dtype):
     )
     allowed, gap = ((r.logprobs_M - model.score(r.batch, ("actor",)).logprobs_M).abs().mean() for r in (plain, found))
     assert gap <= 3 * allowed + 1e-6, found.stats.step
+    assert (found.stats.step == "native") == (name == "GraniteConfig"), native_step.unsupported(model.backbone())
 
 
 @needs_native
