@@ -19,7 +19,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
 
 
-def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 1) -> LlamaForCausalLM:
+def tiny_llama(
+    seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 1, positions: int = 64
+) -> LlamaForCausalLM:
     """Two layers, grouped-query attention, sizes that are not powers of two; `width` times as wide."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -29,7 +31,7 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 1
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         initializer_range=0.3,  # far from uniform outputs, so that differences show
         bos_token_id=1,
         eos_token_id=2,

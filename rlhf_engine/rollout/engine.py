@@ -40,7 +40,7 @@ from rlhf_engine.rollout.request import (
     row_seed,
 )
 from rlhf_engine.rollout.rows import LiveRows, Row
-from rlhf_engine.rollout.step import Prompt, Step, TransformersStep
+from rlhf_engine.rollout.step import PREFILL_TOKENS, Prompt, Step, TransformersStep
 from rlhf_engine.rollout.stopping import Decode, StopTexts
 
 _BURST = 8
@@ -58,8 +58,8 @@ class EngineOptions:
     decode_step: StepName = "auto"
     """What runs a decoding step. auto: on a CPU the native one where it serves the backbone, on CUDA graphs."""
     batch_invariant: bool = False
-    """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that anyway;
-    where it does not serve, prompts and rows go through the model one at a time."""
+    """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that but
+    for long prompts, which go through the model one at a time; where it does not serve, everything does."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineOptions:
@@ -118,7 +118,7 @@ class RolloutEngine:
             rows,
             most_rows=self._max_rows,
             most_blocks=_most_blocks(options, self.backbone, Admission.most_of_one(rows)),
-            most_tokens=kind.prefill_tokens,
+            most_tokens=PREFILL_TOKENS,
         )
         columns = max(row.blocks_needed for row in rows)
         slots = sorted({row.slot for row in rows if row.slot is not None})
@@ -251,7 +251,14 @@ class RolloutEngine:
         self.cache = KVCache(blocks=self._admission.pool.size)
         if name == "native":
             decoder = native_step.decoder_of(self.backbone)
-            return NativeStep(self.backbone, decoder, self.cache, slots, columns * BLOCK)
+            return NativeStep(
+                self.backbone,
+                decoder,
+                self.cache,
+                slots,
+                columns * BLOCK,
+                batch_invariant=self._options.batch_invariant,
+            )
         return TransformersStep(self.backbone, self.cache)
 
 

@@ -4,7 +4,7 @@ A backbone qualifies by what it is made of, and by a trial: some tokens go throu
 kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
 scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
 
-Prompts are rows of one call as well, one for each token.
+Prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated import GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
 from rlhf_engine.rollout.rows import RowState
-from rlhf_engine.rollout.step import Prompt, Step, TransformersStep
+from rlhf_engine.rollout.step import PREFILL_TOKENS, Prompt, Step, TransformersStep
 
 _LINEARS = {
     "q": "self_attn.q_proj",
@@ -48,22 +48,39 @@ docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs
 _LATEST = 2**16
 """Positions up to which the trial looks at a late one."""
 _TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
+_LONG_PROMPT = 320
+"""Tokens of a prompt beyond which transformers' forward is faster, measured on 41 M parameters; the figures are in
+docs/decisions."""
+_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}
+"""Tokens of shorter prompts together, the same."""
+_ROWS = 512
+"""Most prompt tokens of one call of the kernel."""
 
 
 class NativeStep(Step):
-    """Prompts and rows through the kernel; a very long prompt through the model's own forward."""
+    """Prompts and rows through the kernel; long prompts through the model's own forward."""
 
     name = "native"
     invariant = True
-    prefill_tokens = 2048
     wait_share = 1000
 
     def __init__(
-        self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
+        self,
+        backbone: Backbone,
+        decoder: Decoder,
+        cache: KVCache,
+        slots: Sequence[str],
+        positions: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
+        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row.
+
+        batch_invariant: long prompts go through the model one at a time. All else has its bits alone anyway.
+        """
         self.backbone, self.cache = backbone, cache
         self._plain = TransformersStep(backbone, cache)
+        self._one_by_one = batch_invariant
         self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
         self._cos, self._sin = _angles(backbone, positions)
         self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
@@ -72,9 +89,24 @@ class NativeStep(Step):
         self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        if sum(len(prompt.tokens) for prompt in prompts) > self.prefill_tokens:
-            return self._plain.prefill(prompts)  # a single one: bits depend on the prompt alone
-        return self._prefill_rows(prompts)
+        hidden: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        short, long = self._split(prompts)
+        for prefill, calls in ((self._prefill_rows, short), (self._plain.prefill, long)):
+            for places in calls:
+                for i, state in zip(places, prefill([prompts[i] for i in places]), strict=True):
+                    hidden[i] = state
+        return torch.stack(hidden)
+
+    def _split(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
+        """Places of the prompts of each call of the kernel, and of each call of the model's own forward."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
+        long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
+        if self._one_by_one:
+            return _calls(short, lengths), [[i] for i in long]
+        if sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
+            return [], [list(range(len(prompts)))]
+        return _calls(short, lengths), [long] if long else []
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
@@ -103,6 +135,19 @@ class NativeStep(Step):
             pairs = [self.cache.read(layer) for layer in range(self._n_layers)]
             self._caches = [keys for keys, _ in pairs], [values for _, values in pairs]
         return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
+
+
+def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Places in their order, as many together as one call of the kernel takes."""
+    calls: list[list[int]] = []
+    tokens = _ROWS
+    for i in places:
+        if tokens + lengths[i] > _ROWS:
+            calls.append([])
+            tokens = 0
+        calls[-1].append(i)
+        tokens += lengths[i]
+    return calls
 
 
 # ---- which backbones -------------------------------------------------------------------------------------------------

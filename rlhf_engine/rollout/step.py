@@ -21,7 +21,7 @@ from rlhf_engine.rollout.draw import Drawer, Drawn
 from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of one call of the model's own forward."""
+"""Most prompt tokens that are admitted in one call; a longer prompt is a call of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,7 @@ class Step(ABC):
 
     name: str
     invariant: bool
-    """Whether prompts and rows have the same bits whatever they are batched with."""
-    prefill_tokens: int
-    """Most prompt tokens of one call; a longer prompt is a call of its own."""
+    """Whether prompts and rows can be made to have the same bits whatever they are batched with."""
     wait_share: int
     """One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
 
@@ -73,7 +71,6 @@ class TransformersStep(Step):
 
     name = "transformers"
     invariant = False  # products round by the number of their rows
-    prefill_tokens = PREFILL_TOKENS
     wait_share = 8
 
     def __init__(self, backbone: Backbone, cache: KVCache) -> None:

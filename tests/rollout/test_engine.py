@@ -7,7 +7,7 @@ import torch
 from rlhf_kernels import native, registry
 
 from rlhf_engine.errors import MemoryLimitError
-from rlhf_engine.hydra import SlotConfig
+from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import (
     EngineOptions,
@@ -17,11 +17,12 @@ from rlhf_engine.rollout import (
     generate,
     generate_requests,
     graph_step,
+    native_step,
 )
 from rlhf_engine.rollout.graph_step import CaptureError, GraphStep
 from rlhf_engine.rollout.native_step import NativeStep
 from rlhf_engine.rollout.step import TransformersStep
-from tests.conftest import VOCAB, build
+from tests.conftest import VOCAB, build, randomise, tiny_llama
 
 STEPS = ["transformers"] + ([] if native.missing() else ["native"])
 
@@ -151,9 +152,6 @@ def test_roles_share_a_batch(step):
 
 
 def test_roles_with_lora_on_their_heads_share_a_batch():
-    from rlhf_engine.hydra import HydraModel, hydra_roles
-    from tests.conftest import randomise, tiny_llama
-
     slots = {"actor": SlotConfig(r=4, alpha=8.0, target_modules=("q_proj", "lm_head"))}
     model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots).eval()
     randomise(model, "actor", scale=0.5)
@@ -291,9 +289,6 @@ def test_batch_invariant_answers_with_filters_too(step):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariant_answers_have_the_same_bits_in_any_company(step, dtype):
-    from rlhf_engine.hydra import HydraModel, hydra_roles
-    from tests.conftest import randomise, tiny_llama
-
     if step == "native" and registry.unsupported("decode_step", "cpu", "cpu", dtype):
         pytest.skip(str(registry.unsupported("decode_step", "cpu", "cpu", dtype)))
     model = HydraModel.from_pretrained(tiny_llama(dtype=dtype, width=4), roles=hydra_roles()).eval()
@@ -322,6 +317,51 @@ def test_batch_invariant_answers_have_the_same_bits_in_any_company(step, dtype):
         theirs = [whole.logprobs_M[a:b] for a, b in itertools.pairwise(whole.batch.completion_cu)]
         assert all(torch.equal(ours[j], theirs[i]) for j, i in enumerate(places))
     assert whole.stats.most_rows == (24 if step == "native" else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_prompts_go_through_the_model_and_short_ones_through_the_kernel(dtype, monkeypatch):
+    """One admission of both: the answers are those of the model's own forward, and alone they have the same bits."""
+    reason = registry.unsupported("decode_step", "cpu", "cpu", dtype)
+    if reason is not None:
+        pytest.skip(str(reason))
+    model = HydraModel.from_pretrained(tiny_llama(positions=512, dtype=dtype, width=4), roles=hydra_roles()).eval()
+    randomise(model, "actor")
+    assert native_step.unsupported(model.backbone()) is None  # its trial goes through both
+    lengths = [330, 7, 321, 320, 33, 300, 400, 150]
+    asked = [[3 + (7 * i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
+    calls = []
+    plain, rows = TransformersStep.prefill, NativeStep._prefill_rows
+    for kind, name, prefill in ((TransformersStep, "prefill", plain), (NativeStep, "_prefill_rows", rows)):
+
+        def noted(step, prompts, name=name, prefill=prefill):
+            calls.append((name, [len(prompt.tokens) for prompt in prompts]))
+            return prefill(step, prompts)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    def run(places, **options):
+        calls.clear()
+        found = generate(
+            model, [asked[i] for i in places], sampling(), sample_ids=places, options=EngineOptions(**options)
+        )
+        assert found.stats.step == options["decode_step"]
+        return found
+
+    everything = list(range(8))
+    whole = run(everything, decode_step="native")
+    short = [("_prefill_rows", [7, 320, 33]), ("_prefill_rows", [300, 150])]
+    if dtype == torch.bfloat16:
+        assert calls == [("prefill", lengths)]  # many tokens in all
+    else:
+        assert calls == [*short, ("prefill", [330, 321, 400])]
+        theirs = run(everything, decode_step="transformers")
+        assert tokens(whole) == tokens(theirs)
+        torch.testing.assert_close(whole.logprobs_M, theirs.logprobs_M, rtol=1e-4, atol=1e-4)
+    invariant = run(everything, decode_step="native", batch_invariant=True)
+    assert calls == [*short, ("prefill", [330]), ("prefill", [321]), ("prefill", [400])]
+    alone = [run([i], decode_step="native", batch_invariant=True) for i in everything]
+    assert torch.equal(torch.cat([part.logprobs_M for part in alone]), invariant.logprobs_M)
 
 
 def test_the_native_step_is_taken_where_it_serves():
