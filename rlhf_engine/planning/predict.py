@@ -41,6 +41,7 @@ from rlhf_engine.planning.phases import (
     trace_update,
 )
 from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
+from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.step import PREFILL_TOKENS
 
 _TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
@@ -153,6 +154,7 @@ class Planner:
                 hidden_size=backbone.hidden_size,
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_tensors=len(list(slot.parameters())),
+                native_step=native_step.looks_servable(backbone, self.setting.device_type),
             )
 
     # ---- peaks -----------------------------------------------------------------------------------------------------
@@ -163,13 +165,21 @@ class Planner:
         rows = rows or (s.update_rows if phase == "update" else s.batch)
         resident = self.resident
         if phase == "generation":
-            together = min(rows, max(1, PREFILL_TOKENS // s.prompt_length))
+            together = self._prefilled_together(rows)
             others = self._cache_bytes(rows) - self._cache_bytes(together)
             return resident + self._traced("generation", together, 1) + others
         if phase == "inference":
             return resident + self._traced("inference", *self._scored_together(rows))
         step = self.state_bytes["gradients"]  # while AdamW runs in place
         return resident + max(step, self._traced("update", rows, min(2, s.micro_batches)))
+
+    def _prefilled_together(self, rows: int) -> int:
+        """Prompts that go through a layer at once; a token takes the native step about what it takes transformers."""
+        length = self.setting.prompt_length
+        admitted = min(rows, max(1, PREFILL_TOKENS // length))
+        if not self._shape(True).native_step:
+            return admitted
+        return native_step.tokens_together(self.setting.dtype, length, admitted) // length
 
     def _scored_together(self, rows: int) -> tuple[int, int]:
         """(sequences per group, groups to trace: two where there are more, for what the first leaves)."""
@@ -291,6 +301,8 @@ class _Shape:
     hidden_size: int
     slot_parameters: int
     slot_tensors: int
+    native_step: bool
+    """Whether rollouts are expected to go through it."""
 
 
 def largest_fitting(peak: Callable[[int], int], budget: int, *, above: int = 0) -> int:

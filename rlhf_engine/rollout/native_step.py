@@ -181,6 +181,20 @@ def unsupported(backbone: Backbone) -> str | None:
     return _examine(backbone).reason
 
 
+def looks_servable(backbone: Backbone, device_type: str) -> bool:
+    """Whether kinds and names speak for the native step, for a backbone without weights; its trial may say no."""
+    reason = registry.unsupported("decode_step", "cpu", device_type, backbone.dtype)
+    return reason is None and _differs(backbone) is None
+
+
+def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:
+    """Tokens that go through a layer at once, of so many prompts of one length that are admitted together."""
+    tokens = prompt_length * prompts
+    if prompt_length > _LONG_PROMPT or tokens > _MANY_TOKENS[dtype]:
+        return tokens
+    return min(tokens, _ROWS // prompt_length * prompt_length)
+
+
 def decoder_of(backbone: Backbone) -> Decoder:
     """The weights of a backbone that is not `unsupported`, as the kernel takes them."""
     decoder = _examine(backbone).decoder
