@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlhf_engine.config_algorithm import AlgorithmOptions
 from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
 from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
 from rlhf_engine.errors import ConfigError
@@ -94,8 +95,8 @@ class _TrainingOptions(_ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(RolloutOptions, _TrainingOptions):
-    """PPO with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
+class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
+    """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     method: Method = option(
         "hydra_ppo",
@@ -126,22 +127,7 @@ class PPOConfig(RolloutOptions, _TrainingOptions):
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
     missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
-    beta: float = option(0.05, "KL coefficient: the token reward is -beta * KL to the reference", ge=0)
-    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL per token")
-    gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
-    lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
-    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
-    cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
-    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
-    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
-    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
-    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
 
-    generation_batch_size: int = option(64, "prompts per step", ge=1)
-    num_mini_batches: int = option(4, "optimizer steps per epoch over the batch", ge=1)
-    num_ppo_epochs: int = option(4, "epochs over each batch", ge=1)
-    per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
@@ -169,11 +155,8 @@ class PPOConfig(RolloutOptions, _TrainingOptions):
                 f"got {len(self.reward_weights)}"
             )
         self._check_method()
-        if self.generation_batch_size % self.num_mini_batches:
-            raise ConfigError(
-                f"generation_batch_size: expected a multiple of num_mini_batches ({self.num_mini_batches}), "
-                f"got {self.generation_batch_size}"
-            )
+        self.check_algorithm()
+        self._check_correction()
         if self.warmup_steps > self.max_steps:
             raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
         if self.critic_warmup_steps >= self.max_steps:
@@ -220,6 +203,22 @@ class PPOConfig(RolloutOptions, _TrainingOptions):
             raise ConfigError(
                 "critic_init: expected 'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than "
                 "the actor, got 'actor'"
+            )
+
+    def _check_correction(self) -> None:
+        """Whether the algorithm can learn from the answers of another engine as configured."""
+        if self.rollout_backend == "local" or not self.vllm_importance_sampling_correction:
+            return
+        if self.algorithm in ("online_dpo", "best_of_n"):
+            raise ConfigError(
+                f"vllm_importance_sampling_correction: expected false for {self.algorithm}, whose loss has no place "
+                "for a ratio of two engines, got true"
+            )
+        mode = self.vllm_importance_sampling_mode
+        if self.chosen_loss_type == "proximal" and mode != "sequence_truncate":
+            raise ConfigError(
+                "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo, whose loss weighs "
+                f"whole answers, got {mode!r}"
             )
 
     def _check_start_as_reward(self) -> None:

@@ -12,19 +12,15 @@ Legend: N sequences, M completion tokens packed, C the longest completion ([N, C
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
-from rlhf_engine.devices import is_out_of_memory, release_memory
-from rlhf_engine.errors import MemoryLimitError, NonFiniteError
+from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Schedule, Term, update
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, ValueLoss
 
 
@@ -108,14 +104,6 @@ def advantages(
     return batch.unpad(advantage_NC), batch.unpad(return_NC)
 
 
-def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
-    """A random partition of n sequences into `count` minibatches of nearly equal size (fewer if n < count)."""
-    order = torch.randperm(n, generator=generator).tolist()
-    count = min(count, n)
-    bounds = [round(i * n / count) for i in range(count + 1)]
-    return [order[a:b] for a, b in itertools.pairwise(bounds)]
-
-
 def ppo_update(
     model: HydraModel,
     experience: Experience,
@@ -124,182 +112,79 @@ def ppo_update(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """All epochs over one experience; returns metrics averaged over the minibatches.
-
-    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. Denominators are
-    those of the whole minibatch, so that micro-batches add up to its exact gradient. With `target_kl`, a minibatch
-    whose approximate KL exceeds it is not applied and ends the update.
-
-    A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
-    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises
-    NonFiniteError, before the minibatch is applied, naming the loss that is not finite, and MemoryLimitError where not
-    even one sequence fits.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    applied: list[dict[str, float]] = []
-    stopped = False
-    first_mismatch = 0.0
-    for epoch in range(options.num_ppo_epochs):
-        for number, indices in enumerate(
-            minibatches(experience.batch.n_sequences, options.num_mini_batches, generator)
-        ):
-            dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            stats, options = _accumulate_in_memory(model, experience, indices, options, dropout_seed)
-            _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
-            if epoch == 0 and number == 0:
-                first_mismatch = stats["mismatch"]
-            if options.target_kl is not None and stats["approx_kl"] > options.target_kl:
-                model.zero_grad(set_to_none=True)
-                stopped = True
-                break
-            applied.append({**stats, **step()})
-        if stopped:
-            break
-    keys = [k for k in (applied[0] if applied else {}) if k != "mismatch"]
-    means = {k: sum(s[k] for s in applied) / len(applied) for k in keys}
-    return {
-        **means,
-        "optimizer_steps": float(len(applied)),
-        "stopped_by_target_kl": float(stopped),
-        "mismatch/update_max": first_mismatch,
-        "micro_batch_size": float(options.micro_batch_size),
-    }
+    """`algorithms.update.update` by PPO's objective; with `target_kl`, its epochs end early."""
+    schedule = Schedule(
+        num_epochs=options.num_ppo_epochs,
+        num_mini_batches=options.num_mini_batches,
+        micro_batch_size=options.micro_batch_size,
+        target_kl=options.target_kl,
+    )
+    return update(model, PpoObjective(experience, options), schedule, step, seed=seed)
 
 
-def _accumulate_in_memory(
-    model: HydraModel,
-    experience: Experience,
-    indices: Sequence[int],
-    options: UpdateOptions,
-    dropout_seed: int,
-) -> tuple[dict[str, float], UpdateOptions]:
-    """`_accumulate`, with smaller micro-batches until it fits; the statistics, and the options that fitted."""
-    while True:
-        try:
-            return _accumulate(model, experience, indices, options, dropout_seed), options
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size = min(options.micro_batch_size, len(indices))
-            if size == 1:
-                model.zero_grad(set_to_none=True)  # of the sequences before it
-                raise MemoryLimitError(
-                    "the update of a single sequence does not fit into memory; shorten answers, lower token_budget or "
-                    "lora_r, or switch gradient_checkpointing on"
-                ) from error
-        # here rather than above, where the error still holds the tensors of the failed pass
-        model.zero_grad(set_to_none=True)
-        release_memory(model.device)
-        options = dataclasses.replace(options, micro_batch_size=(size + 1) // 2)
+class PpoObjective(Objective):
+    """Clipped policy loss of the actor and clipped value loss of the critic."""
 
+    def __init__(self, experience: Experience, options: UpdateOptions) -> None:
+        self.batch = experience.batch
+        self._experience, self._options = experience, options
+        # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
+        self.discarded_roles = () if options.train_actor else ("actor",)
 
-def _accumulate(
-    model: HydraModel,
-    experience: Experience,
-    indices: Sequence[int],
-    options: UpdateOptions,
-    dropout_seed: int,
-) -> dict[str, float]:
-    """Gradients of one minibatch, micro-batch by micro-batch; its statistics."""
-    lengths = experience.batch.completion_lens
-    denom = float(sum(lengths[i] for i in indices))
-    totals: dict[str, torch.Tensor] = {}
-    value_sums: list[torch.Tensor] = []
-    worst: list[torch.Tensor] = []
-    for start in range(0, len(indices), options.micro_batch_size):
-        chosen = indices[start : start + options.micro_batch_size]
-        part = experience.batch.select(chosen)
-        rows = experience.batch.select_completion_rows(chosen)
-        policy, value = _outputs(experience, part, rows, denom, options)
-        found = _backward(model, part, (policy, value) if options.train_actor else (value,), options, dropout_seed)
-        value_out = found.results[-1]
-        sums = {"loss": found.loss, "value/loss": value_out.loss, "value/clip_ratio": value_out.clip_fraction}
-        if options.train_actor:
-            policy_out = found.results[0]
-            worst.append((policy_out.logprob - experience.old_logprobs_M[rows]).abs().max())
-            sums |= {
-                "policy/loss": policy_out.policy_loss,
-                "entropy": policy_out.entropy,
-                "clip_ratio": policy_out.clip_fraction,
-                "approx_kl": policy_out.approx_kl,
+    def terms(self, micro: MicroBatch) -> list[Term]:
+        experience, options, rows = self._experience, self._options, micro.rows_M
+        lengths = self.batch.completion_lens
+        denom = float(sum(lengths[i] for i in micro.minibatch))
+        mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        value = ValueLoss(
+            old_value_M=experience.old_values_M[rows],
+            return_M=experience.returns_M[rows],
+            mask_M=mask,
+            denom=denom,
+            clip=options.cliprange_value,
+        )
+        if not options.train_actor:
+            return [Term(value, options.vf_coef)]
+        policy = PolicyLoss(
+            old_logprob_M=experience.old_logprobs_M[rows],
+            advantage_M=experience.advantages_M[rows],
+            mask_M=mask,
+            denom=denom,
+            clip_low=options.cliprange,
+            clip_high=options.cliprange,
+            entropy_coef=options.entropy_coef,
+            temperature=options.temperature,
+        )
+        return [Term(policy, 1.0), Term(value, options.vf_coef)]
+
+    def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
+        found = measure_values(results[-1])
+        if self._options.train_actor:
+            policy = results[0]
+            found.most["mismatch"] = (policy.logprob - self._experience.old_logprobs_M[micro.rows_M]).abs().max()
+            found.sums |= {
+                "policy/loss": policy.policy_loss.detach(),
+                "entropy": policy.entropy.detach(),
+                "clip_ratio": policy.clip_fraction.detach(),
+                "approx_kl": policy.approx_kl.detach(),
             }
-        for name, tensor in sums.items():
-            totals[name] = totals.get(name, torch.zeros_like(tensor)) + tensor.detach()
-        value_sums.append(torch.stack([getattr(value_out, f).double() for f in _VALUE_SUMS]))
-    stats = {name: float(tensor) for name, tensor in totals.items()}
-    stats.setdefault("approx_kl", 0.0)
-    moments = dict(zip(_VALUE_SUMS, torch.stack(value_sums).sum(0), strict=True))
-    stats["value/explained_variance"] = float(explained_variance(**moments))
-    stats["mismatch"] = float(torch.stack(worst).max()) if worst else 0.0
-    return stats
+        return found
+
+    def summarise(self, measured: Measured) -> dict[str, float]:
+        return {"approx_kl": 0.0, **summarise_values(measured)}
 
 
 _VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
 
 
-class _Backward(NamedTuple):
-    """What a micro-batch gave beside its gradients."""
-
-    loss: torch.Tensor
-    """0-d, the weighted sum whose gradient was taken"""
-    results: list[Any]
-    """of the outputs, in their order"""
+def measure_values(value: Any) -> Measured:
+    """What a value loss tells of a micro-batch. value: `ValueLossOutputs`."""
+    sums = {"value/loss": value.loss.detach(), "value/clip_ratio": value.clip_fraction.detach()}
+    return Measured(sums=sums | {name: getattr(value, name).detach().double() for name in _VALUE_SUMS})
 
 
-def _backward(
-    model: HydraModel,
-    part: PackedBatch,
-    outputs: Sequence[PolicyLoss | ValueLoss],
-    options: UpdateOptions,
-    dropout_seed: int,
-) -> _Backward:
-    """Add a micro-batch's gradients: of all outputs at once where their lanes share a traversal, else one by one.
-
-    One by one, only one graph is alive at a time; together they would cost memory for nothing.
-    """
-    together = model.runs_together(part, [output.role for output in outputs])
-    losses: list[torch.Tensor] = []
-    results: list[Any] = []
-    for group in [outputs] if together else [[output] for output in outputs]:
-        found = model(part, group, dropout_seed=dropout_seed)
-        weights = [1.0 if isinstance(output, PolicyLoss) else options.vf_coef for output in group]
-        loss = torch.stack([weight * out.loss for weight, out in zip(weights, found, strict=True)]).sum()
-        loss.backward()
-        losses.append(loss.detach())
-        results.extend(found)
-    if not options.train_actor:
-        # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
-        for p in model.trainable_parameters("actor").values():
-            p.grad = None
-    return _Backward(loss=torch.stack(losses).sum(), results=results)
-
-
-def _outputs(
-    experience: Experience, part: PackedBatch, rows: torch.Tensor, denom: float, options: UpdateOptions
-) -> tuple[PolicyLoss, ValueLoss]:
-    mask = torch.ones(part.n_completion_tokens, dtype=torch.bool, device=part.device)
-    policy = PolicyLoss(
-        old_logprob_M=experience.old_logprobs_M[rows],
-        advantage_M=experience.advantages_M[rows],
-        mask_M=mask,
-        denom=denom,
-        clip_low=options.cliprange,
-        clip_high=options.cliprange,
-        entropy_coef=options.entropy_coef,
-        temperature=options.temperature,
-    )
-    value = ValueLoss(
-        old_value_M=experience.old_values_M[rows],
-        return_M=experience.returns_M[rows],
-        mask_M=mask,
-        denom=denom,
-        clip=options.cliprange_value,
-    )
-    return policy, value
-
-
-def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:
-    for name in ("policy/loss", "value/loss", "loss"):
-        if name in stats and not math.isfinite(stats[name]):
-            model.zero_grad(set_to_none=True)  # nobody may step on what this minibatch left behind
-            raise NonFiniteError(f"{name} is {stats[name]} at {where}; nothing of this minibatch was applied")
+def summarise_values(measured: Measured) -> dict[str, float]:
+    """Metrics of a minibatch, the value loss's sums turned into the explained variance."""
+    moments = {name: measured.sums[name] for name in _VALUE_SUMS}
+    rest = {name: value for name, value in measured.floats().items() if name not in moments}
+    return {**rest, "value/explained_variance": float(explained_variance(**moments))}

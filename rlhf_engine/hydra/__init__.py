@@ -5,6 +5,7 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel, Scores
 from rlhf_engine.hydra.outputs import (
     LmLoss,
+    LogprobLoss,
     LogprobPair,
     Logprobs,
     Output,
@@ -31,6 +32,7 @@ __all__ = [
     "OFF",
     "HydraModel",
     "LmLoss",
+    "LogprobLoss",
     "LogprobPair",
     "Logprobs",
     "Output",

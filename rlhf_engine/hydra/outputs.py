@@ -8,7 +8,7 @@ Legend: T rows, N sequences, M completion tokens, P pairs, H hidden, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -236,6 +236,53 @@ class PolicyLoss:
             temperature=self.temperature,
             **states.head_options(self.role),
         )
+
+
+class LogprobLossOutputs(NamedTuple):
+    """A loss of log-probs, and what it was made of."""
+
+    loss: torch.Tensor
+    """0-d"""
+    logprob: torch.Tensor
+    """fp32 [M], without a gradient"""
+    entropy: torch.Tensor
+    """fp32 [M], nats, without a gradient"""
+    found: Any
+    """what the loss function returned"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogprobLoss:
+    """Any loss of the log-probs of the completion tokens, less an entropy bonus of entropy_coef · Σ entropy / denom."""
+
+    role: str = "actor"
+    loss: Callable[[torch.Tensor], Any]
+    """Log-probs [M] to something with a 0-d `loss`."""
+    temperature: float = 1.0
+    entropy_coef: float = 0.0
+    denom: float = 1.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> LogprobLossOutputs:
+        out = linear_logprob(
+            states.predicting(self.role),
+            states.lm_head(self.role).weight,
+            states.batch.targets_M,
+            temperature=self.temperature,
+            outputs=("logprob", "entropy"),
+            detach=() if self.entropy_coef else ("entropy",),
+            **states.head_options(self.role),
+        )
+        assert out.logprob is not None
+        assert out.entropy is not None
+        found = self.loss(out.logprob)
+        loss = found.loss
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * out.entropy.sum() / self.denom
+        return LogprobLossOutputs(loss=loss, logprob=out.logprob.detach(), entropy=out.entropy.detach(), found=found)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,6 +28,7 @@ class Rollouts(Protocol):
         *,
         role: str = "actor",
         sample_ids: Sequence[int] | None = None,
+        greedy: Sequence[bool] | None = None,
     ) -> Rollout:
         """One answer per prompt, as `rollout.generate` draws them."""
         ...
@@ -52,6 +53,7 @@ class LocalRollouts:
         *,
         role: str = "actor",
         sample_ids: Sequence[int] | None = None,
+        greedy: Sequence[bool] | None = None,
     ) -> Rollout:
         """`rollout.generate`."""
         return generate(
@@ -60,6 +62,7 @@ class LocalRollouts:
             sampling,
             role=role,
             sample_ids=sample_ids,
+            greedy=greedy,
             policy_version=self.policy_version,
             options=self.options,
         )

@@ -29,13 +29,15 @@ def slot_config(config: PPOConfig | SFTConfig) -> SlotConfig:
 
 
 def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:
-    """The role table of the configured method; the reward role only where the learned reward is asked for."""
+    """The role table of the configured method; critic and reward role only where they are asked for."""
     roles = METHODS[config.method](
         reference_slot="sft" if config.reference_adapter else OFF,
         reward_slot="reward" if config.reward_adapter else OFF,
     )
     if "lane" not in config.reward_funcs:
         del roles["reward"]
+    if not config.has_critic:
+        del roles["critic"]
     return roles
 
 
@@ -129,7 +131,7 @@ def _slots(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfi
         elif origin is not None:
             # from its folder rather than from the slot, which may be on another backbone
             slots["actor"] = dataclasses.replace(peft_io.read_slot_config(origin), dropout=config.lora_dropout)
-    if roles["critic"].slot == "critic":
+    if "critic" in roles and roles["critic"].slot == "critic":
         slots["critic"] = slot_config(config)
         if config.critic_init == "actor":
             same_backbone = roles["critic"].backbone == roles["actor"].backbone

@@ -1,22 +1,24 @@
-"""From a rollout to experience: one scoring pass over all lanes, scores, token rewards, advantages; and its metrics."""
+"""From a rollout to what an update learns from: one scoring pass over all lanes, scores, KL; and their metrics."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.algorithms.importance import importance_weights, mismatch_metrics
-from rlhf_engine.algorithms.ppo import Experience, advantages, token_kl, token_rewards
+from rlhf_engine.algorithms.ppo import token_kl
+from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
-from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
+from rlhf_engine.training.scoring import AnswerScorer, ScoredAnswers, mean_or_none
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -31,10 +33,43 @@ STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredRollout:
-    """A rollout after the scoring pass."""
+    """The answers of a rollout that can be learned from: N drawn ones, M completion tokens. Nothing has a gradient."""
 
-    experience: Experience
+    batch: PackedBatch
+    groups_N: torch.Tensor
+    """int64 [N], which prompt of the step an answer belongs to"""
+    scores_N: torch.Tensor
+    """fp32 [N], what is maximised"""
+    greedy_scores_N: torch.Tensor | None
+    """fp32 [N], of the greedy answer to the same prompt, where there is one"""
+    logprobs_M: torch.Tensor
+    """fp32 [M], log π from the training forward"""
+    ref_logprobs_M: torch.Tensor
+    """fp32 [M], log π_ref"""
+    kl_M: torch.Tensor
+    """fp32 [M], KL(π ‖ π_ref) by the configured estimator"""
+    values_M: torch.Tensor | None
+    """fp32 [M], of the critic, where there is one"""
+    weights_M: torch.Tensor | None
+    """fp32 [M], truncated importance weights of answers from another engine"""
     metrics: dict[str, float]
+
+
+class Layout(NamedTuple):
+    """Which answers of a rollout belong together."""
+
+    groups: list[int]
+    """which prompt of the step an answer belongs to"""
+    greedy: list[bool]
+    """whether it is the greedy answer, a baseline that nothing is learned from"""
+
+    @classmethod
+    def of(cls, prompts: int, generations: int, *, with_greedy: bool) -> Layout:
+        """`generations` answers to each prompt next to each other, the last one greedy where asked for."""
+        return cls(
+            [i for i in range(prompts) for _ in range(generations)],
+            [with_greedy and j == generations - 1 for _ in range(prompts) for j in range(generations)],
+        )
 
 
 def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tuple[list[str], list[list[int]]]:
@@ -43,9 +78,10 @@ def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tu
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids], ids
 
 
-def make_experience(
+def score_rollout(
     model: HydraModel,
     rollout: Rollout,
+    layout: Layout,
     scorer: AnswerScorer,
     tokenizer: PreTrainedTokenizerBase,
     config: PPOConfig,
@@ -54,96 +90,182 @@ def make_experience(
     *,
     first_step_from_reference: bool,
 ) -> ScoredRollout:
-    """Score a rollout and turn it into experience.
+    """Score a rollout.
 
-    first_step_from_reference: the policy has not been updated yet and started as the reference, so their log-probs must
-    agree. Raises MismatchError if they or rollout and training log-probs do not, NonFiniteError for a score that is not
-    finite, ConfigError if every answer was left out by a None reward.
+    prompts, columns: of each answer, as `layout` has them. first_step_from_reference: the policy has not been updated
+    yet and started as the reference, so their log-probs must agree. Raises MismatchError if they or rollout and
+    training log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no
+    answer to learn from.
     """
-    batch = rollout.batch
-    roles = ["actor", "reference", "critic", *(["reward"] if scorer.uses_lane else [])]
-    scores = _score_in_memory(model, batch, roles, config)
-    logprobs_M, ref_logprobs_M, all_values_M = scores.logprobs_M, scores.ref_logprobs_M, scores.values_M
+    drawn = [i for i, greedy in enumerate(layout.greedy) if not greedy]
+    everything = len(drawn) == rollout.batch.n_sequences
+    batch = rollout.batch if everything else rollout.batch.select(drawn)
+    rollout_logprobs_M = rollout.logprobs_M
+    if not everything:
+        rollout_logprobs_M = rollout_logprobs_M[rollout.batch.select_completion_rows(drawn)]
+    critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_lane else [])
+    scores = _score_in_memory(model, batch, ["actor", "reference", *critic, *reward], config)
+    _require_finite(rollout.logprobs_M, scores)
+    logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
     assert logprobs_M is not None
     assert ref_logprobs_M is not None
-    assert all_values_M is not None
     assert scores.entropies_M is not None
+    log_ratio_M = logprobs_M - rollout_logprobs_M
+    _check_agreement(model, config, log_ratio_M, ref_logprobs_M - logprobs_M if first_step_from_reference else None)
+
+    scored = _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, scores.rewards_N, config)
+    kept = _kept(scored.totals, layout, least=config.least_drawn)
+    if not kept:
+        raise ConfigError("reward_funcs: expected a reward for at least one answer of the batch, got None for all")
+    places = [drawn[i] for i in kept]
+    rows_M = batch.select_completion_rows(kept)
+    kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
+    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
+    device = batch.device
+    scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)
+    if not scores_N.isfinite().all() or not kl_M.isfinite().all():
+        culprit = "score" if not scores_N.isfinite().all() else "KL"
+        raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
+    weights_M: torch.Tensor | None = None
+    correction: dict[str, float] = {}
+    if config.rollout_backend != "local":
+        weights_M, correction = _correct(log_ratio_M[rows_M], kept_batch, rollout, config)
+    greedy_scores_N = None
+    if not everything:
+        by_group = {layout.groups[i]: scored.totals[i] for i, greedy in enumerate(layout.greedy) if greedy}
+        found = [by_group[layout.groups[i]] for i in places]
+        greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
+    values_M = None if scores.values_M is None else scores.values_M[rows_M]
+    result = ScoredRollout(
+        batch=kept_batch,
+        groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
+        scores_N=scores_N,
+        greedy_scores_N=greedy_scores_N,
+        logprobs_M=logprobs_M[rows_M],
+        ref_logprobs_M=ref_logprobs_M[rows_M],
+        kl_M=kl_M,
+        values_M=values_M,
+        weights_M=weights_M,
+        metrics={
+            "entropy_rollout": float(scores.entropies_M.mean()),
+            "completions/unfinished_ratio": 1 - sum(rollout.finished[i] for i in drawn) / len(drawn),
+            "completions/skipped": float(len(drawn) - len(kept)),
+            "mismatch/rollout_max": float(log_ratio_M.abs().max()),
+            "mismatch/rollout_mean": float(log_ratio_M.abs().mean()),
+            **_length_metrics(batch),
+            **correction,
+            **_source_metrics(scored),
+        },
+    )
+    result.metrics.update(_score_metrics(result, config))
+    return result
+
+
+def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
     named = {
-        "log-probs of the rollout": rollout.logprobs_M,
-        "log-probs of the actor": logprobs_M,
-        "log-probs of the reference": ref_logprobs_M,
-        "values of the critic": all_values_M,
+        "log-probs of the rollout": rollout_logprobs_M,
+        "log-probs of the actor": scores.logprobs_M,
+        "log-probs of the reference": scores.ref_logprobs_M,
+        "values of the critic": scores.values_M,
         "scores of the reward role": scores.rewards_N,
     }
     for name, found in named.items():
         if found is not None and not found.isfinite().all():
             raise NonFiniteError(f"{name} are not finite; no update was made from this rollout")
+
+
+def _check_agreement(
+    model: HydraModel, config: PPOConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
+) -> None:
+    """Rollout and training forward agree, and before the first update so do actor and reference where they must."""
     base = model.backbone("base")
     # quantised products round as coarsely as bf16, 8-bit ones by the batch that a row is in
     dtype = torch.bfloat16 if base.quantized else base.dtype
-    log_ratio_M = logprobs_M - rollout.logprobs_M
-    mismatch = log_ratio_M.abs()
     if config.rollout_backend == "local":
-        _check_mismatch(mismatch, dtype, config.rollout_mismatch_bound)
-    if first_step_from_reference:
-        _check_step0(logprobs_M, ref_logprobs_M, dtype)
-    texts, ids = decode_answers(tokenizer, batch)
-    scored = scorer(prompts, texts, ids, columns, rollout.finished, scores.rewards_N)
-    kept = [i for i, total in enumerate(scored.totals) if total is not None]
-    if not kept:
-        raise ConfigError("reward_funcs: expected a reward for at least one answer of the batch, got None for all")
-    rows = batch.select_completion_rows(kept)
-    kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
-    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows]
-    scores_N = torch.tensor([scored.totals[i] for i in kept], dtype=torch.float32, device=batch.device)
-    if not scores_N.isfinite().all() or not kl_M.isfinite().all():
-        culprit = "score" if not scores_N.isfinite().all() else "KL"
-        raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
-    values_M = all_values_M[rows]
-    advantages_M, returns_M = advantages(
-        token_rewards(kl_M, scores_N, kept_batch, config.beta),
-        values_M,
-        kept_batch,
-        gamma=config.gamma,
-        lam=config.lam,
-        whiten_rewards=config.whiten_rewards,
-        whiten_advantages=config.whiten_advantages,
-    )
-    correction: dict[str, float] = {}
-    if config.rollout_backend != "local":
-        weights_M, correction = _correct(log_ratio_M[rows], kept_batch, rollout, config)
-        advantages_M = advantages_M * weights_M
-    experience = Experience(
-        batch=kept_batch,
-        old_logprobs_M=logprobs_M[rows],
-        old_values_M=values_M,
-        advantages_M=advantages_M,
-        returns_M=returns_M,
-    )
-    lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
-    kl_N = torch.zeros(len(kept), device=batch.device).index_add_(0, kept_batch.sequence_of_M, kl_M)
-    metrics = {
-        "reward": float(scores_N.mean()),
-        "reward_std": float(scores_N.std(correction=0)),
-        "kl": float(kl_N.mean()),
-        "kl_per_token": float(kl_M.mean()),
-        "objective": float((scores_N - config.beta * kl_N).mean()),
-        "entropy_rollout": float(scores.entropies_M.mean()),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/max_length": float(lengths.max()),
-        "completions/unfinished_ratio": 1 - sum(rollout.finished) / batch.n_sequences,
-        "completions/skipped": float(batch.n_sequences - len(kept)),
-        "value/mean": float(values_M.mean()),
-        "mismatch/rollout_max": float(mismatch.max()),
-        "mismatch/rollout_mean": float(mismatch.mean()),
-        **correction,
+        _check_mismatch(log_ratio_M.abs(), dtype, config.rollout_mismatch_bound)
+    if to_reference_M is not None:
+        _check_step0(to_reference_M, dtype)
+
+
+def _score_answers(
+    model: HydraModel,
+    rollout: Rollout,
+    layout: Layout,
+    scorer: AnswerScorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    drawn_rewards_N: torch.Tensor | None,
+    config: PPOConfig,
+) -> ScoredAnswers:
+    """Scores of all answers, greedy ones included. drawn_rewards_N: of the reward role for the drawn ones.
+
+    A greedy answer that has the tokens of a drawn one to its prompt has its score, to the bit.
+    """
+    texts, ids = decode_answers(tokenizer, rollout.batch)
+    drawn = {
+        (group, tuple(row)): i
+        for i, (group, row) in enumerate(zip(layout.groups, ids, strict=True))
+        if not layout.greedy[i]
     }
-    if len(scored.sources) > 1:
-        for name, values in scored.sources.items():
-            mean = mean_or_none(values)
-            if mean is not None:
-                metrics[f"rewards/{name}"] = mean
-    return ScoredRollout(experience=experience, metrics=metrics)
+    same = {i: drawn.get((layout.groups[i], tuple(ids[i]))) for i, greedy in enumerate(layout.greedy) if greedy}
+    lane_N = drawn_rewards_N
+    if drawn_rewards_N is not None and same:
+        lane_N = drawn_rewards_N.new_empty(rollout.batch.n_sequences)
+        lane_N[[i for i, greedy in enumerate(layout.greedy) if not greedy]] = drawn_rewards_N
+        others = [i for i, twin in same.items() if twin is None]
+        if others:
+            found = _score_in_memory(model, rollout.batch.select(others), ["reward"], config).rewards_N
+            assert found is not None
+            if not found.isfinite().all():
+                raise NonFiniteError("scores of the reward role are not finite; no update was made from this rollout")
+            lane_N[others] = found
+        for i, twin in same.items():
+            if twin is not None:
+                lane_N[i] = lane_N[twin]
+    scored = scorer(prompts, texts, ids, columns, rollout.finished, lane_N)
+    for i, twin in same.items():
+        if twin is not None:
+            scored.totals[i] = scored.totals[twin]
+    return scored
+
+
+def _kept(totals: Sequence[float | None], layout: Layout, *, least: int) -> list[int]:
+    """Which drawn answers to learn from, counted among the drawn: those with a score, whose greedy answer has one too,
+    and whose prompt has at least so many of them."""
+    answers = list(zip(layout.groups, layout.greedy, totals, strict=True))
+    spoiled = {group for group, greedy, total in answers if greedy and total is None}
+    drawn = [(group, total) for group, greedy, total in answers if not greedy]
+    good = [i for i, (group, total) in enumerate(drawn) if total is not None and group not in spoiled]
+    counts = Counter(drawn[i][0] for i in good)
+    return [i for i in good if counts[drawn[i][0]] >= least]
+
+
+def _length_metrics(batch: PackedBatch) -> dict[str, float]:
+    lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
+    return {"completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max())}
+
+
+def _source_metrics(scored: ScoredAnswers) -> dict[str, float]:
+    """Mean reward of each source, where there are several."""
+    means = {name: mean_or_none(values) for name, values in scored.sources.items()}
+    return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
+
+
+def _score_metrics(found: ScoredRollout, config: PPOConfig) -> dict[str, float]:
+    kl_N = sequence_sums(found.kl_M, found.batch)
+    metrics = {
+        "reward": float(found.scores_N.mean()),
+        "reward_std": float(found.scores_N.std(correction=0)),
+        "kl": float(kl_N.mean()),
+        "kl_per_token": float(found.kl_M.mean()),
+        "objective": float((found.scores_N - config.beta * kl_N).mean()),
+    }
+    if found.greedy_scores_N is not None:
+        metrics["reward/greedy"] = float(found.greedy_scores_N.mean())
+    if found.values_M is not None:
+        metrics["value/mean"] = float(found.values_M.mean())
+    return metrics
 
 
 def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str], config: PPOConfig) -> Scores:
@@ -200,8 +322,8 @@ def _check_mismatch(mismatch: torch.Tensor, dtype: torch.dtype, bound: float | N
         )
 
 
-def _check_step0(actor_M: torch.Tensor, reference_M: torch.Tensor, dtype: torch.dtype) -> None:
-    gap = float((actor_M - reference_M).abs().max())
+def _check_step0(difference_M: torch.Tensor, dtype: torch.dtype) -> None:
+    gap = float(difference_M.abs().max())
     if not gap <= STEP0_KL_BOUND[dtype]:
         raise MismatchError(
             f"the actor started as the reference, but before any update their log-probs differ by up to {gap:.3g}; "

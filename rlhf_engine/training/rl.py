@@ -1,8 +1,8 @@
 """The RL loop: rollout → experience → update, until done; everything can stop and go on at a step.
 
 One step draws `generation_batch_size` answers in the actor's lane, scores them with all lanes at once, and updates
-actor and critic. Data order, sampling seeds and minibatches are functions of (seed, step), so a resumed run makes the
-same floats as one that never stopped.
+what the algorithm trains: the actor, and a critic where it has one. Data order, sampling seeds and minibatches are
+functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from rlhf_kernels import registry
 
-from rlhf_engine.algorithms.ppo import UpdateOptions, ppo_update
+from rlhf_engine.algorithms.update import Schedule, nothing_learned
+from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import PPOConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.folders import put_in_place
@@ -37,9 +38,10 @@ from rlhf_engine.training.checkpoint import (
     save_checkpoint,
 )
 from rlhf_engine.training.data import Row, batch_indices, read_rows
-from rlhf_engine.training.experience import decode_answers, make_experience
+from rlhf_engine.training.experience import Layout, decode_answers, score_rollout
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.training.recipes import make_lesson
 from rlhf_engine.training.rollouts import find_server, make_rollouts
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
@@ -79,7 +81,7 @@ class Answers:
 
 
 class PpoTrainer:
-    """Hydra-PPO. Construction finds everything that can be wrong with the request; `run` spends the time."""
+    """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -103,13 +105,13 @@ class PpoTrainer:
         server = find_server(config, prompts)
         self.model: HydraModel = build_ppo_model(config)
         self.rollouts = make_rollouts(config, self.model, server, prompts)
-        critic_rate = config.critic_learning_rate
+        rates = {"actor": config.learning_rate}
+        if config.has_critic:
+            critic_rate = config.critic_learning_rate
+            rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
         self.optimizer = RoleOptimizer(
             self.model,
-            {
-                "actor": config.learning_rate,
-                "critic": critic_rate if critic_rate is not None else config.learning_rate,
-            },
+            rates,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
@@ -171,7 +173,9 @@ class PpoTrainer:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
         config, state = self.config, self.state
         clock = _Clock(self.model.device)
-        indices = batch_indices(len(self.train_set.rows), config.generation_batch_size, state.step, config.seed)
+        rows = batch_indices(len(self.train_set.rows), config.prompts_per_step, state.step, config.seed)
+        layout = Layout.of(len(rows), config.generations, with_greedy=config.algorithm == "remax")
+        indices = [rows[group] for group in layout.groups]
         synced = self.rollouts.sync(state.policy_version)
         if synced:
             clock.lap("sync")
@@ -179,11 +183,13 @@ class PpoTrainer:
             [self.train_set.ids[i] for i in indices],
             self._sampling(config.seed),
             sample_ids=range(state.samples, state.samples + len(indices)),
+            greedy=layout.greedy,
         )
         clock.lap("generate")
-        scored = make_experience(
+        scored = score_rollout(
             self.model,
             rollout,
+            layout,
             self.scorer,
             self.tokenizer,
             config,
@@ -191,8 +197,9 @@ class PpoTrainer:
             self.train_set.columns(indices),
             first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
         )
-        clock.lap("score")
         train_actor = state.step >= config.critic_warmup_steps
+        lesson = make_lesson(config, scored, train_actor=train_actor)
+        clock.lap("score")
         factor = lr_factor(
             state.step,
             kind=config.lr_scheduler_type,
@@ -202,16 +209,15 @@ class PpoTrainer:
         self.optimizer.set_lr_factor(factor)
         self._begin_watch(factor)
         self.model.train()
-        update = ppo_update(
-            self.model,
-            scored.experience,
-            self._update_options(train_actor),
-            self.optimizer.step,
-            seed=config.seed * 1_000_003 + state.step,
-        )
+        schedule = self._schedule()
+        update = nothing_learned(schedule)
+        if lesson.objective is not None:
+            seed = config.seed * 1_000_003 + state.step
+            update = learn(self.model, lesson.objective, schedule, self.optimizer.step, seed=seed)
         self.model.eval()
         self._end_watch(update, train_actor)
-        self.model.trained_heads.add("value")
+        if config.has_critic:
+            self.model.trained_heads.add("value")
         clock.lap("update")
         self.state = replace(
             state,
@@ -224,6 +230,7 @@ class PpoTrainer:
         tokens = rollout.batch.n_completion_tokens
         return {
             **scored.metrics,
+            **lesson.metrics,
             **synced,
             **update,
             **clock.metrics(),
@@ -292,19 +299,13 @@ class PpoTrainer:
             seed=seed,
         )
 
-    def _update_options(self, train_actor: bool) -> UpdateOptions:
+    def _schedule(self) -> Schedule:
         config = self.config
-        return UpdateOptions(
-            num_ppo_epochs=config.num_ppo_epochs,
-            num_mini_batches=config.num_mini_batches,
+        return Schedule(
+            num_epochs=config.epochs,
+            num_mini_batches=config.mini_batches,
             micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
-            cliprange=config.cliprange,
-            cliprange_value=config.cliprange_value,
-            vf_coef=config.vf_coef,
-            entropy_coef=config.entropy_coef,
-            temperature=config.temperature,
             target_kl=config.target_kl,
-            train_actor=train_actor,
         )
 
     def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:

@@ -9,11 +9,11 @@ from rlhf_engine.algorithms.ppo import (
     Experience,
     UpdateOptions,
     advantages,
-    minibatches,
     ppo_update,
     token_kl,
     token_rewards,
 )
+from rlhf_engine.algorithms.update import minibatches
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.training.optimizer import RoleOptimizer
 from tests.conftest import build, random_batch

@@ -24,14 +24,15 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     # flag names are a promise to users: a renamed or lost option must be a decision, not an accident
     values = parse().to_dict()
     expected = dict(
-        REQUIRED, method="hydra_ppo", dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
+        kl_in="to_go", advantage_clip=None, divide_by_own_length=False, dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
         eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
         max_completion_length=64, temperature=1.0, reward_funcs=["lane"], reward_weights=None,
         missing_eos_penalty=None, beta=0.05, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2,
         cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, whiten_rewards=False, whiten_advantages=True,
-        target_kl=None, generation_batch_size=64, num_mini_batches=4, num_ppo_epochs=4,
+        target_kl=None, generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
         per_device_train_batch_size=16, max_steps=100, learning_rate=1e-4, critic_learning_rate=None,
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
         adam_epsilon=1e-8, max_grad_norm=1.0, critic_warmup_steps=0, token_budget=None,

@@ -12,8 +12,9 @@ import torch
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout.request import row_seed
-from rlhf_engine.training.experience import _correct, make_experience
+from rlhf_engine.training.experience import Layout, _correct, score_rollout
 from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.recipes import ppo_experience
 from rlhf_engine.training.rl import PpoTrainer
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, ppo_config, write_model, write_reward, write_rows
@@ -115,9 +116,10 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
 
     def experience(chosen):
         columns = trainer.train_set.columns(indices)
-        return make_experience(
+        scored = score_rollout(
             trainer.model,
             rollout,
+            Layout.of(8, 1, with_greedy=False),
             trainer.scorer,
             trainer.tokenizer,
             chosen,
@@ -125,23 +127,22 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
             columns,
             first_step_from_reference=True,
         )
+        return ppo_experience(chosen, scored), scored.metrics
 
-    weighted = experience(made)
-    plain = experience(dataclasses.replace(made, vllm_importance_sampling_correction=False))
+    weighted, metrics_of_weighted = experience(made)
+    plain, metrics_of_plain = experience(dataclasses.replace(made, vllm_importance_sampling_correction=False))
     odd = rollout.batch.completion_position_M % 2 == 1
     if mode == "token_truncate":
         expected = torch.where(odd, 1.2, 1.0)
     else:
         several = torch.tensor(rollout.batch.completion_lens)[rollout.batch.sequence_of_M] > 1
         expected = torch.where(several, 1.2, 1.0)  # of an answer of two tokens or more: 1.35 and beyond
-    torch.testing.assert_close(
-        weighted.experience.advantages_M, plain.experience.advantages_M * expected, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(weighted.advantages_M, plain.advantages_M * expected, rtol=1e-4, atol=1e-6)
     for name in ("old_logprobs_M", "old_values_M", "returns_M"):
-        assert torch.equal(getattr(weighted.experience, name), getattr(plain.experience, name)), name
-    assert weighted.metrics == plain.metrics
-    assert weighted.metrics["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
-    assert weighted.metrics["mismatch/truncated_ratio"] > 0.3
+        assert torch.equal(getattr(weighted, name), getattr(plain, name)), name
+    assert metrics_of_weighted == metrics_of_plain
+    assert metrics_of_weighted["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
+    assert metrics_of_weighted["mismatch/truncated_ratio"] > 0.3
     # what stops a local run at once
     local = dataclasses.replace(
         made,

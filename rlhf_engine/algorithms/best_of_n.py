@@ -1,0 +1,51 @@
+"""Best-of-N: of n answers to a prompt keep the one that scores best (arXiv 2009.01325).
+
+At inference the reward chooses among n draws of a fixed policy. As training, the policy learns the chosen answers:
+
+    a* = argmax_i r(x, a_i)        L = −Σ log π(a*_t | x, a*_<t) / Σ T*        supervised, over tokens
+
+Choosing moves the distribution by at most KL(best-of-n ‖ π) ≤ log n − (n−1)/n nats per answer (arXiv 2401.01879).
+
+Legend: N sequences in groups of one prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from rlhf_engine.algorithms.policy_objective import PolicyObjective
+from rlhf_engine.algorithms.update import MicroBatch
+
+
+def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
+    """Index of the best answer of each prompt, in the order of their first answers; the first among equals."""
+    chosen: dict[int, int] = {}
+    scores = scores_N.tolist()
+    for i, group in enumerate(groups_N.tolist()):
+        if group not in chosen or scores[i] > scores[chosen[group]]:
+            chosen[group] = i
+    return list(chosen.values())
+
+
+def kl_bound(n: int) -> float:
+    """log n − (n−1)/n, nats per answer. Raises ValueError for n < 1."""
+    if n < 1:
+        raise ValueError(f"n: expected at least 1 answer, got {n}")
+    return math.log(n) - (n - 1) / n
+
+
+class SupervisedLoss(NamedTuple):
+    """Cross-entropy of the chosen answers."""
+
+    loss: torch.Tensor
+    """0-d"""
+
+
+class BestObjective(PolicyObjective):
+    """L over the chosen answers."""
+
+    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> SupervisedLoss:
+        return SupervisedLoss(-logprobs_M.sum() / self.n_tokens(micro))

@@ -1,0 +1,108 @@
+"""Online DPO: of K answers to a prompt, the best against the worst (arXiv 2402.04792; loss of arXiv 2305.18290).
+
+With w the best and l the worst answer by score, and π_ref the reference,
+
+    h = [log π(w) − log π_ref(w)] − [log π(l) − log π_ref(l)]        log π(a) = Σ_t log π(a_t | x, a_<t)
+
+    sigmoid    L = −(1/n) Σ log σ(β h)                log 2 where π = π_ref
+    ipo        L = (1/n) Σ (h − 1/(2β))²              arXiv 2310.12036
+
+A prompt whose best and worst answer score the same says nothing and is left out. An answer that never ends keeps its
+score less a penalty (`missing_eos_penalty`), so that it loses.
+
+Legend: N sequences in groups of one prompt, P pairs; a batch of pairs holds w and l of each pair next to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.sequences import sequence_sums
+from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.hydra import PackedBatch
+
+DpoLoss = Literal["sigmoid", "ipo"]
+
+
+def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple[int, int]]:
+    """(best, worst) answer of each prompt, the first among equals; without prompts whose answers all score the same."""
+    scores = scores_N.tolist()
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups_N.tolist()):
+        members.setdefault(group, []).append(i)
+    pairs = [(max(g, key=scores.__getitem__), min(g, key=scores.__getitem__)) for g in members.values()]
+    return [(best, worst) for best, worst in pairs if scores[best] > scores[worst]]
+
+
+class DpoOutputs(NamedTuple):
+    """Loss and what it was made of."""
+
+    loss: torch.Tensor
+    """0-d"""
+    chosen_P: torch.Tensor
+    """β (log π(w) − log π_ref(w)), the implicit reward [P], without a gradient"""
+    rejected_P: torch.Tensor
+    """the same of l"""
+
+
+def dpo_loss(
+    logprobs_M: torch.Tensor,
+    ref_logprobs_M: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    n_pairs: float,
+    beta: float,
+    loss_type: DpoLoss = "sigmoid",
+) -> DpoOutputs:
+    """L of a batch of pairs w, l, w, l, … n_pairs: the n of the whole minibatch, so that parts of it add up.
+
+    Raises ValueError for a batch that is not made of pairs.
+    """
+    if batch.n_sequences % 2:
+        raise ValueError(f"batch: expected pairs of answers, got {batch.n_sequences} answers")
+    ratio_P2 = sequence_sums(logprobs_M - ref_logprobs_M, batch).view(-1, 2)
+    h_P = ratio_P2[:, 0] - ratio_P2[:, 1]
+    if loss_type == "sigmoid":
+        loss_P = -F.logsigmoid(beta * h_P)
+    elif loss_type == "ipo":
+        loss_P = (h_P - 1 / (2 * beta)).square()
+    else:
+        raise ValueError(f"loss_type: expected 'sigmoid' or 'ipo', got {loss_type!r}")
+    implicit_P2 = beta * ratio_P2.detach()
+    return DpoOutputs(loss=loss_P.sum() / n_pairs, chosen_P=implicit_P2[:, 0], rejected_P=implicit_P2[:, 1])
+
+
+class DpoObjective(PolicyObjective):
+    """L over pairs, whose answers are next to each other in the sample's batch."""
+
+    answers_per_unit = 2
+
+    def __init__(
+        self, sample: PolicySample, ref_logprobs_M: torch.Tensor, *, beta: float, loss_type: DpoLoss = "sigmoid"
+    ) -> None:
+        super().__init__(sample)
+        self._ref_logprobs_M, self._beta, self._loss_type = ref_logprobs_M, beta, loss_type
+
+    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> DpoOutputs:
+        return dpo_loss(
+            logprobs_M,
+            self._ref_logprobs_M[micro.rows_M],
+            micro.batch,
+            n_pairs=len(micro.minibatch) / 2,
+            beta=self._beta,
+            loss_type=self._loss_type,
+        )
+
+    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+        n = len(micro.minibatch) / 2
+        margin_P = found.chosen_P - found.rejected_P
+        return {
+            "rewards/chosen": found.chosen_P.sum() / n,
+            "rewards/rejected": found.rejected_P.sum() / n,
+            "rewards/accuracies": (margin_P > 0).sum() / n,
+            "rewards/margins": margin_P.sum() / n,
+        }

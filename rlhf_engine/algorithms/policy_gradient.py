@@ -1,0 +1,121 @@
+"""What the algorithms without a value model share: the policy-gradient loss, and where the KL to the reference goes.
+
+With A_t constants and π the policy that drew the answers, the gradient of
+
+    L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t} | x_i, a_{i,<t})
+
+is an unbiased estimate of −∇ E_x E_{a∼π} [f(x, a)] wherever E[A_t | a_{≤t}] is the rest of f from t on less something
+that does not depend on a_t (Williams, "Simple statistical gradient-following algorithms", 1992). Sums run over a whole
+answer: dividing each by its own length weighs short answers more, and is the gradient of something else.
+
+The KL penalty of f = r − β Σ_t (log π_t − log π_ref,t) enters in one of three places:
+
+    to_go    A_t −= β Σ_{s ≥ t} KL_s    unbiased with k1 = log π − log π_ref; k3 and exact KL depend on π, and the part
+                                        of the gradient that goes through them is missing
+    local    A_t −= β KL_t              a departure of ReMax's released code, biased
+    loss     L += β (1/n) Σ_i Σ_t k3_t  k3 = π_ref/π − 1 − log(π_ref/π), as in GRPO; biased as well
+
+Legend: N sequences, M completion tokens packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.sequences import spread, to_go
+from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.hydra import PackedBatch
+
+KlIn = Literal["to_go", "local", "loss"]
+
+
+def kl_penalty(kl_M: torch.Tensor, batch: PackedBatch, *, beta: float, kl_in: KlIn, gamma: float = 1.0) -> torch.Tensor:
+    """What the KL takes from each token's advantage, [M]; 0 where it is a term of the loss."""
+    if kl_in == "to_go":
+        return beta * to_go(kl_M, batch, gamma=gamma)
+    if kl_in == "local":
+        return beta * kl_M
+    if kl_in == "loss":
+        return torch.zeros_like(kl_M)
+    raise ValueError(f"kl_in: expected 'to_go', 'local' or 'loss', got {kl_in!r}")
+
+
+def discounts(batch: PackedBatch, *, gamma: float, like: torch.Tensor) -> torch.Tensor:
+    """γ^(T−t) at each token t of an answer of T, [M], so that its last token has 1."""
+    if gamma == 1.0:
+        return torch.ones_like(like)
+    ends = spread(torch.tensor(batch.completion_lens, device=batch.device) - 1, batch)
+    return torch.full_like(like, gamma) ** (ends - batch.completion_position_M)
+
+
+def policy_gradient_loss(
+    logprobs_M: torch.Tensor,
+    advantages_M: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    n_answers: float,
+    divide_by_own_length: bool = False,
+) -> torch.Tensor:
+    """L, 0-d. n_answers: the n of the whole minibatch, so that parts of it add up.
+
+    divide_by_own_length: a departure of ReMax's released code, see above.
+    """
+    weighted_M = advantages_M * logprobs_M
+    if divide_by_own_length:
+        weighted_M = weighted_M / spread(torch.tensor(batch.completion_lens, device=batch.device), batch)
+    return -weighted_M.sum() / n_answers
+
+
+def k3(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
+    """Schulman's non-negative estimate of the KL per token, [M], with a gradient."""
+    difference = ref_logprobs_M - logprobs_M
+    return torch.expm1(difference) - difference
+
+
+class GradientLoss(NamedTuple):
+    """The policy-gradient loss, and the KL term where the loss has one."""
+
+    loss: torch.Tensor
+    """0-d, their sum"""
+    kl: torch.Tensor | None
+    """0-d, (1/n) Σ k3 without a gradient"""
+
+
+class PolicyGradientObjective(PolicyObjective):
+    """L with given advantages; `kl_coef` adds the KL to the reference as a term of the loss."""
+
+    def __init__(
+        self,
+        sample: PolicySample,
+        advantages_M: torch.Tensor,
+        *,
+        divide_by_own_length: bool = False,
+        kl_coef: float = 0.0,
+        ref_logprobs_M: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(sample)
+        if kl_coef and ref_logprobs_M is None:
+            raise ValueError("ref_logprobs_M: expected the reference's log-probs for a KL in the loss, got None")
+        self._advantages_M, self._ref_logprobs_M = advantages_M, ref_logprobs_M
+        self._divide, self._kl_coef = divide_by_own_length, kl_coef
+
+    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> GradientLoss:
+        n = float(len(micro.minibatch))
+        loss = policy_gradient_loss(
+            logprobs_M,
+            self._advantages_M[micro.rows_M],
+            micro.batch,
+            n_answers=n,
+            divide_by_own_length=self._divide,
+        )
+        if not self._kl_coef:
+            return GradientLoss(loss, None)
+        assert self._ref_logprobs_M is not None
+        kl = k3(logprobs_M, self._ref_logprobs_M[micro.rows_M]).sum() / n
+        return GradientLoss(loss + self._kl_coef * kl, kl.detach())
+
+    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+        return {} if found.kl is None else {"kl_loss": found.kl}

@@ -1,0 +1,50 @@
+"""ReMax: REINFORCE whose baseline is the score of the policy's own greedy answer (arXiv 2310.10505).
+
+To a prompt x belong a drawn answer a and the greedy answer ā of the same policy:
+
+    A_t = r(x, a) − r(x, ā) − KL penalty        L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t} | x_i, a_{i,<t})
+
+No critic, no advantage estimation, no clip. ā does not depend on a, so the estimate is unbiased; where a = ā the
+reward's share of the gradient is exactly 0. With a mean score near 0 the baseline can be worse than none.
+
+The released code departs from this in four more places, here options that are off: `gamma` < 1 discounts the score
+by its distance, `divide_by_own_length` (see `policy_gradient`), the KL of a token without those after it (`kl_in`
+"local"), and `clip` on what the baseline leaves.
+
+Legend: N sequences, M completion tokens packed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf_engine.algorithms.policy_gradient import KlIn, discounts, kl_penalty
+from rlhf_engine.algorithms.sequences import spread
+from rlhf_engine.hydra import PackedBatch
+
+
+def advantages(
+    scores_N: torch.Tensor,
+    greedy_scores_N: torch.Tensor,
+    kl_M: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    beta: float,
+    kl_in: KlIn = "to_go",
+    gamma: float = 1.0,
+    clip: float | None = None,
+) -> torch.Tensor:
+    """A [M] of N drawn answers. greedy_scores_N: of the greedy answers to the same prompts, [N].
+
+    Raises ValueError for scores of other shapes.
+    """
+    if greedy_scores_N.shape != scores_N.shape:
+        raise ValueError(
+            f"greedy_scores_N: expected one score per drawn answer, {list(scores_N.shape)}, got "
+            f"{list(greedy_scores_N.shape)}"
+        )
+    gain_N = scores_N - greedy_scores_N
+    if clip is not None:
+        gain_N = gain_N.clamp(-clip, clip)
+    gain_M = spread(gain_N, batch) * discounts(batch, gamma=gamma, like=kl_M)
+    return gain_M - kl_penalty(kl_M, batch, beta=beta, kl_in=kl_in, gamma=gamma)

@@ -1,0 +1,169 @@
+"""Options of the algorithm that trains the policy; names as in TRL where TRL has the option."""
+
+# ruff: noqa: RUF009 - `option` returns dataclasses.field(...), which ruff cannot see
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config_parser import Options, option
+from rlhf_engine.errors import ConfigError
+
+Algorithm = Literal["ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"]
+
+_GENERATIONS = {"ppo": 1, "reinforce": 1, "remax": 2}
+_LEAST_GENERATIONS = {"ppo": 1, "reinforce": 1}
+_LOSS_TYPES = {
+    "rloo": ("proximal", "vanilla"),
+    "grpo": ("grpo", "bnpo", "dr_grpo"),
+    "online_dpo": ("sigmoid", "ipo"),
+}
+"""The first is the default."""
+_WITH_CRITIC = ("ppo", "reinforce")
+_USED_BY = {
+    "beta": ("ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo"),
+    "gamma": ("ppo", "reinforce", "remax"),
+    "lam": ("ppo",),
+    "cliprange": ("ppo", "rloo", "grpo"),
+    "cliprange_value": ("ppo",),
+    "vf_coef": _WITH_CRITIC,
+    "whiten_rewards": ("ppo",),
+    "whiten_advantages": ("ppo",),
+    "kl_in": ("remax",),
+    "advantage_clip": ("remax",),
+    "divide_by_own_length": ("remax",),
+    "loss_type": tuple(_LOSS_TYPES),
+    "scale_rewards": ("grpo",),
+    "critic_init": _WITH_CRITIC,
+    "critic_learning_rate": _WITH_CRITIC,
+    "critic_warmup_steps": _WITH_CRITIC,
+}
+"""option → algorithms that read it; set with another one, it is refused rather than ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmOptions(Options):
+    """What the policy learns from its answers, and by which objective."""
+
+    algorithm: Algorithm = option(
+        "ppo",
+        "ppo; reinforce: with a learned value baseline (PERL); without a critic: remax (greedy answer as baseline), "
+        "rloo (the other answers to the prompt), grpo, online_dpo (best against worst), best_of_n (learn the best)",
+    )
+    num_generations: int | None = option(
+        None, "answers per prompt; none: 1 for ppo and reinforce, 2 for remax (drawn, greedy), 4 for the others", ge=1
+    )
+    beta: float = option(
+        0.05,
+        "KL coefficient: the token reward is -beta * KL to the reference; online_dpo: temperature of its loss",
+        ge=0,
+    )
+    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL per token")
+    gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
+    lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
+    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
+    cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
+    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
+    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
+    loss_type: Literal["proximal", "vanilla", "grpo", "bnpo", "dr_grpo", "sigmoid", "ipo"] | None = option(
+        None, "rloo: proximal, vanilla; grpo: grpo, bnpo, dr_grpo; online_dpo: sigmoid, ipo; none: the first of them"
+    )
+    scale_rewards: Literal["group", "none"] = option(
+        "group", "grpo: divide advantages by the standard deviation of the prompt's scores, or not"
+    )
+    kl_in: Literal["to_go", "local", "loss"] = option(
+        "to_go", "remax: a token answers for its KL and that of all after it, or its own alone, or the loss has a term"
+    )
+    advantage_clip: float | None = option(None, "remax: largest score over the greedy answer's; none: any", gt=0)
+    divide_by_own_length: bool = option(False, "remax: divide an answer's loss by its own length, which is biased")
+    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
+
+    generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
+    num_mini_batches: int | None = option(
+        None, "optimizer steps per epoch over the batch; none: 4 for ppo, 1 for the others", ge=1
+    )
+    num_ppo_epochs: int | None = option(None, "epochs over each batch; none: 4 for ppo, 1 for the others", ge=1)
+    per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learned."""
+        return self.algorithm in _WITH_CRITIC
+
+    @property
+    def generations(self) -> int:
+        """Answers per prompt, a greedy one included."""
+        return self.num_generations or _GENERATIONS.get(self.algorithm, 4)
+
+    @property
+    def least_drawn(self) -> int:
+        """Scored answers that a prompt needs to be learned from."""
+        return 1 if self.algorithm in ("ppo", "reinforce", "remax", "best_of_n") else 2
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a step."""
+        return self.generation_batch_size // self.generations
+
+    @property
+    def units_per_step(self) -> int:
+        """What minibatches are made of: drawn answers, or prompts where an answer or a pair is chosen for each."""
+        chosen = self.algorithm in ("remax", "online_dpo", "best_of_n")
+        return self.prompts_per_step if chosen else self.generation_batch_size
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps per epoch."""
+        return self.num_mini_batches or (4 if self.algorithm == "ppo" else 1)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs over each batch."""
+        return self.num_ppo_epochs or (4 if self.algorithm == "ppo" else 1)
+
+    @property
+    def chosen_loss_type(self) -> str:
+        """`loss_type`, or the algorithm's first; empty where it has none."""
+        return self.loss_type or _LOSS_TYPES.get(self.algorithm, ("",))[0]
+
+    def check_algorithm(self) -> None:
+        """Raise ConfigError for options that contradict the algorithm or that it does not read."""
+        name = self.algorithm
+        least = _LEAST_GENERATIONS.get(name, 2)
+        if self.generations < least:
+            raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
+        if name == "remax" and self.generations != 2:
+            raise ConfigError(
+                f"num_generations: expected 2 for remax, a drawn answer and the greedy one, got {self.generations}"
+            )
+        if self.generation_batch_size % self.generations:
+            raise ConfigError(
+                f"generation_batch_size: expected a multiple of num_generations ({self.generations}), "
+                f"got {self.generation_batch_size}"
+            )
+        if self.units_per_step % self.mini_batches:
+            of = "" if self.units_per_step == self.generation_batch_size else f", {self.units_per_step} to learn from"
+            raise ConfigError(
+                f"generation_batch_size: expected a multiple of num_mini_batches ({self.mini_batches}), "
+                f"got {self.generation_batch_size}{of}"
+            )
+        if self.loss_type is not None and self.loss_type not in _LOSS_TYPES.get(name, (self.loss_type,)):
+            raise ConfigError(
+                f"loss_type: expected one of {', '.join(_LOSS_TYPES[name])} for {name}, got {self.loss_type!r}"
+            )
+        if name == "reinforce" and self.beta > 1:
+            raise ConfigError(
+                f"beta: expected at most 1 for reinforce, which maximises (1-beta) reward - beta KL, got {self.beta}"
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for option_name, algorithms in _USED_BY.items():
+            value = getattr(self, option_name)
+            if name not in algorithms and value != defaults[option_name]:
+                raise ConfigError(
+                    f"{option_name}: expected it unset for {name}, which does not read it "
+                    f"({', '.join(algorithms)}), got {value!r}"
+                )

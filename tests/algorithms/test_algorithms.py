@@ -1,0 +1,195 @@
+"""The algorithms' pure functions on numbers worked out by hand, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
+from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
+from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
+from tests.conftest import random_batch
+
+GROUPS = torch.tensor([0, 0, 1, 1, 1])
+
+
+def test_sums_over_answers_and_groups():
+    batch = random_batch(((2, 3), (1, 2)))
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert sequence_sums(x, batch).tolist() == [6.0, 9.0]
+    assert spread(torch.tensor([7.0, 8.0]), batch).tolist() == [7.0, 7.0, 7.0, 8.0, 8.0]
+    assert to_go(x, batch).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
+    assert to_go(x, batch, gamma=0.5).tolist() == [1 + 1 + 0.75, 3.5, 3.0, 6.5, 5.0]
+    assert group_sums(x, GROUPS).tolist() == [3.0, 3.0, 12.0, 12.0, 12.0]
+    assert group_sizes(GROUPS).tolist() == [2, 2, 3, 3, 3]
+    with pytest.raises(ValueError, match=r"x_M: expected one number per completion token, \[5\], got \[4\]"):
+        to_go(x[:4], batch)
+    with pytest.raises(ValueError, match=r"x_N: expected one number per answer, \[2\], got \[5\]"):
+        spread(x, batch)
+    with pytest.raises(ValueError, match=r"groups_N: expected one group per answer, \[5\], got \[4\]"):
+        group_sums(x, GROUPS[:4])
+
+
+def test_sums_keep_their_gradient():
+    batch = random_batch(((2, 3), (1, 2)))
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
+    (sequence_sums(x, batch) * torch.tensor([2.0, 3.0])).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0, 3.0, 3.0]
+
+
+def test_where_the_kl_goes():
+    batch = random_batch(((2, 3), (1, 2)))
+    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert kl_penalty(kl, batch, beta=0.5, kl_in="to_go").tolist() == [3.0, 2.5, 1.5, 4.5, 2.5]
+    assert kl_penalty(kl, batch, beta=0.5, kl_in="local").tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert kl_penalty(kl, batch, beta=0.5, kl_in="loss").tolist() == [0.0] * 5
+    with pytest.raises(ValueError, match="kl_in: expected 'to_go', 'local' or 'loss', got 'reward'"):
+        kl_penalty(kl, batch, beta=0.5, kl_in="reward")
+
+
+def test_policy_gradient_loss():
+    batch = random_batch(((2, 3), (1, 2)))
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
+    gains = torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0])
+    assert policy_gradient_loss(logprobs, gains, batch, n_answers=2) == (6 + 18) / 2
+    assert policy_gradient_loss(logprobs, gains, batch, n_answers=2, divide_by_own_length=True) == (2 + 9) / 2
+    assert discounts(batch, gamma=0.5, like=gains).tolist() == [0.25, 0.5, 1.0, 0.5, 1.0]
+
+
+def test_k3():
+    found = k3(torch.tensor([-1.0]), torch.tensor([-2.0]))
+    torch.testing.assert_close(found, torch.tensor([math.exp(-1) + 1 - 1]))
+
+
+def test_remax_advantages():
+    batch = random_batch(((2, 3), (1, 2)))
+    scores, greedy = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.5])
+    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert remax.advantages(scores, greedy, kl, batch, beta=0.5).tolist() == [-1.0, -0.5, 0.5, -5.0, -3.0]
+    assert remax.advantages(scores, greedy, kl, batch, beta=0.0, clip=0.75).tolist() == [0.75] * 3 + [-0.5] * 2
+    assert remax.advantages(scores, greedy, kl, batch, beta=0.0, gamma=0.5).tolist() == [0.5, 1.0, 2.0, -0.25, -0.5]
+    with pytest.raises(ValueError, match=r"greedy_scores_N: expected one score per drawn answer, \[2\], got \[1\]"):
+        remax.advantages(scores, greedy[:1], kl, batch, beta=0.5)
+
+
+def test_rloo_advantages():
+    batch = random_batch(((2, 3), (1, 2)))
+    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert rloo.returns(torch.tensor([10.0, 20.0]), kl, batch, beta=0.5).tolist() == [7.0, 15.5]
+    found = rloo.leave_one_out(torch.tensor([1.0, 3.0, 1.0, 2.0, 6.0]), GROUPS)
+    assert found.tolist() == [-2.0, 2.0, -3.0, -1.5, 4.5]
+    with pytest.raises(ValueError, match="groups_N: expected at least two answers per prompt, got one"):
+        rloo.leave_one_out(torch.ones(3), torch.tensor([0, 0, 1]))
+
+
+def test_proximal_rloo_clips_the_ratio_of_the_whole_answer():
+    batch = random_batch(((2, 2), (1, 1), (1, 1)))
+    new = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.1, -1.1, -1.05, -1.5])
+    gains = torch.tensor([1.0, 1.0, -1.0])
+    found = rloo.proximal_loss(new, old, gains, batch, n_answers=3, clip_low=0.2, clip_high=0.2)
+    ratios = [math.exp(0.2), math.exp(0.05), math.exp(0.5)]
+    torch.testing.assert_close(found.ratio_N, torch.tensor(ratios))
+    assert found.clipped_N.tolist() == [True, False, False]  # one token's ratio of e^0.1 would not have been clipped
+    torch.testing.assert_close(found.loss.detach(), torch.tensor((-1.2 - ratios[1] + ratios[2]) / 3))
+    found.loss.backward()
+    torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.0, -ratios[1] / 3, ratios[2] / 3]))
+
+
+def test_grpo_advantages():
+    scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 6.0])
+    assert grpo.advantages(scores, GROUPS, scale_rewards="none").tolist() == [-1.0, 1.0, -2.0, -1.0, 3.0]
+    found = grpo.advantages(scores, GROUPS, scale_rewards="group")
+    deviation = [math.sqrt(2.0)] * 2 + [math.sqrt(7.0)] * 3
+    expected = [a / (s + 1e-4) for a, s in zip([-1.0, 1.0, -2.0, -1.0, 3.0], deviation, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert grpo.advantages(torch.ones(5), GROUPS, scale_rewards="group").tolist() == [0.0] * 5
+    with pytest.raises(ValueError, match="scale_rewards: expected 'group' or 'none', got 'batch'"):
+        grpo.advantages(scores, GROUPS, scale_rewards="batch")
+    with pytest.raises(ValueError, match="groups_N: expected at least two answers per prompt, got one"):
+        grpo.advantages(scores, torch.tensor([0, 0, 1, 1, 2]), scale_rewards="none")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [("grpo", (2.0 + 5.0) / 2), ("bnpo", (1 + 2 + 3 + 4 + 6) / 5), ("dr_grpo", (1 + 2 + 3 + 4 + 6) / (2 * 8))],
+)
+def test_how_grpo_weighs_tokens(loss_type, expected):
+    batch = random_batch(((2, 3), (1, 2)))
+    weights = grpo.token_weights(batch, loss_type=loss_type, max_completion_length=8)
+    denom = grpo.denominator(list(batch.completion_lens), loss_type=loss_type)
+    logprobs, losses = torch.zeros(5), torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0])
+    found = grpo.clipped_loss(
+        logprobs, logprobs, logprobs, -losses, weights, denom=denom, beta=0.1, clip_low=0.2, clip_high=0.2
+    )
+    torch.testing.assert_close(found.loss, torch.tensor(expected))
+
+
+def test_grpo_clips_tokens_and_adds_the_kl():
+    new, old = torch.tensor([0.0, 0.0]), torch.tensor([-0.5, -0.1])
+    found = grpo.clipped_loss(
+        new,
+        old,
+        torch.tensor([-1.0, 0.0]),
+        torch.tensor([1.0, 1.0]),
+        torch.ones(2),
+        denom=1.0,
+        beta=0.5,
+        clip_low=0.2,
+        clip_high=0.3,
+    )
+    kl = math.exp(-1) + 1 - 1
+    torch.testing.assert_close(found.kl_M, torch.tensor([kl, 0.0]))
+    assert found.clipped_M.tolist() == [True, False]
+    torch.testing.assert_close(found.loss, torch.tensor(-1.3 - math.exp(0.1) + 0.5 * kl))
+
+
+def test_perls_returns():
+    batch = random_batch(((2, 3), (1, 2)))
+    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = reinforce.returns(torch.tensor([10.0, 20.0]), kl, batch, beta=0.25)
+    assert found.tolist() == [7.5 - 1.5, 7.5 - 1.25, 7.5 - 0.75, 15 - 2.25, 15 - 1.25]
+    with pytest.raises(ValueError, match=r"beta: expected a number in \[0, 1\], .*, got 1.5"):
+        reinforce.returns(torch.tensor([10.0, 20.0]), kl, batch, beta=1.5)
+
+
+def test_best_and_worst_leave_ties_out():
+    groups = torch.tensor([4, 4, 4, 2, 2, 7, 7, 7])
+    scores = torch.tensor([1.0, 3.0, 3.0, 2.0, 2.0, 5.0, 4.0, 6.0])
+    assert online_dpo.best_and_worst(scores, groups) == [(1, 0), (7, 6)]
+
+
+@pytest.mark.parametrize(("loss_type", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
+def test_dpo_starts_at_a_known_loss(loss_type, expected):
+    batch = random_batch(((2, 3), (2, 1), (1, 2), (1, 4)))
+    logprobs = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    found = online_dpo.dpo_loss(logprobs, logprobs, batch, n_pairs=2, beta=0.1, loss_type=loss_type)
+    assert float(found.loss) == pytest.approx(expected, abs=1e-6)
+    assert found.chosen_P.tolist() == found.rejected_P.tolist() == [0.0, 0.0]
+
+
+def test_dpo_by_hand():
+    batch = random_batch(((2, 2), (2, 1)))
+    new = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    ref = torch.tensor([-1.5, -1.5, -1.0])
+    found = online_dpo.dpo_loss(new, ref, batch, n_pairs=1, beta=0.5)
+    sigma = 1 / (1 + math.exp(-0.5 * 2.0))
+    torch.testing.assert_close(found.loss.detach(), torch.tensor(-math.log(sigma)))
+    assert (found.chosen_P.tolist(), found.rejected_P.tolist()) == ([0.5], [-0.5])
+    found.loss.backward()
+    step = 0.5 * (1 - sigma)
+    torch.testing.assert_close(new.grad, torch.tensor([-step, -step, step]))
+    ipo = online_dpo.dpo_loss(new, ref, batch, n_pairs=1, beta=0.5, loss_type="ipo")
+    assert float(ipo.loss) == pytest.approx((2.0 - 1.0) ** 2)
+    with pytest.raises(ValueError, match="loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"):
+        online_dpo.dpo_loss(new, ref, batch, n_pairs=1, beta=0.5, loss_type="hinge")
+    with pytest.raises(ValueError, match="batch: expected pairs of answers, got 1 answers"):
+        online_dpo.dpo_loss(new[:2], ref[:2], random_batch(((2, 2),)), n_pairs=1, beta=0.5)
+
+
+def test_the_best_of_n():
+    assert best_of_n.best(torch.tensor([1.0, 3.0, 3.0, 2.0, 0.0]), torch.tensor([5, 5, 5, 1, 1])) == [1, 3]
+    assert best_of_n.kl_bound(1) == 0.0
+    assert best_of_n.kl_bound(16) == pytest.approx(math.log(16) - 15 / 16)
+    with pytest.raises(ValueError, match="n: expected at least 1 answer, got 0"):
+        best_of_n.kl_bound(0)

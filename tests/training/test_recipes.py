@@ -1,0 +1,294 @@
+"""Every algorithm through the training loop: what it holds, what it learns, what it leaves out, and that it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms.update import Schedule, update
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.training.experience import Layout, score_rollout
+from rlhf_engine.training.recipes import make_lesson
+from rlhf_engine.training.rl import PpoTrainer
+from tests.training.test_data import ppo_config, write_model, write_reward
+from tests.training.test_rl import Stop, metrics, same, stop_after, trained
+
+ALGORITHMS = {
+    "remax": {"algorithm": "remax"},
+    "remax-departures": {
+        "algorithm": "remax",
+        "kl_in": "loss",
+        "gamma": 0.9,
+        "advantage_clip": 1.0,
+        "divide_by_own_length": True,
+    },
+    "rloo": {"algorithm": "rloo"},
+    "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla", "num_generations": 2, "entropy_coef": 0.01},
+    "reinforce": {"algorithm": "reinforce"},
+    "reinforce-shared": {"algorithm": "reinforce", "method": "j_hydra_ppo"},
+    "grpo": {"algorithm": "grpo", "num_mini_batches": 2, "num_ppo_epochs": 2},
+    "grpo-plain": {"algorithm": "grpo", "loss_type": "dr_grpo", "scale_rewards": "none", "kl_estimator": "k3"},
+    "online_dpo": {"algorithm": "online_dpo"},
+    "online_dpo-ipo": {"algorithm": "online_dpo", "loss_type": "ipo", "num_generations": 2},
+    "best_of_n": {"algorithm": "best_of_n"},
+}
+HALVES = """
+return [float(sum(7 + 2 * i == t % 50 for i, t in enumerate(row))) + 0.1 * sum(row) / 50 for row in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def reward(tmp_path):
+    """A reward that no two answers share by chance."""
+    return write_reward(tmp_path, HALVES)
+
+
+def config(model, folder, reward, **changes):
+    options = {"num_mini_batches": None, "num_ppo_epochs": None, "reward_funcs": [reward], "generation_batch_size": 16}
+    return ppo_config(model, folder, **{**options, **changes})
+
+
+def lesson_of(trainer, **changes):
+    """What the first step would learn."""
+    made = dataclasses.replace(trainer.config, **changes)
+    layout = Layout.of(made.prompts_per_step, made.generations, with_greedy=made.algorithm == "remax")
+    trainer.rollouts.sync(0)
+    indices = [group % len(trainer.train_set.rows) for group in layout.groups]
+    rollout = trainer.rollouts.generate(
+        [trainer.train_set.ids[i] for i in indices],
+        trainer._sampling(0),
+        sample_ids=range(len(indices)),
+        greedy=layout.greedy,
+    )
+    columns, texts = trainer.train_set.columns(indices), trainer.train_set.texts(indices)
+    scored = score_rollout(
+        trainer.model,
+        rollout,
+        layout,
+        trainer.scorer,
+        trainer.tokenizer,
+        made,
+        texts,
+        columns,
+        first_step_from_reference=True,
+    )
+    return make_lesson(made, scored), scored, rollout
+
+
+@pytest.mark.parametrize("name", ["remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"])
+def test_a_stopped_run_goes_on_with_the_same_floats(name, model, reward, tmp_path):
+    made = config(model, tmp_path / "run", reward, save_steps=1, **ALGORITHMS[name])
+    whole = PpoTrainer(dataclasses.replace(made, output_dir=str(tmp_path / "whole")))
+    whole.run()
+    with pytest.raises(Stop):
+        PpoTrainer(made).run(stop_after(2))
+    resumed = PpoTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
+    assert resumed.state.step in (1, 2)
+    resumed.run()
+    assert same(trained(resumed), trained(whole))
+    assert metrics(resumed) == metrics(whole)
+    assert all(row["mismatch/update_max"] < 1e-4 for row in metrics(whole))
+
+
+@pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, reward, tmp_path):
+    trainer = PpoTrainer(config(model, tmp_path / "run", reward, **options))
+    lesson, _, _ = lesson_of(trainer)
+    found = []
+
+    def step():
+        found.append({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+        trainer.model.zero_grad(set_to_none=True)
+        return {}
+
+    for size in (99, 3):
+        schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=size)
+        stats = update(trainer.model, lesson.objective, schedule, step, seed=0)
+        found.append(stats)
+    whole, stats, parts, other_stats = found
+    assert whole.keys() == parts.keys()
+    for name, gradient in whole.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=name)
+    for name in stats.keys() - {"micro_batch_size"}:
+        assert other_stats[name] == pytest.approx(stats[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_the_reward_rises(options, model, tmp_path):
+    spec = write_reward(tmp_path, "return [sum(t % 3 == 0 for t in row) / 8 for row in completion_ids]")
+    made = config(
+        model,
+        tmp_path / "run",
+        spec,
+        max_steps=12,
+        generation_batch_size=32,
+        learning_rate=2e-2,
+        **{"beta": 0.02, **options} if options["algorithm"] != "best_of_n" else options,
+    )
+    trainer = PpoTrainer(made)
+    trainer.run()
+    rewards = [row["reward"] for row in metrics(trainer)]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
+
+
+@pytest.mark.parametrize("name", ["remax", "rloo", "grpo", "online_dpo", "best_of_n"])
+def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_path):
+    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm=name, max_steps=1))
+    trainer.step()
+    with_critic = PpoTrainer(config(model, tmp_path / "ppo", reward, max_steps=1))
+    with_critic.step()
+    held, more = trainer.model.held_parameters(), with_critic.model.held_parameters()
+    assert held["backbones"] == more["backbones"]
+    assert more["slots"] == 2 * held["slots"]
+    assert (held["heads"], list(trainer.model.heads)) == (0, [])
+    assert list(trainer.optimizer.groups) == ["actor"]
+    states = trainer.optimizer.state_tensors()
+    assert len(with_critic.optimizer.state_tensors()) > 2 * len(states)
+    assert not any("critic" in key or "value" in key for key in states)
+
+
+def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path):
+    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
+    lesson, scored, rollout = lesson_of(trainer)
+    assert rollout.batch.n_sequences == 16
+    assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 8
+    assert rollout.stats.prompts <= 8  # both answers share the prompt's prefill
+    for i in range(8):
+        assert scored.batch.completion_tokens(i) == rollout.batch.completion_tokens(2 * i)
+    again, other, _ = lesson_of(trainer)
+    assert torch.equal(other.greedy_scores_N, scored.greedy_scores_N)
+    expected = (scored.scores_N - scored.greedy_scores_N)[scored.batch.sequence_of_M]
+    assert torch.equal(lesson.objective._advantages_M, expected)
+    assert torch.equal(again.objective._advantages_M, expected)
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_a_draw_that_is_the_greedy_answer_teaches_nothing(lane, model, tmp_path, request):
+    """At a temperature near 0 every draw is the greedy answer: exactly no gradient from the reward."""
+    spec = write_reward(tmp_path, "return [0.1 * sum(calls) + i for i, _ in enumerate(completion_ids)]")
+    options = {"reward_funcs": ["lane"]} if lane else {}
+    made = config(
+        model,
+        tmp_path / "run",
+        spec,
+        algorithm="remax",
+        beta=0.0,
+        temperature=1e-3,
+        rollout_mismatch_bound=10.0,
+        max_completion_length=2,
+        **options,
+    )
+    trainer = PpoTrainer(made)
+    before = trained(trainer)
+    found = trainer.step()
+    assert found["advantage_std"] == 0.0
+    assert found["grad_norm/actor"] == 0.0
+    after = trained(trainer)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_online_dpo_starts_at_log_2_and_ties_teach_nothing(model, reward, tmp_path):
+    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="online_dpo", max_steps=2))
+    found = trainer.step()
+    assert found["policy/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found["pairs/score_gap"] > 0
+    constant = write_reward(tmp_path, "return [1.0 for _ in completion_ids]", name="constant")
+    tied = PpoTrainer(config(model, tmp_path / "tied", constant, algorithm="online_dpo", max_steps=2))
+    before = trained(tied)
+    found = tied.step()
+    assert (found["optimizer_steps"], found["pairs/tied_ratio"]) == (0.0, 1.0)
+    assert same(trained(tied), before)
+    assert tied.state.policy_version == 0
+
+
+def test_online_dpo_prefers_answers_that_end(model, tmp_path):
+    """The penalty for a missing end decides between answers that score the same."""
+    spec = write_reward(tmp_path, "return [1.0 for _ in completion_ids]")
+    options = {"algorithm": "online_dpo", "missing_eos_penalty": 1.0, "max_completion_length": 12}
+    trainer = PpoTrainer(config(model, tmp_path / "run", spec, generation_batch_size=64, **options))
+    lesson, scored, _ = lesson_of(trainer)
+    assert set(scored.scores_N.tolist()) == {0.0, 1.0}
+    pairs = lesson.objective.batch
+    ends = [pairs.completion_tokens(i)[-1] in trainer._sampling(0).eos_token_ids for i in range(pairs.n_sequences)]
+    assert ends == [True, False] * (pairs.n_sequences // 2)
+
+
+def test_best_of_n_learns_the_best_answer_of_each_prompt(model, reward, tmp_path):
+    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="best_of_n"))
+    lesson, scored, _ = lesson_of(trainer)
+    chosen = lesson.objective.batch
+    assert chosen.n_sequences == 4
+    best = scored.scores_N.view(4, 4).argmax(1).tolist()
+    for prompt, place in enumerate(best):
+        assert chosen.completion_tokens(prompt) == scored.batch.completion_tokens(4 * prompt + place)
+    assert lesson.metrics["reward/best"] == pytest.approx(float(scored.scores_N.view(4, 4).max(1).values.mean()))
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "skipped"),
+    [("remax", (0, 3), 2), ("rloo", (0, 4, 5, 6), 5), ("online_dpo", (0, 4, 5, 6), 5), ("best_of_n", (0, 4, 5, 6), 4)],
+)
+def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_out, skipped, model, tmp_path):
+    """ReMax: the drawn answer of prompt 0 and the greedy one of prompt 1; the others: three of prompt 1's four."""
+    spec = write_reward(
+        tmp_path, f"return [None if i in {left_out} else float(i % 5 + i % 3) for i, _ in enumerate(completion_ids)]"
+    )
+    made = config(model, tmp_path / "run", spec, algorithm=name)
+    trainer = PpoTrainer(made)
+    lesson, scored, _ = lesson_of(trainer)
+    n_drawn = 8 if name == "remax" else 16
+    if name == "remax" and scored.batch.n_sequences != n_drawn - skipped:
+        pytest.fail("a drawn answer equal to its greedy one has its score")
+    assert scored.metrics["completions/skipped"] == skipped
+    assert lesson.objective.batch.n_sequences > 0
+    assert trainer.step()["optimizer_steps"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "rloo", "num_generations": 1}, "num_generations: expected at least 2 for rloo, got 1"),
+        ({"algorithm": "remax", "num_generations": 3}, "num_generations: expected 2 for remax, .* got 3"),
+        (
+            {"algorithm": "grpo", "num_generations": 3},
+            r"generation_batch_size: expected a multiple of num_generations \(3\)",
+        ),
+        (
+            {"algorithm": "online_dpo", "num_mini_batches": 3},
+            r"generation_batch_size: expected a multiple of num_mini_batches \(3\), got 16, 4 to learn from",
+        ),
+        (
+            {"algorithm": "grpo", "loss_type": "ipo"},
+            "loss_type: expected one of grpo, bnpo, dr_grpo for grpo, got 'ipo'",
+        ),
+        ({"algorithm": "ppo", "loss_type": "grpo"}, "loss_type: expected it unset for ppo, which does not read it"),
+        (
+            {"algorithm": "remax", "lam": 0.9},
+            r"lam: expected it unset for remax, which does not read it \(ppo\), got 0.9",
+        ),
+        ({"algorithm": "rloo", "critic_warmup_steps": 1}, "critic_warmup_steps: expected it unset for rloo"),
+        ({"algorithm": "best_of_n", "beta": 0.1}, "beta: expected it unset for best_of_n"),
+        ({"kl_in": "loss"}, "kl_in: expected it unset for ppo"),
+        ({"algorithm": "reinforce", "beta": 1.5}, "beta: expected at most 1 for reinforce"),
+        (
+            {"algorithm": "online_dpo", "rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
+            "vllm_importance_sampling_correction: expected false for online_dpo",
+        ),
+        (
+            {"algorithm": "rloo", "rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
+            "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo",
+        ),
+    ],
+)
+def test_options_that_contradict_the_algorithm_are_refused(options, message, model, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config(model, tmp_path / "run", "lane", **options)
