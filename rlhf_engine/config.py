@@ -2,6 +2,7 @@
 
     PPOConfig       rlhf-engine train       PPO by the five methods of the Hydra paper, Hydra-PPO by default
     SFTConfig       rlhf-engine sft        joint language-model and reward training
+    RewardConfig    rlhf-engine reward     a reward model on an adapter slot and a head, or whole
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
     DemoConfig      rlhf-engine demo       everything on a small built-in task
     BenchConfig     rlhf-engine bench      how fast, how large, how exact the kernels are
@@ -15,13 +16,23 @@ Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rlhf_engine.config_algorithm import AlgorithmOptions
+from rlhf_engine.config_base import (
+    Dtype,
+    Kernels,
+    ModelOptions,
+    RunOptions,
+    SupervisedOptions,
+    TrainingOptions,
+    check_device,
+    not_empty,
+)
 from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
+from rlhf_engine.config_reward import RewardConfig
 from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
 from rlhf_engine.errors import ConfigError
 
@@ -29,73 +40,20 @@ __all__ = [
     "BenchConfig",
     "DemoConfig",
     "GenerateConfig",
+    "Kernels",
     "PPOConfig",
     "PlanConfig",
+    "RewardConfig",
     "SFTConfig",
     "parse_config",
     "parse_size",
 ]
 
-Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
-Dtype = Literal["float32", "bfloat16"]
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RunOptions(Options):
-    """What every command that computes something understands."""
-
-    kernels: Kernels = option("auto", "kernel backend; one asked for by name never falls back")
-    seed: int = option(0, "seed of everything random in this run", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ModelOptions(_RunOptions):
-    """The base model."""
-
-    model_name_or_path: str = required("folder of the base model")
-    dtype: Dtype = option("float32", "dtype of the base weights and activations")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _not_empty("model_name_or_path", self.model_name_or_path)
-        _check_device(self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingOptions(_ModelOptions):
-    """Adapters, optimizer, logging and the output folder."""
-
-    output_dir: str = required("folder for checkpoints, metrics and the run record")
-    overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
-    dataset_name: str = required("path of the training data, JSON or JSONL")
-    lora_r: int = option(16, "rank of the adapters", ge=1)
-    lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
-    adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
-    lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
-    lora_target_modules: str | list[str] = option(
-        "all-linear", "all-linear, or the last part of the names of the linears to adapt"
-    )
-    lr_scheduler_type: Literal["constant", "cosine"] = option("constant", "learning rate after the warm-up")
-    warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
-    adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
-    adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
-    max_grad_norm: float | None = option(1.0, "largest gradient norm of a role; none: no clipping", gt=0)
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
-    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _not_empty("output_dir", self.output_dir)
-        _not_empty("dataset_name", self.dataset_name)
-        _not_empty("lora_target_modules", self.lora_target_modules)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
+class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     method: Method = option(
@@ -144,7 +102,7 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _not_empty("reward_funcs", self.reward_funcs)
+        not_empty("reward_funcs", self.reward_funcs)
         for source in self.reward_funcs:
             if source != "lane" and not all(source.rpartition(":")[::2]):
                 expected = "lane, module:function or path/file.py:function"
@@ -242,7 +200,7 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(_TrainingOptions):
+class SFTConfig(SupervisedOptions):
     """Supervised training of language model and reward head together.
 
     Rows hold `prompt` and either `completion`, or `chosen` and `rejected`.
@@ -252,16 +210,10 @@ class SFTConfig(_TrainingOptions):
         "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
     )
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
-    max_length: int | None = option(None, "most tokens of prompt and answer, longer rows are an error; none: any", ge=1)
-    learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
-    num_train_epochs: float = option(1.0, "passes over the data", gt=0)
-    max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
-    per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
-    gradient_accumulation_steps: int = option(1, "batches per optimizer step", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(EngineConfig, _ModelOptions):
+class GenerateConfig(EngineConfig, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
@@ -306,7 +258,7 @@ class GenerateConfig(EngineConfig, _ModelOptions):
                 f"{self.min_completion_length}"
             )
         if self.out is not None:
-            _not_empty("out", self.out)
+            not_empty("out", self.out)
         if not all(self.stop):
             raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
         if not self.prompt and self.prompt_file is None:
@@ -320,7 +272,7 @@ class GenerateConfig(EngineConfig, _ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(_RunOptions):
+class DemoConfig(RunOptions):
     """Supervised training, then Hydra-PPO, on a small built-in task; needs a CPU and a few minutes."""
 
     output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
@@ -330,7 +282,7 @@ class DemoConfig(_RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _not_empty("output_dir", self.output_dir)
+        not_empty("output_dir", self.output_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,10 +304,10 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_device(self.device)
+        check_device(self.device)
         for name in ("op", "model", "case", "json", "out"):
             if getattr(self, name) is not None:
-                _not_empty(name, getattr(self, name))
+                not_empty(name, getattr(self, name))
         if self.model is not None and self.op != "rollout":
             raise ConfigError(f"model: expected it with the op rollout, got op {self.op!r}")
         if self.quick and self.full:
@@ -395,7 +347,7 @@ class PlanConfig(Options):
         super().__post_init__()
         for name in ("model", "lora_target_modules", "out"):
             if getattr(self, name) is not None:
-                _not_empty(name, getattr(self, name))
+                not_empty(name, getattr(self, name))
         if self.out is not None and not self.out.endswith(".png"):
             raise ConfigError(f"out: expected the path of a .png file, got {self.out!r}")
         if self.budget_bytes <= 0:
@@ -405,13 +357,3 @@ class PlanConfig(Options):
     def budget_bytes(self) -> int:
         """Bytes that a plan may use."""
         return parse_size("gpu", self.gpu) - parse_size("reserve", self.reserve)
-
-
-def _not_empty(name: str, value: str | list[str]) -> None:
-    if not value or (isinstance(value, list) and not all(value)):
-        raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
-
-
-def _check_device(name: str) -> None:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")

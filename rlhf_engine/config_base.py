@@ -1,0 +1,92 @@
+"""What several commands' options have in common: the run, the base model, training, passes over rows."""
+
+# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config_parser import Options, option, required
+from rlhf_engine.errors import ConfigError
+
+Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
+    """What every command that computes something understands."""
+
+    kernels: Kernels = option("auto", "kernel backend; one asked for by name never falls back")
+    seed: int = option(0, "seed of everything random in this run", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(RunOptions):
+    """The base model."""
+
+    model_name_or_path: str = required("folder of the base model")
+    dtype: Dtype = option("float32", "dtype of the base weights and activations")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty("model_name_or_path", self.model_name_or_path)
+        check_device(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(ModelOptions):
+    """Adapters, optimizer, logging and the output folder."""
+
+    output_dir: str = required("folder for checkpoints, metrics and the run record")
+    overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
+    dataset_name: str = required("path of the training data, JSON or JSONL")
+    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
+    adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
+    lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
+    lora_target_modules: str | list[str] = option(
+        "all-linear", "all-linear, or the last part of the names of the linears to adapt"
+    )
+    lr_scheduler_type: Literal["constant", "cosine"] = option("constant", "learning rate after the warm-up")
+    warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
+    max_grad_norm: float | None = option(1.0, "largest gradient norm of a role; none: no clipping", gt=0)
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty("output_dir", self.output_dir)
+        not_empty("dataset_name", self.dataset_name)
+        not_empty("lora_target_modules", self.lora_target_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedOptions(TrainingOptions):
+    """Passes over rows of prompts and answers."""
+
+    max_length: int | None = option(None, "most tokens of prompt and answer, longer rows are an error; none: any", ge=1)
+    learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
+    num_train_epochs: float = option(1.0, "passes over the data", gt=0)
+    max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
+    per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
+    gradient_accumulation_steps: int = option(1, "batches per optimizer step", ge=1)
+
+
+def not_empty(name: str, value: str | list[str]) -> None:
+    """Raise ConfigError, naming the option, for an empty text, an empty list or a list with an empty text."""
+    if not value or (isinstance(value, list) and not all(value)):
+        raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigError for what is no device's name."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
