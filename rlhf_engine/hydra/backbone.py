@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,7 @@ class Backbone(nn.Module):
         fuse_blocks(model)
         self.blocks_prefix = _blocks_prefix(model)
         self._hash: str | None = None
+        self._trunk_hash: str | None = None
         self._probe(expected)
 
     @classmethod
@@ -214,12 +215,14 @@ class Backbone(nn.Module):
     def base_hash(self, *, refresh: bool = False) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of the backbone's parameters; cached, since it is frozen."""
         if self._hash is None or refresh or not self.frozen:
-            digest = hashlib.sha256()
-            for name, p in self.base_parameters():
-                digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
-                digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-            self._hash = digest.hexdigest()
+            self._hash = _digest(self.base_parameters())
         return self._hash
+
+    def trunk_hash(self) -> str:
+        """As `base_hash`, of the decoder without its LM head: what a base has in common with its reward models."""
+        if self._trunk_hash is None or not self.frozen:
+            self._trunk_hash = _digest(self.trunk.named_parameters())
+        return self._trunk_hash
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute blocks in the backward pass, each under the slots and plan of its original forward."""
@@ -275,6 +278,14 @@ class Backbone(nn.Module):
                 f"{name}: its logits are not head(hidden) with the softcap and scale that its config names, so "
                 "log-probs made from hidden states would be wrong"
             )
+
+
+def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+    digest = hashlib.sha256()
+    for name, p in parameters:
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
+        digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:

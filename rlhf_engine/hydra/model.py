@@ -419,7 +419,7 @@ class HydraModel(nn.Module):
             self._initialise(backbone, origin, (*starting, name))
             slot.copy_from(backbone.slot(origin))
         else:
-            peft_io.load_slot(slot, origin, base_hash=backbone.base_hash)
+            peft_io.load_slot(slot, origin, backbone)
 
     def _check_length(self, batch: PackedBatch, lanes: Sequence[Lane]) -> None:
         longest = max(batch.lengths)

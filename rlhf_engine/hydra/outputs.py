@@ -331,16 +331,22 @@ class PairwiseOutputs(NamedTuple):
     """Bradley-Terry loss and how well it ranks."""
 
     loss: torch.Tensor
-    """0-d: −Σ log σ(r_w − r_l) / denom"""
+    """0-d: (−Σ log σ(r_w − r_l) + center · Σ (r_w + r_l)²) / denom"""
     n_correct: torch.Tensor
     """0-d: pairs with r_w > r_l"""
     sum_margin: torch.Tensor
     """0-d: Σ (r_w − r_l)"""
+    n_tied: torch.Tensor
+    """0-d: pairs with r_w = r_l"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairwiseRewardLoss:
-    """−Σ log σ(r(chosen) − r(rejected)) / denom over P pairs of sequences of the batch (Hydra-SFT's reward term)."""
+    """(−Σ log σ(r_w − r_l) + center · Σ (r_w + r_l)²) / denom over P pairs (chosen w, rejected l) of the batch.
+
+    The first term is Hydra-SFT's (arXiv 2309.00754) and PERL's (arXiv 2403.10704). It leaves a constant added to all
+    rewards free; the second, TRL's `center_rewards_coefficient` (arXiv 2312.09244), keeps them around 0.
+    """
 
     role: str = "reward"
     chosen_P: torch.Tensor
@@ -348,6 +354,7 @@ class PairwiseRewardLoss:
     rejected_P: torch.Tensor
     """int64 [P], sequence indices."""
     denom: float | torch.Tensor
+    center: float = 0.0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -355,9 +362,65 @@ class PairwiseRewardLoss:
 
     def compute(self, states: HiddenStates) -> PairwiseOutputs:
         reward_N = states.scalar_head(self.role)(states.last(self.role))
-        margin_P = reward_N[self.chosen_P] - reward_N[self.rejected_P]
+        chosen_P, rejected_P = reward_N[self.chosen_P], reward_N[self.rejected_P]
+        margin_P = chosen_P - rejected_P
+        total = -F.logsigmoid(margin_P).sum()
+        if self.center:
+            total = total + self.center * (chosen_P + rejected_P).square().sum()
         return PairwiseOutputs(
-            loss=-F.logsigmoid(margin_P).sum() / self.denom,
+            loss=total / self.denom,
             n_correct=(margin_P > 0).sum(),
             sum_margin=margin_P.detach().sum(),
+            n_tied=(margin_P == 0).sum(),
+        )
+
+
+class PointwiseOutputs(NamedTuple):
+    """Cross-entropy of single answers' labels, and how well the sign of the reward tells them apart."""
+
+    loss: torch.Tensor
+    """0-d: −Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom"""
+    n_correct: torch.Tensor
+    """0-d: answers with r > 0 and label 1, or r < 0 and label 0"""
+    sum_margin: torch.Tensor
+    """0-d: Σ (2 p − 1) r, the reward in the direction of the label"""
+    n_tied: torch.Tensor
+    """0-d: answers with r = 0"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PointwiseRewardLoss:
+    """−Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom over the N sequences of the batch, p their labels.
+
+    PERL's loss for single answers that were liked or not (arXiv 2403.10704 §3). The paper prints σ(1 − r) in the second
+    term. That is not the probability of the other label, σ(r) + σ(1 − r) ≠ 1, so its minimum would not be at the data's
+    log-odds; the likelihood has 1 − σ(r) = σ(−r), which is what runs here. w = `pos_weight` weighs label 1 as torch's
+    BCEWithLogitsLoss does; the minimum is then at the log-odds plus log w.
+    """
+
+    role: str = "reward"
+    label_N: torch.Tensor
+    """[N], 0 and 1 of any dtype, one per sequence of the batch."""
+    denom: float | torch.Tensor
+    pos_weight: float = 1.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def compute(self, states: HiddenStates) -> PointwiseOutputs:
+        """Raises ValueError unless there is one label per sequence."""
+        reward_N = states.scalar_head(self.role)(states.last(self.role))
+        if self.label_N.shape != reward_N.shape:
+            raise ValueError(
+                f"label_N: expected {len(reward_N)} labels, one per sequence, got shape {tuple(self.label_N.shape)}"
+            )
+        p_N = self.label_N.to(reward_N.dtype)
+        loss_N = -(self.pos_weight * p_N * F.logsigmoid(reward_N) + (1 - p_N) * F.logsigmoid(-reward_N))
+        toward_N = (2 * p_N - 1) * reward_N.detach()
+        return PointwiseOutputs(
+            loss=loss_N.sum() / self.denom,
+            n_correct=(toward_N > 0).sum(),
+            sum_margin=toward_N.sum(),
+            n_tied=(toward_N == 0).sum(),
         )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
@@ -50,6 +50,17 @@ _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 
 PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """name of the linear → (A [r, in], B [out, r])"""
+
+
+class Hashed(Protocol):
+    """What a folder's record of its base is compared with; a `Backbone` is one."""
+
+    @property
+    def has_lm_head(self) -> bool: ...
+
+    def base_hash(self) -> str: ...
+
+    def trunk_hash(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,19 +113,27 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
     return found[0], found[1]
 
 
-def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], *, base_hash: Callable[[], str]) -> None:
-    """Load a PEFT folder's weights into a slot. Raises ValueError if it belongs to another base or does not fit."""
+def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Hashed | None) -> None:
+    """Load a PEFT folder's weights into a slot of a backbone.
+
+    Raises ValueError if it belongs to another base or does not fit. A backbone without an LM head is the folder's base
+    if its trunk is: reward models are made on bases with an LM head and serve without. With None for the backbone, an
+    adapter of any base is taken.
+    """
     theirs = read_slot_config(folder)
     if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):
         raise ValueError(
             f"init_from={str(folder)!r}: expected r={slot.config.r}, scale {slot.config.scale:g} like slot "
             f"{slot.name!r}, got r={theirs.r} and scale {theirs.scale:g}"
         )
-    if (Path(folder) / ENGINE_FILE).is_file():
-        recorded = _read_json(Path(folder), ENGINE_FILE, "adapter").get("base_hash")
-        if recorded is not None and recorded != base_hash():
+    if backbone is not None and (Path(folder) / ENGINE_FILE).is_file():
+        record = _read_json(Path(folder), ENGINE_FILE, "adapter")
+        by_trunk = not backbone.has_lm_head and record.get("trunk_hash") is not None
+        recorded = record["trunk_hash"] if by_trunk else record.get("base_hash")
+        ours = backbone.trunk_hash if by_trunk else backbone.base_hash
+        if recorded is not None and recorded != ours():
             raise ValueError(
-                f"init_from={str(folder)!r}: expected an adapter of this base (hash {base_hash()[:12]}…), "
+                f"init_from={str(folder)!r}: expected an adapter of this base (hash {ours()[:12]}…), "
                 f"got one of another base (hash {recorded[:12]}…)"
             )
     load_tensors(slot, _read_tensors(folder), f"init_from={str(folder)!r}")
@@ -144,11 +163,21 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
 
 
 def save_slot(
-    slot: AdapterSlot, folder: str | os.PathLike[str], *, base_name: str, base_hash: str, transposed: bool = False
+    slot: AdapterSlot,
+    folder: str | os.PathLike[str],
+    *,
+    base_name: str,
+    base_hash: str,
+    trunk_hash: str | None = None,
+    transposed: bool = False,
+    score: torch.Tensor | None = None,
 ) -> None:
     """Write a slot as a PEFT LoRA folder that plain `PeftModel.from_pretrained` loads.
 
-    transposed: the linears keep their weight as [in, out] (GPT-2's Conv1D), PEFT's `fan_in_fan_out`.
+    base_hash, trunk_hash: of the backbone that it is on, see `Backbone`; without the latter, a backbone that has no
+    LM head refuses the folder. transposed: the linears keep their weight as [in, out] (GPT-2's Conv1D), PEFT's
+    `fan_in_fan_out`. score: weight [1, H] of a reward head, which makes the folder one of a sequence classifier (PEFT's
+    SEQ_CLS, with `score` under `modules_to_save`).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +189,8 @@ def save_slot(
         use_rslora=config.use_rslora,
         target_modules=sorted(path for path, _ in slot.items()),  # full names match exactly these linears
         fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
+        modules_to_save=None if score is None else [_SCORE_MODULES[0]],
         base_model_name_or_path=base_name,
         inference_mode=True,
     ).save_pretrained(str(folder))
@@ -168,8 +198,11 @@ def save_slot(
     for path, pair in slot.items():
         tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.A.detach().cpu().contiguous()
         tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.B.detach().cpu().contiguous()
+    if score is not None:
+        tensors[f"{PREFIX}{_SCORE_MODULES[0]}.weight"] = score.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / ENGINE_FILE).write_text(json.dumps({"base_hash": base_hash, "slot": slot.name}, indent=1) + "\n")
+    record = {"base_hash": base_hash, "trunk_hash": trunk_hash, "slot": slot.name}
+    (folder / ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[str]) -> None:

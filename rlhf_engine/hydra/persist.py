@@ -56,6 +56,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
                 folder / slots[slot]["folder"],
                 base_name=source,
                 base_hash=backbone.base_hash(),
+                trunk_hash=backbone.trunk_hash(),
                 transposed=backbone.transposed,
             )
     peft_io.save_heads(model.heads, set(model.heads), folder)
@@ -145,7 +146,7 @@ def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         backbone = model.backbone(name)
         # the slot's own record of its base is compared with this hash
         where = folder / record["slots"][slot]["folder"]
-        peft_io.load_slot(backbone.slot(slot), where, base_hash=backbone.base_hash)
+        peft_io.load_slot(backbone.slot(slot), where, backbone)
     _check_hashes(model, record)
     for name in trained:
         backbone = model.backbone(name)

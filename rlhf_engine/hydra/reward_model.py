@@ -1,8 +1,14 @@
-"""Existing reward models: what a folder holds, and how much of it a backbone that is there already can serve.
+"""Reward models in folders: what of them a backbone that is there already can serve, and ours as transformers' own.
 
 a PEFT folder, with the score under modules_to_save or our heads.safetensors  → a frozen slot and a head
 an AutoModelForSequenceClassification with one label, on the base's trunk      → a head
 the same on another trunk                                                      → a backbone of its own and a head
+
+The other way, a head becomes the `score` of a sequence classifier, which has no bias: a head with one is refused.
+transformers reads the score at the last token that is not padding. Rewards here are read at the last token, which is
+mostly an end-of-sequence token, so a classifier whose padding token is the end-of-sequence token would look at another
+one. Whole folders are therefore written with another padding token, or with none, under which transformers takes one
+sequence at a time; an adapter's base keeps the config it has.
 """
 
 from __future__ import annotations
@@ -13,11 +19,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import is_sequence_classifier, read_config
+from rlhf_engine.hydra.loading import can_be_headless, is_sequence_classifier, load_model, read_config
 
 _SCORE = ("score", "classifier")
 """Names of the module that reads the last hidden state in transformers' sequence classifiers."""
@@ -79,3 +87,96 @@ def same_trunk(a: PreTrainedModel, b: PreTrainedModel) -> bool:
 def _trunk_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     trunk: nn.Module = model.base_model
     return dict(trunk.named_parameters())
+
+
+def require_classifier_class(path: str | os.PathLike[str], argument: str) -> None:
+    """Raise ValueError, naming the argument, for a model of which transformers has no sequence classifier."""
+    config = read_config(path)
+    if not can_be_headless(config):
+        raise ValueError(
+            f"{argument}: expected an architecture of which transformers has a sequence classifier, got "
+            f"{config.model_type!r} in {str(path)!r}"
+        )
+
+
+def save_classifier_adapter(
+    backbone: Backbone, slot: str, head: ScalarHead, folder: str | os.PathLike[str], *, base_name: str
+) -> None:
+    """Write a slot and a head as PEFT's adapter of a sequence classifier on the base (SEQ_CLS, num_labels 1).
+
+    `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)` loads it. Raises ValueError for a
+    head with a bias.
+    """
+    peft_io.save_slot(
+        backbone.slot(slot),
+        folder,
+        base_name=base_name,
+        base_hash=backbone.base_hash(),
+        trunk_hash=backbone.trunk_hash(),
+        transposed=backbone.transposed,
+        score=_score_weight(head),
+    )
+
+
+def save_merged_classifier(
+    backbone: Backbone,
+    slot: str,
+    head: ScalarHead,
+    folder: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write base, slot and head as one sequence classifier in float32, W + s B A in each adapted linear.
+
+    The base is read again from its folder, onto the CPU. Raises ValueError for a head with a bias, or for an adapted
+    linear that sequence classifiers of this architecture lack.
+    """
+    model = load_model(base, dtype=torch.float32, device="cpu", lm_head=False)
+    adapter = backbone.slot(slot)
+    linears = dict(model.named_modules())
+    missing = [path for path, _ in adapter.items() if path not in linears]
+    if missing:
+        raise ValueError(f"export: expected linears of a {type(model).__name__}, got an adapter on {missing[:3]}")
+    with torch.no_grad():
+        for path, pair in adapter.items():
+            layer = linears[path]
+            delta = adapter.config.scale * (pair.B.detach().cpu().double() @ pair.A.detach().cpu().double())
+            weight = layer.weight
+            assert isinstance(weight, nn.Parameter)
+            weight.add_(delta.T if isinstance(layer, Conv1D) else delta)
+    save_classifier(model, head, folder, tokenizer=tokenizer)
+
+
+def save_classifier(
+    model: PreTrainedModel,
+    head: ScalarHead,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write a model without an LM head, and a head as its score: `AutoModelForSequenceClassification` loads it.
+
+    Raises ValueError for a model that carries no score or a head with a bias.
+    """
+    if not hasattr(model, "score"):
+        raise ValueError(f"model: expected a sequence classifier without its score, got a {type(model).__name__}")
+    weight = _score_weight(head)
+    kept, text = model.score, model.config.get_text_config()
+    padding = text.pad_token_id
+    score = nn.Linear(weight.shape[1], 1, bias=False)
+    score.weight = nn.Parameter(weight.detach().clone())
+    text.pad_token_id = next((i for i in (tokenizer.pad_token_id, padding) if i != tokenizer.eos_token_id), None)
+    model.score = score
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        model.score, text.pad_token_id = kept, padding
+
+
+def _score_weight(head: ScalarHead) -> torch.Tensor:
+    """[1, H]"""
+    if head.bias.any():
+        raise ValueError(f"head: expected a bias of 0, which a sequence classifier has not, got {float(head.bias):g}")
+    return head.weight

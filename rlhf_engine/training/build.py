@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_engine.config import PPOConfig, SFTConfig
+from rlhf_engine.config import PPOConfig
+from rlhf_engine.config_base import TrainingOptions
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
@@ -19,7 +20,7 @@ from rlhf_engine.hydra.loading import Quantization, load_model, read_config, req
 from rlhf_engine.hydra.roles import OFF
 
 
-def slot_config(config: PPOConfig | SFTConfig) -> SlotConfig:
+def slot_config(config: TrainingOptions) -> SlotConfig:
     """The shape of a fresh slot."""
     named = config.lora_target_modules
     targets: str | tuple[str, ...] = tuple(named) if isinstance(named, list) else (named,)

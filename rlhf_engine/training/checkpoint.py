@@ -6,13 +6,14 @@ A checkpoint is written to a temporary folder, flushed to disk and renamed; what
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from safetensors.torch import load_file, save_file
 
@@ -27,9 +28,29 @@ _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "trainer_state.json"
 
 
+class Counters(Protocol):
+    """What a run has to remember of itself: a dataclass of plain values, of which every trainer has its own.
+
+    One with a field `best_step` refers to the checkpoint of that step, which is kept as long as the one that refers.
+    """
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed that every random number of the run is a function of."""
+        ...
+
+
+C = TypeVar("C", bound=Counters)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Counters of a run."""
+    """Counters of an RL run."""
 
     step: int
     """Steps done."""
@@ -49,11 +70,11 @@ def save_checkpoint(
     output_dir: str | os.PathLike[str],
     model: HydraModel,
     optimizer: RoleOptimizer,
-    state: TrainerState,
+    state: Counters,
     *,
     keep: int | None,
 ) -> Path:
-    """Write checkpoint-<step> atomically and drop all but the newest `keep`; returns its folder."""
+    """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder."""
     root = Path(output_dir)
     final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -61,21 +82,44 @@ def save_checkpoint(
     save_file(optimizer.state_tensors(), temporary / _OPTIMIZER_FILE)
     (temporary / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
     put_in_place(temporary, final)
-    for old in list_checkpoints(root)[: -keep if keep is not None else 0]:
-        shutil.rmtree(old)
+    found = list_checkpoints(root)
+    kept = found if keep is None else found[-keep:]
+    needed = {root / f"checkpoint-{step}" for folder in kept if (step := _fields(folder).get("best_step")) is not None}
+    for old in found:
+        if old not in kept and old not in needed:
+            shutil.rmtree(old)
     return final
 
 
-def load_checkpoint(folder: str | os.PathLike[str], model: HydraModel, optimizer: RoleOptimizer) -> TrainerState:
-    """Load into a model and optimizer built from the same configuration; ConfigError for a folder that is none."""
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: HydraModel,
+    optimizer: RoleOptimizer,
+    kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+) -> C:
+    """Load into a model and optimizer built from the same configuration; its counters, as `kind`.
+
+    Raises ConfigError for a folder that is no checkpoint, or one of another kind of run.
+    """
     folder = _require_checkpoint(Path(folder))
+    fields = _fields(folder)
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
+    if not set(fields) <= known:
+        raise ConfigError(
+            f"resume_from_checkpoint: expected a checkpoint of this command, with {sorted(known)}, got one with "
+            f"{sorted(fields)} in {str(folder)!r}"
+        )
     try:
         load_into(model, folder)
     except ValueError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}") from error
     optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
-    fields: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
-    return TrainerState(**fields)
+    return kind(**fields)
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
+    return found
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:

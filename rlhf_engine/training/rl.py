@@ -32,7 +32,6 @@ from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer,
 from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
-    list_checkpoints,
     load_checkpoint,
     resolve_resume,
     save_checkpoint,
@@ -43,14 +42,18 @@ from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_r
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.training.recipes import make_lesson
 from rlhf_engine.training.rollouts import find_server, make_rollouts
+from rlhf_engine.training.run_folder import (
+    CURVES_FILE,
+    FINAL_FOLDER,
+    METRICS_FILE,
+    RECORD_FILE,
+    check_output,
+    clear_later_steps,
+)
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
-METRICS_FILE = "metrics.jsonl"
-RECORD_FILE = "run.json"
-CURVES_FILE = "curves.png"
 SAMPLES_FILE = "samples.md"
 _BEFORE_FILE = "samples_before.json"
-FINAL_FOLDER = "final"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,12 @@ class PpoTrainer:
         self.config = config
         self.output = Path(config.output_dir)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
-        self._check_output(resume)
+        check_output(
+            self.output,
+            resume=config.resume_from_checkpoint,
+            checkpoint=resume,
+            overwrite=config.overwrite_output_dir,
+        )
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
@@ -139,7 +147,9 @@ class PpoTrainer:
         last checkpoint and all metrics so far in place.
         """
         self.output.mkdir(parents=True, exist_ok=True)
-        self._clear_later_steps()
+        clear_later_steps(self.output, step=self.state.step, total_steps=self.config.max_steps)
+        if self.state.step == 0:
+            (self.output / _BEFORE_FILE).unlink(missing_ok=True)
         self._write_record()
         before = self._samples_before()
         with MetricsWriter(self.output / METRICS_FILE) as writer:
@@ -320,31 +330,6 @@ class PpoTrainer:
         except ValueError as error:
             raise ConfigError(f"{argument}: {path}: {error}") from error
         return PromptSet(rows=rows, ids=ids)
-
-    def _check_output(self, resume: Path | None) -> None:
-        if self.output.exists() and not self.output.is_dir():
-            raise ConfigError(f"output_dir: expected a folder, got the file {str(self.output)!r}")
-        # `auto` without a checkpoint starts afresh: the run was stopped before its first one
-        goes_on = self.config.resume_from_checkpoint == "auto" or (
-            resume is not None and resume.resolve().parent == self.output.resolve()
-        )
-        if not goes_on and not self.config.overwrite_output_dir:
-            held = [p.name for p in list_checkpoints(self.output)]
-            if held or (self.output / METRICS_FILE).exists():
-                raise ConfigError(
-                    f"output_dir: expected one without a run, got {self.output} with {held or [METRICS_FILE]}; "
-                    "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
-                )
-
-    def _clear_later_steps(self) -> None:
-        """An overwritten run's checkpoints, or those after the one gone back to, must not be taken for this run's."""
-        for checkpoint in list_checkpoints(self.output):
-            if int(checkpoint.name.rpartition("-")[2]) > self.state.step:
-                shutil.rmtree(checkpoint)
-        if self.state.step < self.config.max_steps:
-            shutil.rmtree(self.output / FINAL_FOLDER, ignore_errors=True)
-        if self.state.step == 0:
-            (self.output / _BEFORE_FILE).unlink(missing_ok=True)
 
     def _write_record(self) -> None:
         device = self.model.device

@@ -226,6 +226,7 @@ class SftTrainer:
                 output,
                 base_name=name,
                 base_hash=backbone.base_hash(),
+                trunk_hash=backbone.trunk_hash(),
                 transposed=backbone.transposed,
             )
         self.tokenizer.save_pretrained(output)

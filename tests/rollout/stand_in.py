@@ -116,8 +116,7 @@ class StandIn:
         if not (folder / peft_io.CONFIG_FILE).is_file():
             raise Refusal(404, f"No adapter found for {folder}")
         slot = self._with_slot(folder).backbone().slot("actor")
-        # of whatever base it is: vLLM does not look
-        peft_io.load_slot(slot, folder, base_hash=lambda: peft_io.recorded_base(folder)[1] or "")
+        peft_io.load_slot(slot, folder, None)  # of whatever base it is: vLLM does not look
         self.adapters[name] = [p.detach().clone() for p in slot.parameters()]
         self._first = self._first or self.adapters[name]
 

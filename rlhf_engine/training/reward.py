@@ -1,0 +1,505 @@
+"""Reward models: a LoRA slot and a scalar head on the frozen base (PERL, arXiv 2403.10704), or all of it for comparison.
+
+    pairwise     L = mean[−log σ(r_w − r_l) + c (r_w + r_l)²]                      chosen w, rejected l
+    pointwise    L = −mean[w p log σ(r) + (1 − p) log(1 − σ(r))]                   label p ∈ {0, 1}
+
+(see `PairwiseRewardLoss` and `PointwiseRewardLoss`). r is w·h at the last token, without a bias: transformers' sequence
+classifiers have none, so that a trained one could not leave this package. The head starts from the base's own reward
+head where it brings one, else at zero.
+
+Data order and dropout are functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
+The best step on held-out rows becomes the final model; its checkpoint is kept until then.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from torch import nn
+
+from rlhf_engine.config import RewardConfig
+from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.folders import put_in_place
+from rlhf_engine.hydra import (
+    OFF,
+    HydraModel,
+    PackedBatch,
+    PairwiseRewardLoss,
+    PointwiseRewardLoss,
+    RoleSpec,
+    peft_io,
+    reward_model,
+)
+from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
+from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.report import plot_curves
+from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.training import reward_metrics
+from rlhf_engine.training.build import slot_config
+from rlhf_engine.training.checkpoint import load_checkpoint, resolve_resume, save_checkpoint
+from rlhf_engine.training.data import batch_indices, read_rows
+from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.training.reward_data import COLUMNS, RewardExample, count_labels, find_objective, split, tokenize
+from rlhf_engine.training.run_folder import (
+    CURVES_FILE,
+    FINAL_FOLDER,
+    METRICS_FILE,
+    RECORD_FILE,
+    check_output,
+    clear_later_steps,
+)
+
+REWARD_SLOT = "reward"
+CLASSIFIER_FOLDER = "sequence_classification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardState:
+    """Counters of a run."""
+
+    step: int
+    """Optimizer steps done."""
+    seed: int
+    """Seed that every random number of the run is a function of."""
+    best_step: int | None = None
+    """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
+    best_metric: float | None = None
+    """Its value of `metric_for_best_model`."""
+
+
+def reward_roles(mode: str) -> dict[str, RoleSpec]:
+    """The reward role on a slot beside the plain base (`lora`), or on the base itself (`full`).
+
+    The plain base has an LM head that nothing here uses. It stays because the base's hash counts it: the slot is one of
+    the base that the policy will run on.
+    """
+    if mode == "full":
+        return {"reward": RoleSpec(head="reward", trainable=True)}
+    return {"reference": RoleSpec(slot=OFF), "reward": RoleSpec(slot=REWARD_SLOT, head="reward", trainable=True)}
+
+
+def build_reward_model(config: RewardConfig) -> HydraModel:
+    """The model to train, its head's bias fixed at 0. Raises ConfigError or ValueError for what does not fit."""
+    lora = config.mode == "lora"
+    model = HydraModel.from_pretrained(
+        config.model_name_or_path,
+        roles=reward_roles(config.mode),
+        slots={REWARD_SLOT: slot_config(config)} if lora else {},
+        dtype=DTYPES[config.dtype],
+        device=resolve_device(config.device),
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        seed=config.seed,
+    )
+    backbone = model.backbone()
+    if lora:
+        outside = [p for p, _ in backbone.slot(REWARD_SLOT).items() if not p.startswith(backbone.blocks_prefix)]
+        if outside:
+            raise ConfigError(
+                f"lora_target_modules: expected linears of the blocks, whose hidden states the reward head reads, got "
+                f"{outside}"
+            )
+    bias = model.heads["reward"].bias
+    assert isinstance(bias, nn.Parameter)
+    with torch.no_grad():
+        bias.zero_()
+    bias.requires_grad_(False)
+    if config.gradient_checkpointing:
+        backbone.enable_gradient_checkpointing()
+    return model
+
+
+def pack(examples: Sequence[RewardExample], device: torch.device, *, first_id: int = 0) -> PackedBatch:
+    """Answers of some rows as one batch: all first answers, then all second ones (of pairs).
+
+    first_id: place of the first row in its optimizer step, so that no micro-batch changes the dropout masks.
+    """
+    n_answers = len(examples[0].answers)
+    return PackedBatch.from_lists(
+        [e.prompt for _ in range(n_answers) for e in examples],
+        [e.answers[a] for a in range(n_answers) for e in examples],
+        device=device,
+        sample_ids=[2 * (first_id + i) + a for a in range(n_answers) for i in range(len(examples))],
+    )
+
+
+def reward_loss(
+    model: HydraModel,
+    examples: Sequence[RewardExample],
+    *,
+    denom: float,
+    dropout_seed: int,
+    first_id: int = 0,
+    pos_weight: float = 1.0,
+    center: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The module's loss of some rows of one kind and, without gradients, loss, accuracy and margin.
+
+    denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
+    """
+    n, batch = len(examples), pack(examples, model.device, first_id=first_id)
+    output: PairwiseRewardLoss | PointwiseRewardLoss
+    if examples[0].label is None:
+        index = torch.arange(2 * n, device=model.device)
+        output = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center)
+    else:
+        labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
+        output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
+    (found,) = model(batch, (output,), dropout_seed=dropout_seed)
+    return found.loss, {
+        "reward_loss": found.loss.detach(),
+        "reward_accuracy": (found.n_correct + 0.5 * found.n_tied) / denom,
+        "reward_margin": found.sum_margin / denom,
+    }
+
+
+class RewardTrainer:
+    """Construction finds everything that can be wrong with the request; `run` spends the time."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.output = Path(config.output_dir)
+        resume = resolve_resume(config.resume_from_checkpoint, self.output)
+        check_output(
+            self.output,
+            resume=config.resume_from_checkpoint,
+            checkpoint=resume,
+            overwrite=config.overwrite_output_dir,
+        )
+        base = read_config(config.model_name_or_path)
+        if config.mode == "lora":
+            require_lm_head(base, config.model_name_or_path)
+        if config.mode == "full" or config.export != "none":
+            hint = "; --export none leaves it out" if config.mode == "lora" else ""
+            try:
+                reward_model.require_classifier_class(config.model_name_or_path, "model_name_or_path")
+            except ValueError as error:
+                raise ConfigError(f"{error}{hint}") from error
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.train_set, self.eval_set = self._load_rows()
+        self.objective = "pairwise" if self.train_set[0].label is None else "pointwise"
+        self.pos_weight = self._check_objective()
+        self.best_metric = self._best_metric()
+        self.notes = self._notes()
+        """What a person should know before the run starts, one sentence each."""
+        self.model = build_reward_model(config)
+        self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        epochs = math.ceil(config.num_train_epochs * len(self.train_set) / self.rows_per_step)
+        self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        self.optimizer = RoleOptimizer(
+            self.model,
+            {"reward": config.learning_rate},
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.model.eval()
+        self.state = RewardState(step=0, seed=config.seed)
+        if resume is not None:
+            self.state = load_checkpoint(resume, self.model, self.optimizer, RewardState)
+            if self.state.seed != config.seed:
+                raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+
+    @property
+    def trained_parameters(self) -> int:
+        """Σ r (d_in + d_out) over the adapted linears (or the whole base) and the head's weight."""
+        own = self.model.trainable_parameters("reward").values()
+        return sum(p.numel() for p in own if p.requires_grad)
+
+    @property
+    def base_parameters(self) -> int:
+        """Parameters of the base, of which `trained_parameters` are a share."""
+        return sum(p.numel() for _, p in self.model.backbone().base_parameters())
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> dict[str, Any]:
+        """All remaining steps, then the best one's model in final/; returns the record's `result`.
+
+        Writes run.json, metrics.jsonl, curves.png, checkpoints and final/ into the output folder. on_step(step, metrics)
+        after each step. An error leaves the last checkpoint and all metrics so far in place. Afterwards `model` is the
+        one that was written, while `state` is that of the last step.
+        """
+        config = self.config
+        self.output.mkdir(parents=True, exist_ok=True)
+        clear_later_steps(self.output, step=self.state.step, total_steps=self.total_steps)
+        record = self._record()
+        write_json_atomic(self.output / RECORD_FILE, record)
+        with MetricsWriter(self.output / METRICS_FILE) as writer:
+            writer.truncate_after(self.state.step)
+            while self.state.step < self.total_steps:
+                metrics: dict[str, Any] = self.step()
+                done = self.state.step
+                last, improved = done == self.total_steps, False
+                if self.eval_set and (last or (config.eval_steps and done % config.eval_steps == 0)):
+                    found = self.evaluate()
+                    improved = self._note_best(found[f"eval/{self.best_metric}"])
+                    metrics |= found
+                if last or "eval/loss" in metrics or done % config.logging_steps == 0:
+                    writer.write(done, metrics)
+                if on_step is not None:
+                    on_step(done, metrics)
+                if last or improved or (config.save_steps and done % config.save_steps == 0):
+                    self.save()
+        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+        self._load_best()
+        self._save_final()
+        result = self._result()
+        write_json_atomic(self.output / RECORD_FILE, {**record, "result": result})
+        return result
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step with exact denominators over its micro-batches."""
+        config, step = self.config, self.state.step
+        began = time.perf_counter()
+        rows = [self.train_set[i] for i in batch_indices(len(self.train_set), self.rows_per_step, step, config.seed)]
+        totals: dict[str, torch.Tensor] = {}
+        self.model.train()
+        for start in range(0, len(rows), config.per_device_train_batch_size):
+            loss, stats = reward_loss(
+                self.model,
+                rows[start : start + config.per_device_train_batch_size],
+                denom=float(len(rows)),
+                dropout_seed=config.seed * 1_000_003 + step,
+                first_id=start,
+                pos_weight=self.pos_weight,
+                center=config.center_rewards_coefficient or 0.0,
+            )
+            loss.backward()
+            for name, value in stats.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        self.model.eval()
+        metrics = {name: float(value) for name, value in totals.items()}
+        if not math.isfinite(metrics["reward_loss"]):
+            self.model.zero_grad(set_to_none=True)
+            raise NonFiniteError(
+                f"reward_loss is {metrics['reward_loss']} at step {step + 1}; nothing of it was applied"
+            )
+        factor = lr_factor(
+            step, kind=config.lr_scheduler_type, warmup_steps=config.warmup_steps, total_steps=self.total_steps
+        )
+        self.optimizer.set_lr_factor(factor)
+        metrics |= self.optimizer.step()
+        self.model.trained_heads.add("reward")
+        self.state = replace(self.state, step=step + 1)
+        seconds = time.perf_counter() - began
+        return {
+            **metrics,
+            "learning_rate": config.learning_rate * factor,
+            "tokens_per_second": sum(row.tokens for row in rows) / seconds,
+            "samples_per_second": len(rows) / seconds,
+            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
+        }
+
+    def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
+        """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
+
+        Raises NonFiniteError for one that is not finite.
+        """
+        self.model.eval()
+        size, parts = self.config.per_device_eval_batch_size, []
+        for start in range(0, len(examples), size):
+            some = examples[start : start + size]
+            found = self.model.score(pack(some, self.model.device), ("reward",)).rewards_N
+            assert found is not None
+            parts.append(found.cpu().view(-1, len(some)).T)
+        rewards = torch.cat(parts)
+        bad = ~rewards.isfinite().all(1)
+        if bad.any():
+            raise NonFiniteError(
+                f"reward of row {int(bad.int().argmax())} is {rewards[bad][0].tolist()} at step {self.state.step}"
+            )
+        return rewards
+
+    def evaluate(self) -> dict[str, float | None]:
+        """`eval/…` metrics of the held-out rows, see `reward_metrics`; None where a metric is undefined."""
+        assert self.eval_set
+        rewards = self.rewards(self.eval_set)
+        if self.objective == "pairwise":
+            center = self.config.center_rewards_coefficient or 0.0
+            found = reward_metrics.pairwise_metrics(rewards[:, 0], rewards[:, 1], center=center)
+        else:
+            labels = torch.tensor([bool(e.label) for e in self.eval_set])
+            found = reward_metrics.pointwise_metrics(rewards[:, 0], labels, pos_weight=self.pos_weight)
+        return {f"eval/{name}": value for name, value in found.items()}
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step."""
+        return save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
+
+    def finished(self) -> bool:
+        """Whether every step is done and the final model is written."""
+        return self.state.step >= self.total_steps and (self.output / FINAL_FOLDER).is_dir()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample]]:
+        """Training rows and held-out rows (none where none are asked for), of one kind."""
+        config = self.config
+        train = self._load_examples("dataset_name", config.dataset_name, config.objective)
+        if config.eval_share is not None:
+            return split(train, share=config.eval_share, seed=config.seed)
+        if config.eval_dataset_name is None:
+            return train, []
+        objective = "pairwise" if train[0].label is None else "pointwise"
+        return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective)
+
+    def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
+        """Tokenized rows of a data file."""
+        config = self.config
+        rows = read_rows(path, ("prompt",), argument=argument)
+        kind = find_objective(rows, objective, argument=argument)
+        read_rows(path, [name for name in COLUMNS[kind] if name != "label"], argument=argument)  # strings they must be
+        context = read_context_length(config.model_name_or_path)
+        return tokenize(
+            rows,
+            self.tokenizer,
+            kind,
+            argument=argument,
+            max_length=min(config.max_length or context, context),
+            group_column=config.group_column,
+        )
+
+    def _check_objective(self) -> float:
+        """The weight of label 1; ConfigError for options of the other objective and for one class only."""
+        config = self.config
+        if self.objective == "pairwise":
+            if config.pos_weight != "none":
+                raise ConfigError(f"pos_weight: expected 'none' for pairs, got {config.pos_weight!r}")
+            return 1.0
+        if config.center_rewards_coefficient is not None:
+            raise ConfigError(
+                "center_rewards_coefficient: expected it unset for pointwise rows, whose labels say where 0 is, got "
+                f"{config.center_rewards_coefficient:g}"
+            )
+        positives, negatives = count_labels(self.train_set)
+        if positives == 0 or negatives == 0:
+            side = " left to train on" if config.eval_share is not None else ""
+            raise ConfigError(
+                f"dataset_name: expected rows with label true and rows with label false{side}, got {positives} true and "
+                f"{negatives} false: nothing tells them apart"
+            )
+        return negatives / positives if config.pos_weight == "balanced" else 1.0
+
+    def _best_metric(self) -> str:
+        pairs = self.objective == "pairwise"
+        known = reward_metrics.PAIRWISE_METRICS if pairs else reward_metrics.POINTWISE_METRICS
+        asked = self.config.metric_for_best_model
+        if asked is not None and asked not in known:
+            raise ConfigError(
+                f"metric_for_best_model: expected one of {known} for {self.objective} rows, got {asked!r}"
+            )
+        return asked or ("accuracy" if pairs else "auc")
+
+    def _notes(self) -> list[str]:
+        if not self.eval_set:
+            return ["no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
+        found = []
+        if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
+            positives, negatives = count_labels(self.eval_set)
+            found.append(
+                f"the held-out rows are of one class only ({positives} true, {negatives} false): AUC, balanced accuracy "
+                "and margin are undefined"
+            )
+            if self.best_metric in ("auc", "balanced_accuracy", "margin"):
+                found.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
+        both = {e.group for e in self.train_set} & {e.group for e in self.eval_set}
+        if both:
+            found.append(f"{len(both)} prompts are in dataset_name and in eval_dataset_name")
+        return found
+
+    def _note_best(self, value: float | None) -> bool:
+        """Whether this evaluation is better than all before; of equal ones the first stays."""
+        if value is None:
+            return False
+        sign = -1.0 if self.best_metric in reward_metrics.LOWER_IS_BETTER else 1.0
+        best = self.state.best_metric
+        if best is not None and sign * value <= sign * best:
+            return False
+        self.state = replace(self.state, best_step=self.state.step, best_metric=value)
+        return True
+
+    def _load_best(self) -> None:
+        best = self.state.best_step
+        if best is None or best == self.state.step:
+            return
+        folder = self.output / f"checkpoint-{best}"
+        if not folder.is_dir():
+            raise ConfigError(f"output_dir: expected the best step's checkpoint {str(folder)!r}, which is not there")
+        load_into(self.model, folder)
+
+    def _save_final(self) -> None:
+        """final/ appears whole or not at all, as checkpoints do."""
+        temporary = self.output / f".{FINAL_FOLDER}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        self._write_model(temporary)
+        put_in_place(temporary, self.output / FINAL_FOLDER)
+
+    def _write_model(self, folder: Path) -> None:
+        config, backbone, head = self.config, self.model.backbone(), self.model.heads["reward"]
+        assert isinstance(head, ScalarHead)
+        if config.mode == "full":
+            reward_model.save_classifier(backbone.model, head, folder, tokenizer=self.tokenizer)
+            return
+        name = str(Path(config.model_name_or_path).resolve())
+        peft_io.save_slot(
+            backbone.slot(REWARD_SLOT),
+            folder,
+            base_name=name,
+            base_hash=backbone.base_hash(),
+            trunk_hash=backbone.trunk_hash(),
+            transposed=backbone.transposed,
+        )
+        peft_io.save_heads(self.model.heads, {"reward"}, folder)
+        self.tokenizer.save_pretrained(folder)
+        classifier = folder / CLASSIFIER_FOLDER
+        if config.export == "adapter":
+            reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
+        elif config.export == "merged":
+            reward_model.save_merged_classifier(
+                backbone, REWARD_SLOT, head, classifier, base=config.model_name_or_path, tokenizer=self.tokenizer
+            )
+
+    def _record(self) -> dict[str, Any]:
+        device = self.model.device
+        record = run_record(
+            config=self.config,
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            backends=registry.report(device.type, self.model.backbone().dtype),
+            device=device,
+        )
+        rows: dict[str, Any] = {"train": len(self.train_set), "eval": len(self.eval_set)}
+        if self.objective == "pointwise":
+            rows |= {"train_true": count_labels(self.train_set)[0], "eval_true": count_labels(self.eval_set)[0]}
+        return {
+            **record,
+            # a base that is trained has no hash that would mean something later
+            "base_hash": self.model.backbone().base_hash() if self.config.mode == "lora" else None,
+            "resumed_at_step": self.state.step,
+            "objective": self.objective,
+            "metric_for_best_model": self.best_metric,
+            "pos_weight": self.pos_weight,
+            "rows": rows,
+            "notes": self.notes,
+            "trained_parameters": self.trained_parameters,
+            "base_parameters": self.base_parameters,
+            "trained_share": self.trained_parameters / self.base_parameters,
+        }
+
+    def _result(self) -> dict[str, Any]:
+        best = self.state.best_step
+        final = best if best is not None else self.state.step
+        return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}

@@ -1,0 +1,182 @@
+"""How good a reward model is on held-out rows. Pure functions in float64; no order of the rows is preferred by ties.
+
+    accuracy            (#{right side of 0} + ½ #{at 0}) / N
+    balanced accuracy   ½ (accuracy on label 1 + accuracy on label 0)
+    ROC AUC             (#{s_i > s_j} + ½ #{s_i = s_j}) / (n₁ n₀)      i over label 1, j over label 0  (Mann–Whitney)
+    pairwise accuracy   (#{m > 0} + ½ #{m = 0}) / P                    m = r_w − r_l
+    Brier               mean (q − p)²                                  q probability, p outcome
+    calibration error   Σ_b (N_b / N) |mean_b q − mean_b p|            bins b of equal counts in the order of q
+
+Legend: N single answers, P pairs, r rewards, s any scores, p labels (0, 1), w the weight of label 1 in training.
+Undefined values (a class is missing) are None, never a number. Scores that are not finite are a ValueError.
+Pure counts (accuracies, AUC) are made of integers, so that they are exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+CALIBRATION_BINS = 10
+LOWER_IS_BETTER = frozenset({"loss", "brier", "calibration_error"})
+"""Names of `pointwise_metrics` and `pairwise_metrics` of which the best is the smallest."""
+POINTWISE_METRICS = ("loss", "auc", "accuracy", "balanced_accuracy", "margin", "brier", "calibration_error")
+PAIRWISE_METRICS = ("loss", "accuracy", "margin", "brier", "calibration_error")
+
+
+def accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float:
+    """Share of rows whose score has the sign of their label; a score of 0 counts half. Shapes [N], N ≥ 1."""
+    score_N, label_N = _checked(score_N, label_N)
+    return _half_ties(torch.where(label_N, score_N, -score_N))
+
+
+def balanced_accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
+    """Mean of the accuracies on the two labels, so that the commoner one counts no more; None if one is missing."""
+    score_N, label_N = _checked(score_N, label_N)
+    if label_N.all() or not label_N.any():
+        return None
+    return 0.5 * (_half_ties(score_N[label_N]) + _half_ties(-score_N[~label_N]))
+
+
+def roc_auc(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
+    """Probability that a random row of label 1 scores above one of label 0, ties counting half; None if one is missing.
+
+    U = #{s_i > s_j} + ½ #{s_i = s_j} is counted in integers by groups of equal scores, in O(N log N).
+    """
+    score_N, label_N = _checked(score_N, label_N)
+    n_1 = int(label_N.sum())
+    n_0 = len(label_N) - n_1
+    if n_1 == 0 or n_0 == 0:
+        return None
+    _, group_N = score_N.unique(return_inverse=True)
+    ones_G = torch.bincount(group_N, weights=label_N.double()).long()
+    zeros_G = torch.bincount(group_N, weights=(~label_N).double()).long()
+    below_G = zeros_G.cumsum(0) - zeros_G
+    twice_u = int((ones_G * (2 * below_G + zeros_G)).sum())
+    return twice_u / (2 * n_1 * n_0)
+
+
+def pairwise_accuracy(margin_P: torch.Tensor) -> float:
+    """Share of pairs with r_w > r_l; equal rewards count half. Shape [P], P ≥ 1."""
+    return _half_ties(_finite("margin_P", margin_P))
+
+
+def brier_score(probability_N: torch.Tensor, outcome_N: torch.Tensor) -> float:
+    """Mean (q − p)², q in [0, 1] and p in [0, 1]. Shapes [N], N ≥ 1."""
+    q_N, p_N = _probabilities(probability_N, outcome_N)
+    return float((q_N - p_N).square().mean())
+
+
+def calibration_error(probability_N: torch.Tensor, outcome_N: torch.Tensor, *, bins: int = CALIBRATION_BINS) -> float:
+    """Expected calibration error with equal-count bins: Σ_b (N_b / N) |mean_b q − mean_b p|. Shapes [N], N ≥ 1.
+
+    Rows are sorted by probability and cut into `bins` parts whose sizes differ by at most 1, larger ones first (fewer
+    parts where there are fewer rows). Where a cut falls among equal probabilities, each of these rows takes the mean
+    outcome of all of them: no order of the rows is preferred, and none changes the result.
+    """
+    q_N, p_N = _probabilities(probability_N, outcome_N)
+    if bins < 1:
+        raise ValueError(f"bins: expected at least 1, got {bins}")
+    level_G, group_N, count_G = q_N.unique(return_inverse=True, return_counts=True)
+    # sorted within the groups as well, so that sums of fractional outcomes round alike in any order of rows
+    p_sorted_N, order_N = p_N.sort()
+    mean_G = torch.zeros_like(level_G).index_add_(0, group_N[order_N], p_sorted_N) / count_G
+    level_N, mean_N = level_G.repeat_interleave(count_G), mean_G.repeat_interleave(count_G)
+    parts = zip(level_N.tensor_split(bins), mean_N.tensor_split(bins), strict=True)
+    return sum(abs(float(q_b.sum() - p_b.sum())) for q_b, p_b in parts) / len(q_N)
+
+
+def mean_margin(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
+    """Mean score of label 1 less that of label 0; None if one is missing."""
+    score_N, label_N = _checked(score_N, label_N)
+    if label_N.all() or not label_N.any():
+        return None
+    return float(score_N[label_N].mean() - score_N[~label_N].mean())
+
+
+def pointwise_metrics(
+    reward_N: torch.Tensor, label_N: torch.Tensor, *, pos_weight: float = 1.0
+) -> dict[str, float | None]:
+    """`POINTWISE_METRICS` of single answers: rewards [N], labels [N] (bool, or 0 and 1).
+
+    loss is the training objective −mean[w p log σ(r) + (1 − p) log σ(−r)]. Its minimum is at the log-odds plus log w,
+    so the probability that Brier and calibration judge is σ(r − log w).
+    """
+    r_N, p_N = _checked(reward_N, label_N)
+    loss_N = torch.where(p_N, pos_weight * _softplus(-r_N), _softplus(r_N))
+    q_N = torch.sigmoid(r_N - math.log(pos_weight))
+    return {
+        "loss": float(loss_N.mean()),
+        "auc": roc_auc(r_N, p_N),
+        "accuracy": accuracy(r_N, p_N),
+        "balanced_accuracy": balanced_accuracy(r_N, p_N),
+        "margin": mean_margin(r_N, p_N),
+        "brier": brier_score(q_N, p_N),
+        "calibration_error": calibration_error(q_N, p_N),
+    }
+
+
+def pairwise_metrics(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, center: float = 0.0
+) -> dict[str, float | None]:
+    """`PAIRWISE_METRICS` of pairs: rewards [P] of chosen and of rejected answers.
+
+    loss is the training objective mean[−log σ(m) + center (r_w + r_l)²]. Every pair's outcome is 1 by the way it is
+    written down, which would make any probability below 1 look badly calibrated. So calibration looks at the pair as a
+    judge does who is not told which answer was chosen: the probability that the answer with the higher reward is the
+    chosen one, q = σ(|m|), against whether it was (½ for a tie, whose q is ½). Brier is mean (σ(m) − 1)², the same
+    from either side.
+    """
+    r_w, r_l = _finite("chosen_P", chosen_P), _finite("rejected_P", rejected_P)
+    if r_w.shape != r_l.shape:
+        raise ValueError(f"rejected_P: expected {len(r_w)} rewards like chosen_P, got {len(r_l)}")
+    m_P = r_w - r_l
+    loss_P = _softplus(-m_P) + center * (r_w + r_l).square()
+    right_P = (m_P > 0).double() + 0.5 * (m_P == 0).double()
+    return {
+        "loss": float(loss_P.mean()),
+        "accuracy": pairwise_accuracy(m_P),
+        "margin": float(m_P.mean()),
+        "brier": brier_score(torch.sigmoid(m_P), torch.ones_like(m_P)),
+        "calibration_error": calibration_error(torch.sigmoid(m_P.abs()), right_P),
+    }
+
+
+def _half_ties(signed_N: torch.Tensor) -> float:
+    twice = 2 * int((signed_N > 0).sum()) + int((signed_N == 0).sum())
+    return twice / (2 * len(signed_N))
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return -torch.nn.functional.logsigmoid(-x)
+
+
+def _checked(score_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores in float64 and labels as booleans, on the CPU."""
+    score_N = _finite("score_N", score_N)
+    label_N = torch.as_tensor(label_N).detach().cpu()
+    if label_N.shape != score_N.shape:
+        raise ValueError(f"label_N: expected {len(score_N)} labels like scores, got shape {tuple(label_N.shape)}")
+    if not ((label_N == 0) | (label_N == 1)).all():
+        raise ValueError("label_N: expected only 0 and 1 (or booleans), got other values")
+    return score_N, label_N.bool()
+
+
+def _probabilities(probability_N: torch.Tensor, outcome_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q_N, p_N = _finite("probability_N", probability_N), _finite("outcome_N", outcome_N)
+    if q_N.shape != p_N.shape:
+        raise ValueError(f"outcome_N: expected {len(q_N)} outcomes like probabilities, got {len(p_N)}")
+    for name, x_N in (("probability_N", q_N), ("outcome_N", p_N)):
+        if x_N.min() < 0 or x_N.max() > 1:
+            raise ValueError(f"{name}: expected values between 0 and 1, got {float(x_N.min())} to {float(x_N.max())}")
+    return q_N, p_N
+
+
+def _finite(name: str, x_N: torch.Tensor) -> torch.Tensor:
+    x_N = torch.as_tensor(x_N).detach().cpu().double()
+    if x_N.dim() != 1 or len(x_N) == 0:
+        raise ValueError(f"{name}: expected at least one number in a tensor [N], got shape {tuple(x_N.shape)}")
+    if not x_N.isfinite().all():
+        raise ValueError(f"{name}: expected finite numbers, got {int((~x_N.isfinite()).sum())} that are not")
+    return x_N

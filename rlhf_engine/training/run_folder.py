@@ -1,0 +1,41 @@
+"""The output folder of a run that writes checkpoints: what its files are called, and what may be in it at the start."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.training.checkpoint import list_checkpoints
+
+METRICS_FILE = "metrics.jsonl"
+RECORD_FILE = "run.json"
+CURVES_FILE = "curves.png"
+FINAL_FOLDER = "final"
+
+
+def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, overwrite: bool) -> None:
+    """Raise ConfigError for an output folder with a run that is neither gone on with nor to be overwritten.
+
+    resume: what `resume_from_checkpoint` says; checkpoint: the folder that it means, if any.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
+    # `auto` without a checkpoint starts afresh: the run was stopped before its first one
+    goes_on = resume == "auto" or (checkpoint is not None and checkpoint.resolve().parent == output.resolve())
+    if not goes_on and not overwrite:
+        held = [p.name for p in list_checkpoints(output)]
+        if held or (output / METRICS_FILE).exists():
+            raise ConfigError(
+                f"output_dir: expected one without a run, got {output} with {held or [METRICS_FILE]}; "
+                "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
+            )
+
+
+def clear_later_steps(output: Path, *, step: int, total_steps: int) -> None:
+    """Drop what an overwritten run, or the steps after the checkpoint gone back to, left: it is not this run's."""
+    for checkpoint in list_checkpoints(output):
+        if int(checkpoint.name.rpartition("-")[2]) > step:
+            shutil.rmtree(checkpoint)
+    if step < total_steps:
+        shutil.rmtree(output / FINAL_FOLDER, ignore_errors=True)

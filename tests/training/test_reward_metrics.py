@@ -1,0 +1,186 @@
+"""Metrics of reward models against their definitions by brute force, with many ties, in any order of rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_engine.training import reward_metrics as metrics
+
+SEEDS = range(6)
+
+
+def draw(seed: int, n: int = 41, levels: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores on few levels, 0 among them, and labels that go with them somewhat."""
+    generator = torch.Generator().manual_seed(seed)
+    score = (torch.randint(0, levels, (n,), generator=generator) - levels // 2).double() / 2
+    label = (score + torch.randn(n, generator=generator)) > 0
+    assert label.any()
+    assert not label.all()
+    return score, label
+
+
+def half(x: float) -> float:
+    """What one comparison counts: 1, ½ for a tie, 0."""
+    return 1.0 if x > 0 else 0.5 if x == 0 else 0.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_auc_is_the_share_of_ordered_pairs(seed):
+    score, label = draw(seed)
+    ones, zeros = score[label].tolist(), score[~label].tolist()
+    by_hand = sum(half(a - b) for a in ones for b in zeros) / (len(ones) * len(zeros))
+    assert metrics.roc_auc(score, label) == by_hand  # sums of halves are exact
+    assert metrics.roc_auc(-score, label) == pytest.approx(1 - by_hand, abs=1e-15)
+    assert metrics.roc_auc(score.exp(), label) == by_hand  # order is all that counts
+    order = torch.randperm(len(score), generator=torch.Generator().manual_seed(seed))
+    assert metrics.roc_auc(score[order], label[order]) == by_hand
+
+
+def test_auc_by_sorting_instead_of_counting_ties_would_differ():
+    """The bug that the half credit avoids: with all scores equal, a sort decides for either class."""
+    label = torch.tensor([True, True, False, False])
+    assert metrics.roc_auc(torch.zeros(4), label) == 0.5
+    assert metrics.roc_auc(torch.tensor([1.0, 0.0, 0.0, -1.0]), label) == 3.5 / 4
+    assert metrics.roc_auc(torch.tensor([3.0, 2.0, 1.0, 0.0]), label) == 1.0
+
+
+def test_auc_of_many_rows_is_exact():
+    n = 200_000  # n₁ n₀ is beyond 2^32, counts below 2^53
+    label = torch.arange(n) % 2 == 0
+    assert metrics.roc_auc(torch.zeros(n), label) == 0.5
+    assert metrics.roc_auc(label.float(), label) == 1.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_accuracies_count_ties_half(seed):
+    score, label = draw(seed)
+    rows = list(zip(score.tolist(), label.tolist(), strict=True))
+    right = [half(s if p else -s) for s, p in rows]
+    assert metrics.accuracy(score, label) == sum(right) / len(right)
+    by_class = [[half(s if p else -s) for s, p in rows if p is wanted] for wanted in (True, False)]
+    assert metrics.balanced_accuracy(score, label) == pytest.approx(
+        0.5 * sum(sum(c) / len(c) for c in by_class), abs=1e-15
+    )
+    assert metrics.pairwise_accuracy(score) == sum(map(half, score.tolist())) / len(score)
+
+
+def test_balanced_accuracy_does_not_reward_the_commoner_class():
+    label = torch.tensor([True] * 9 + [False])
+    always = torch.ones(10)
+    assert metrics.accuracy(always, label) == 0.9
+    assert metrics.balanced_accuracy(always, label) == 0.5
+
+
+def calibration_by_hand(probability: list[float], outcome: list[float], bins: int) -> float:
+    """The definition, with the mean over the orders of tied rows taken row by row."""
+    n = len(probability)
+    rows = sorted(probability)
+    means = {q: np.mean([p for r, p in zip(probability, outcome, strict=True) if r == q]) for q in rows}
+    total = 0.0
+    for part in np.array_split(np.arange(n), bins):
+        if len(part):
+            q = np.mean([rows[i] for i in part])
+            p = np.mean([means[rows[i]] for i in part])
+            total += len(part) / n * abs(q - p)
+    return total
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bins", [1, 3, 10, 64])
+def test_calibration_error_and_brier(seed, bins):
+    score, label = draw(seed)
+    q = torch.sigmoid(score)
+    found = metrics.calibration_error(q, label, bins=bins)
+    assert found == pytest.approx(calibration_by_hand(q.tolist(), label.double().tolist(), bins), abs=1e-12)
+    pairs = list(zip(q.tolist(), label.tolist(), strict=True))
+    assert metrics.brier_score(q, label) == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / len(pairs), abs=1e-14)
+    for i in range(3):
+        order = torch.randperm(len(q), generator=torch.Generator().manual_seed(i))
+        assert metrics.calibration_error(q[order], label[order], bins=bins) == found
+
+
+def test_calibration_error_of_known_models():
+    outcome = torch.tensor([1.0, 0.0] * 50)
+    assert metrics.calibration_error(torch.full((100,), 0.5), outcome) == 0
+    assert metrics.calibration_error(torch.full((100,), 0.8), outcome) == pytest.approx(0.3)
+    sure = torch.where(outcome == 1, 1.0, 0.0)
+    assert metrics.calibration_error(sure, outcome) == 0
+    assert metrics.calibration_error(1 - sure, outcome) == 1
+    assert metrics.brier_score(1 - sure, outcome) == 1
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_pointwise_metrics_together(weight):
+    score, label = draw(3)
+    found = metrics.pointwise_metrics(score.float(), label, pos_weight=weight)
+    assert set(found) == set(metrics.POINTWISE_METRICS)
+    sigma = [1 / (1 + math.exp(-s)) for s in score.tolist()]
+    terms = [-weight * math.log(q) if p else -math.log(1 - q) for q, p in zip(sigma, label.tolist(), strict=True)]
+    assert found["loss"] == pytest.approx(sum(terms) / len(terms), rel=1e-9)
+    assert found["auc"] == metrics.roc_auc(score, label)
+    assert found["margin"] == pytest.approx(float(score[label].mean() - score[~label].mean()))
+    # a reward of log-odds + log w is the perfectly calibrated answer to weight w
+    odds = torch.tensor([3.0, 1 / 3])
+    labels = torch.tensor([True, True, True, False, True, False, False, False])
+    rewards = (odds.log() + math.log(weight)).repeat_interleave(4)
+    perfect = metrics.pointwise_metrics(rewards.double(), labels, pos_weight=weight)
+    assert perfect["calibration_error"] == pytest.approx(0, abs=1e-6)
+    assert perfect["brier"] == pytest.approx(3 / 16, abs=1e-6)
+
+
+def test_pairwise_metrics_together():
+    chosen, rejected = draw(1)[0], draw(2)[0]
+    margin = (chosen - rejected).tolist()
+    found = metrics.pairwise_metrics(chosen, rejected, center=0.1)
+    assert set(found) == set(metrics.PAIRWISE_METRICS)
+    loss = sum(math.log1p(math.exp(-m)) for m in margin) / len(margin)
+    loss += 0.1 * sum((a + b) ** 2 for a, b in zip(chosen.tolist(), rejected.tolist(), strict=True)) / len(margin)
+    assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["accuracy"] == sum(map(half, margin)) / len(margin)
+    assert found["margin"] == pytest.approx(sum(margin) / len(margin))
+    sigma = [1 / (1 + math.exp(-m)) for m in margin]
+    assert found["brier"] == pytest.approx(sum((1 - q) ** 2 for q in sigma) / len(sigma))
+    higher = [max(q, 1 - q) for q in sigma]
+    by_hand = calibration_by_hand([round(q, 14) for q in higher], [half(m) for m in margin], metrics.CALIBRATION_BINS)
+    assert found["calibration_error"] == pytest.approx(by_hand, abs=1e-9)
+
+
+def test_a_judge_who_is_right_as_often_as_it_says_is_calibrated():
+    margin = torch.full((100,), math.log(3.0))  # σ = ¾
+    margin[:25] *= -1
+    found = metrics.pairwise_metrics(margin, torch.zeros(100))
+    assert found["accuracy"] == 0.75
+    assert found["calibration_error"] == pytest.approx(0, abs=1e-7)
+    assert metrics.pairwise_metrics(torch.zeros(5), torch.zeros(5))["calibration_error"] == 0
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_one_class_has_no_auc(label):
+    found = metrics.pointwise_metrics(torch.tensor([1.0, -1.0]), torch.tensor([label, label]))
+    assert found["auc"] is None
+    assert found["balanced_accuracy"] is None
+    assert found["margin"] is None
+    assert found["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: metrics.roc_auc(torch.tensor([1.0, math.nan]), torch.tensor([1, 0])), "score_N: .* got 1 that"),
+        (lambda: metrics.roc_auc(torch.ones(2), torch.ones(3)), r"label_N: expected 2 labels .* got shape \(3,\)"),
+        (lambda: metrics.accuracy(torch.ones(2), torch.tensor([0, 2])), "label_N: expected only 0 and 1"),
+        (lambda: metrics.accuracy(torch.ones(0), torch.ones(0)), "score_N: expected at least one number"),
+        (lambda: metrics.accuracy(torch.ones(2, 1), torch.ones(2, 1)), "score_N: expected at least one number in a te"),
+        (lambda: metrics.brier_score(torch.tensor([1.5]), torch.ones(1)), "probability_N: expected values between 0 a"),
+        (lambda: metrics.calibration_error(torch.ones(2), torch.ones(2), bins=0), "bins: expected at least 1, got 0"),
+        (lambda: metrics.calibration_error(torch.ones(2), torch.ones(3)), "outcome_N: expected 2 outcomes"),
+        (lambda: metrics.pairwise_metrics(torch.ones(2), torch.ones(3)), "rejected_P: expected 2 rewards like"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
