@@ -1,4 +1,4 @@
-"""The command line: `rlhf-engine demo | sft | train | generate | plan | doctor | bench`.
+"""The command line: `rlhf-engine demo | sft | reward | train | generate | plan | doctor | bench`.
 
 Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped.
 """
@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine import __version__
-from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PlanConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import (
+    BenchConfig,
+    DemoConfig,
+    GenerateConfig,
+    PlanConfig,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    parse_config,
+)
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
   demo       train and judge a small model from scratch in a minute or two on a CPU
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
+  reward     a reward model: --lora on a slot of the frozen base, --full for comparison
   train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
@@ -140,6 +150,42 @@ def _sft(argv: Sequence[str]) -> int:
     return 0
 
 
+def _reward(argv: Sequence[str]) -> int:
+    config = parse_config(RewardConfig, argv, prog="rlhf-engine reward")
+    _prepare(config.kernels)
+    from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.report import TrainingProgress, format_value
+    from rlhf_engine.training.reward import RewardTrainer
+    from rlhf_engine.training.run_folder import CURVES_FILE, FINAL_FOLDER
+
+    with _as_request_errors():
+        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+        trainer = RewardTrainer(config)
+    if trainer.finished():
+        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {trainer.total_steps}")
+        return 0
+    share = trainer.trained_parameters / trainer.base_parameters
+    print(
+        f"{trainer.objective}, {len(trainer.train_set):,} rows and {len(trainer.eval_set):,} held out; training "
+        f"{trainer.trained_parameters:,} parameters, {100 * share:.3g} % of the base's {trainer.base_parameters:,}",
+        file=sys.stderr,
+    )
+    for note in trainer.notes:
+        print(f"note: {note}", file=sys.stderr)
+    name = trainer.best_metric
+    shown = {"reward_loss": "loss", "reward_accuracy": "accuracy", f"eval/{name}": f"held-out {name}"}
+    with TrainingProgress(
+        trainer.total_steps, title="reward", step=trainer.state.step, shown={**shown, "tokens_per_second": "tokens/s"}
+    ) as progress:
+        result = trainer.run(progress.update)
+    output = Path(config.output_dir)
+    print(
+        f"reward model {output / FINAL_FOLDER}  of step {result['final_step']}  held-out {name} "
+        f"{format_value(result['best_metric'])}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}"
+    )
+    return 0
+
+
 def _generate(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     _prepare(config.kernels)
@@ -255,6 +301,7 @@ def _plan(argv: Sequence[str]) -> int:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": _demo,
     "sft": _sft,
+    "reward": _reward,
     "train": _train,
     "generate": _generate,
     "plan": _plan,

@@ -57,8 +57,19 @@ PANELS = (
     ),
     Panel("Generation speed", "tokens per second", (("tokens_per_second", "rollout"),)),
     Panel("Cross-entropy", "nats per token", (("lm_loss", "training"),)),
-    Panel("Reward model's loss", "nats per pair", (("reward_loss", "training"),)),
-    Panel("Reward model's accuracy", "fraction of pairs", (("reward_accuracy", "training"),)),
+    Panel("Reward model's loss", "nats per row", (("reward_loss", "training"), ("eval/loss", "held out"))),
+    Panel(
+        "Reward model's accuracy",
+        "fraction of rows",
+        (
+            ("reward_accuracy", "training"),
+            ("eval/accuracy", "held out"),
+            ("eval/balanced_accuracy", "held out, balanced"),
+        ),
+    ),
+    Panel("Area under the ROC curve", "0.5 is chance", (("eval/auc", "held out"),)),
+    Panel("Reward model's margin", "reward", (("reward_margin", "training"), ("eval/margin", "held out"))),
+    Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
 )
 
 
@@ -173,12 +184,19 @@ class TrainingProgress:
     SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s"}
 
     def __init__(
-        self, total_steps: int, *, title: str = "training", console: Console | None = None, step: int = 0
+        self,
+        total_steps: int,
+        *,
+        title: str = "training",
+        console: Console | None = None,
+        step: int = 0,
+        shown: Mapping[str, str] | None = None,
     ) -> None:
-        """step: how many steps are done already (after a resume)."""
+        """step: how many steps are done already (after a resume). shown: metric → label, in place of `SHOWN`."""
         if total_steps < 1:
             raise ValueError(f"total_steps: expected an integer >= 1, got {total_steps}")
         self.total_steps, self.title = total_steps, title
+        self.shown = dict(self.SHOWN if shown is None else shown)
         # standard output belongs to results (--json), so progress goes to standard error
         self.console = console or Console(file=sys.stderr)
         self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
@@ -196,8 +214,8 @@ class TrainingProgress:
         self._task = self._progress.add_task(title, total=total_steps, completed=step, numbers="")
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`step` steps are done; those of `SHOWN` that are in `metrics` are shown."""
-        shown = [f"{label} {format_value(metrics[name])}" for name, label in self.SHOWN.items() if name in metrics]
+        """`step` steps are done; those metrics that are to be shown and are there are shown."""
+        shown = [f"{label} {format_value(metrics[name])}" for name, label in self.shown.items() if name in metrics]
         numbers = "  ".join(shown)
         if self.plain:
             rate = (time.monotonic() - self._began) / max(1, step - self._first_step)

@@ -1,9 +1,9 @@
-"""Reward models: a LoRA slot and a scalar head on the frozen base (PERL, arXiv 2403.10704), or all of it for comparison.
+"""Reward models: a LoRA slot and a scalar head on the frozen base (PERL, arXiv 2403.10704); or all of it.
 
     pairwise     L = mean[−log σ(r_w − r_l) + c (r_w + r_l)²]                      chosen w, rejected l
     pointwise    L = −mean[w p log σ(r) + (1 − p) log(1 − σ(r))]                   label p ∈ {0, 1}
 
-(see `PairwiseRewardLoss` and `PointwiseRewardLoss`). r is w·h at the last token, without a bias: transformers' sequence
+(`PairwiseRewardLoss` and `PointwiseRewardLoss`). r is w·h at the last token, without a bias: transformers' sequence
 classifiers have none, so that a trained one could not leave this package. The head starts from the base's own reward
 head where it brings one, else at zero.
 
@@ -24,34 +24,24 @@ from typing import Any
 
 import torch
 from rlhf_kernels import registry
-from torch import nn
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import (
-    OFF,
-    HydraModel,
-    PackedBatch,
-    PairwiseRewardLoss,
-    PointwiseRewardLoss,
-    RoleSpec,
-    peft_io,
     reward_model,
 )
-from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training import reward_metrics
-from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.checkpoint import load_checkpoint, resolve_resume, save_checkpoint
 from rlhf_engine.training.data import batch_indices, read_rows
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.training.reward_data import COLUMNS, RewardExample, count_labels, find_objective, split, tokenize
+from rlhf_engine.training.reward_lane import build_reward_model, pack, reward_loss, write_reward_model
 from rlhf_engine.training.run_folder import (
     CURVES_FILE,
     FINAL_FOLDER,
@@ -60,9 +50,6 @@ from rlhf_engine.training.run_folder import (
     check_output,
     clear_later_steps,
 )
-
-REWARD_SLOT = "reward"
-CLASSIFIER_FOLDER = "sequence_classification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,91 +64,6 @@ class RewardState:
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
     best_metric: float | None = None
     """Its value of `metric_for_best_model`."""
-
-
-def reward_roles(mode: str) -> dict[str, RoleSpec]:
-    """The reward role on a slot beside the plain base (`lora`), or on the base itself (`full`).
-
-    The plain base has an LM head that nothing here uses. It stays because the base's hash counts it: the slot is one of
-    the base that the policy will run on.
-    """
-    if mode == "full":
-        return {"reward": RoleSpec(head="reward", trainable=True)}
-    return {"reference": RoleSpec(slot=OFF), "reward": RoleSpec(slot=REWARD_SLOT, head="reward", trainable=True)}
-
-
-def build_reward_model(config: RewardConfig) -> HydraModel:
-    """The model to train, its head's bias fixed at 0. Raises ConfigError or ValueError for what does not fit."""
-    lora = config.mode == "lora"
-    model = HydraModel.from_pretrained(
-        config.model_name_or_path,
-        roles=reward_roles(config.mode),
-        slots={REWARD_SLOT: slot_config(config)} if lora else {},
-        dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
-        adapter_dtype=DTYPES[config.adapter_dtype],
-        seed=config.seed,
-    )
-    backbone = model.backbone()
-    if lora:
-        outside = [p for p, _ in backbone.slot(REWARD_SLOT).items() if not p.startswith(backbone.blocks_prefix)]
-        if outside:
-            raise ConfigError(
-                f"lora_target_modules: expected linears of the blocks, whose hidden states the reward head reads, got "
-                f"{outside}"
-            )
-    bias = model.heads["reward"].bias
-    assert isinstance(bias, nn.Parameter)
-    with torch.no_grad():
-        bias.zero_()
-    bias.requires_grad_(False)
-    if config.gradient_checkpointing:
-        backbone.enable_gradient_checkpointing()
-    return model
-
-
-def pack(examples: Sequence[RewardExample], device: torch.device, *, first_id: int = 0) -> PackedBatch:
-    """Answers of some rows as one batch: all first answers, then all second ones (of pairs).
-
-    first_id: place of the first row in its optimizer step, so that no micro-batch changes the dropout masks.
-    """
-    n_answers = len(examples[0].answers)
-    return PackedBatch.from_lists(
-        [e.prompt for _ in range(n_answers) for e in examples],
-        [e.answers[a] for a in range(n_answers) for e in examples],
-        device=device,
-        sample_ids=[2 * (first_id + i) + a for a in range(n_answers) for i in range(len(examples))],
-    )
-
-
-def reward_loss(
-    model: HydraModel,
-    examples: Sequence[RewardExample],
-    *,
-    denom: float,
-    dropout_seed: int,
-    first_id: int = 0,
-    pos_weight: float = 1.0,
-    center: float = 0.0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The module's loss of some rows of one kind and, without gradients, loss, accuracy and margin.
-
-    denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
-    """
-    n, batch = len(examples), pack(examples, model.device, first_id=first_id)
-    output: PairwiseRewardLoss | PointwiseRewardLoss
-    if examples[0].label is None:
-        index = torch.arange(2 * n, device=model.device)
-        output = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center)
-    else:
-        labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
-        output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
-    (found,) = model(batch, (output,), dropout_seed=dropout_seed)
-    return found.loss, {
-        "reward_loss": found.loss.detach(),
-        "reward_accuracy": (found.n_correct + 0.5 * found.n_tied) / denom,
-        "reward_margin": found.sum_margin / denom,
-    }
 
 
 class RewardTrainer:
@@ -228,9 +130,9 @@ class RewardTrainer:
     def run(self, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """All remaining steps, then the best one's model in final/; returns the record's `result`.
 
-        Writes run.json, metrics.jsonl, curves.png, checkpoints and final/ into the output folder. on_step(step, metrics)
-        after each step. An error leaves the last checkpoint and all metrics so far in place. Afterwards `model` is the
-        one that was written, while `state` is that of the last step.
+        Writes run.json, metrics.jsonl, curves.png, checkpoints and final/ into the output folder. An error leaves the
+        last checkpoint and all metrics so far in place. on_step(step, metrics) after each step. Afterwards `model` is
+        the one that was written, while `state` is that of the last step.
         """
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
@@ -388,8 +290,8 @@ class RewardTrainer:
         if positives == 0 or negatives == 0:
             side = " left to train on" if config.eval_share is not None else ""
             raise ConfigError(
-                f"dataset_name: expected rows with label true and rows with label false{side}, got {positives} true and "
-                f"{negatives} false: nothing tells them apart"
+                f"dataset_name: expected rows with label true and rows with label false{side}, got {positives} true "
+                f"and {negatives} false: nothing tells them apart"
             )
         return negatives / positives if config.pos_weight == "balanced" else 1.0
 
@@ -410,8 +312,8 @@ class RewardTrainer:
         if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
             positives, negatives = count_labels(self.eval_set)
             found.append(
-                f"the held-out rows are of one class only ({positives} true, {negatives} false): AUC, balanced accuracy "
-                "and margin are undefined"
+                f"the held-out rows are of one class only ({positives} true, {negatives} false): AUC, balanced "
+                "accuracy and margin are undefined"
             )
             if self.best_metric in ("auc", "balanced_accuracy", "margin"):
                 found.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
@@ -444,34 +346,8 @@ class RewardTrainer:
         """final/ appears whole or not at all, as checkpoints do."""
         temporary = self.output / f".{FINAL_FOLDER}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        self._write_model(temporary)
+        write_reward_model(self.model, self.tokenizer, temporary, self.config)
         put_in_place(temporary, self.output / FINAL_FOLDER)
-
-    def _write_model(self, folder: Path) -> None:
-        config, backbone, head = self.config, self.model.backbone(), self.model.heads["reward"]
-        assert isinstance(head, ScalarHead)
-        if config.mode == "full":
-            reward_model.save_classifier(backbone.model, head, folder, tokenizer=self.tokenizer)
-            return
-        name = str(Path(config.model_name_or_path).resolve())
-        peft_io.save_slot(
-            backbone.slot(REWARD_SLOT),
-            folder,
-            base_name=name,
-            base_hash=backbone.base_hash(),
-            trunk_hash=backbone.trunk_hash(),
-            transposed=backbone.transposed,
-        )
-        peft_io.save_heads(self.model.heads, {"reward"}, folder)
-        self.tokenizer.save_pretrained(folder)
-        classifier = folder / CLASSIFIER_FOLDER
-        if config.export == "adapter":
-            reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
-        elif config.export == "merged":
-            reward_model.save_merged_classifier(
-                backbone, REWARD_SLOT, head, classifier, base=config.model_name_or_path, tokenizer=self.tokenizer
-            )
 
     def _record(self) -> dict[str, Any]:
         device = self.model.device

@@ -3,8 +3,8 @@
     pairwise    {"prompt", "chosen", "rejected"}
     pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
 
-A group (a conversation, a prompt) is held out as a whole: it is held out if u(seed, group) < share, where u is the first
-64 bits of SHA-256 over both as a number in [0, 1). So a row's side depends on nothing but its own group: not on order,
+A group (a conversation, a prompt) is held out as a whole: if u(seed, group) < share, where u is the first 64 bits of
+SHA-256 over both as a number in [0, 1). So a row's side depends on nothing but its own group: not on order,
 not on the other rows, and more data of the same kind leave it where it was.
 """
 
@@ -56,8 +56,8 @@ def find_objective(rows: Sequence[Row], asked: str, *, argument: str) -> Objecti
     if asked == "auto":
         if all(len(found) == 2 for found in kinds):
             raise ConfigError(
-                f"objective: expected 'pairwise' or 'pointwise' for {argument} whose rows have the columns of both, got "
-                "'auto'"
+                f"objective: expected 'pairwise' or 'pointwise' for {argument}, whose rows have the columns of both, "
+                "got 'auto'"
             )
         asked = next((found[0] for found in kinds if len(found) == 1), "either")
     for i, found in enumerate(kinds):

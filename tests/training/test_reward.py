@@ -1,0 +1,729 @@
+"""Reward models: losses by hand, learning, resuming bit for bit, folders that other libraries and RL take, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification, PeftModel
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from rlhf_engine.config import RewardConfig
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
+from rlhf_engine.training.build import build_ppo_model
+from rlhf_engine.training.checkpoint import TrainerState, load_checkpoint
+from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.reward import RewardState, RewardTrainer
+from rlhf_engine.training.reward_data import RewardExample, held_out
+from rlhf_engine.training.reward_lane import pack, reward_loss, reward_roles
+from rlhf_engine.training.rl import PpoTrainer
+from tests.conftest import tiny_llama
+from tests.training.test_data import WORDS, ppo_config, write_model, write_pairs, write_rows
+from tests.training.test_rl import Stop, same, stop_after, without_timings
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base"), reward_head=False)
+
+
+def toy_rows(n: int = 96, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers of which those that hold the word "sun" are liked; conversations of four rows each."""
+    draw = random.Random(seed)
+    others = [w for w in WORDS if w != "sun"]
+    rows = []
+    for i in range(n):
+        words = draw.choices(others, k=4)
+        liked = draw.random() < 0.4
+        if liked:
+            words[draw.randrange(4)] = "sun"
+        prompt = " ".join(draw.choices(others, k=2))
+        rows.append({"prompt": prompt, "completion": " ".join(words), "label": liked, "conversation": i // 4})
+    return rows
+
+
+def toy_pairs(n: int = 48) -> list[dict[str, Any]]:
+    rows = toy_rows(4 * n)
+    liked, other = [r for r in rows if r["label"]], [r for r in rows if not r["label"]]
+    return [
+        {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"], "conversation": i}
+        for i, (a, b) in enumerate(zip(liked[:n], other[:n], strict=True))
+    ]
+
+
+def reward_config(model: Path, output: Path, rows: list[dict[str, Any]] | None = None, **changes: Any) -> RewardConfig:
+    """A run of a few fast steps on rows beside the output folder."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    data = write_rows(output.parent / "rows.jsonl", toy_rows() if rows is None else rows)
+    options = {
+        "model_name_or_path": str(model),
+        "output_dir": str(output),
+        "dataset_name": str(data),
+        "mode": "lora",
+        "lora_r": 4,
+        "lora_alpha": 8.0,
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "eval_steps": 0,
+        "save_steps": 0,
+        "device": "cpu",
+    }
+    return RewardConfig(**{**options, **changes})
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+PAIRS = [
+    RewardExample(prompt=(5, 6), answers=((7, 8, 9, 2), (10, 2)), label=None, group="a"),
+    RewardExample(prompt=(11,), answers=((12, 2), (13, 14, 15, 2)), label=None, group="b"),
+    RewardExample(prompt=(16, 17, 18), answers=((19, 20, 2), (21, 22, 2)), label=None, group="c"),
+]
+SINGLE = [dataclasses.replace(e, answers=e.answers[:1], label=i != 1) for i, e in enumerate(PAIRS)]
+
+
+def make(mode: str = "lora", dropout: float = 0.0) -> HydraModel:
+    """A model whose reward head and slot are not zero."""
+    slots = {"reward": SlotConfig(r=4, alpha=8.0, dropout=dropout)} if mode == "lora" else {}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=reward_roles(mode), slots=slots)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in [*model.heads.parameters(), *model.backbone().slots.parameters()]:
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model.train()
+
+
+def gradients(model: HydraModel) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def rewards_of(model: HydraModel, examples: list[RewardExample]) -> torch.Tensor:
+    """[rows, answers], with gradients, one sequence at a time."""
+    rows = []
+    for e in examples:
+        batches = [PackedBatch.from_lists([e.prompt], [answer]) for answer in e.answers]
+        rows.append(torch.stack([model(b, (_Rewards(),))[0][0] for b in batches]))
+    return torch.stack(rows)
+
+
+class _Rewards:
+    roles = ("reward",)
+
+    def compute(self, states):
+        return states.scalar_head("reward")(states.last("reward"))
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.5])
+def test_the_pointwise_loss_and_its_gradients_are_those_of_the_formula(weight):
+    model = make()
+    loss, stats = reward_loss(model, SINGLE, denom=3.0, dropout_seed=0, pos_weight=weight)
+    loss.backward()
+    found = gradients(model)
+    r, p = rewards_of(model, SINGLE)[:, 0], torch.tensor([1.0, 0.0, 1.0])
+    q = 1 / (1 + (-r).exp())
+    by_hand = -(weight * p * q.log() + (1 - p) * (1 - q).log()).mean()
+    assert loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    by_hand.backward()
+    expected = gradients(model)
+    assert found.keys() == expected.keys()
+    assert {"heads.reward.weight", "heads.reward.bias"} <= found.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * scale, msg=name)
+    # ∂L/∂b = Σ (σ(r) − p)-like terms / N, in closed form
+    slope = torch.where(p == 1, weight * (q - 1), q).mean().item()
+    assert found["heads.reward.bias"].item() == pytest.approx(slope, rel=1e-4)
+    assert stats["reward_accuracy"].item() == pytest.approx(((r > 0) == (p == 1)).float().mean().item())
+    assert stats["reward_margin"].item() == pytest.approx(((2 * p - 1) * r).mean().item(), rel=1e-4)
+
+
+def test_the_loss_that_the_paper_prints_is_another_one():
+    """σ(1 − r) in place of 1 − σ(r): no likelihood, its minimum is not at the log-odds."""
+    r = torch.linspace(-6, 6, 2401, dtype=torch.float64)
+    share = 0.25  # of label 1
+    ours = -(share * torch.sigmoid(r).log() + (1 - share) * torch.sigmoid(-r).log())
+    printed = -(share * torch.sigmoid(r).log() + (1 - share) * torch.sigmoid(1 - r).log())
+    log_odds = math.log(share / (1 - share))
+    assert r[ours.argmin()].item() == pytest.approx(log_odds, abs=5e-3)
+    assert abs(r[printed.argmin()].item() - log_odds) > 0.3
+
+
+def test_one_label_per_sequence():
+    batch = pack(SINGLE, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"label_N: expected 3 labels, one per sequence, got shape \(1,\)"):
+        make()(batch, (PointwiseRewardLoss(label_N=torch.tensor([1]), denom=1.0),))
+
+
+def test_the_pairwise_loss_with_centering_by_hand():
+    model = make()
+    loss, stats = reward_loss(model, PAIRS, denom=3.0, dropout_seed=0, center=0.05)
+    loss.backward()
+    found = gradients(model)
+    r = rewards_of(model, PAIRS)
+    margin = r[:, 0] - r[:, 1]
+    by_hand = ((1 + (-margin).exp()).log() + 0.05 * (r[:, 0] + r[:, 1]) ** 2).mean()
+    assert loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    by_hand.backward()
+    for name, gradient in gradients(model).items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * scale, msg=name)
+    assert stats["reward_accuracy"].item() == pytest.approx((margin > 0).float().mean().item())
+    with torch.no_grad():
+        model.heads["reward"].weight.zero_()
+    assert reward_loss(model, PAIRS, denom=3.0, dropout_seed=0)[1]["reward_accuracy"].item() == 0.5  # all tied
+    index = torch.tensor([0])
+    output = PairwiseRewardLoss(chosen_P=index, rejected_P=index, denom=1.0)
+    assert model(pack(SINGLE, torch.device("cpu")), (output,))[0].n_tied == 1
+
+
+@pytest.mark.parametrize("examples", [PAIRS, SINGLE], ids=["pairs", "single"])
+def test_micro_batches_add_up_under_dropout(examples):
+    whole, parts = make(dropout=0.3), make(dropout=0.3)
+    loss, _ = reward_loss(whole, examples, denom=3.0, dropout_seed=5, pos_weight=2.0)
+    loss.backward()
+    total = 0.0
+    for start, size in ((0, 2), (2, 1)):
+        part, _ = reward_loss(
+            parts, examples[start : start + size], denom=3.0, dropout_seed=5, first_id=start, pos_weight=2.0
+        )
+        part.backward()
+        total += part.item()
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    expected = gradients(whole)
+    for name, gradient in gradients(parts).items():
+        scale = expected[name].abs().max().item()
+        # 1e-7: a pair's margin does not depend on the head's bias, whose gradient is rounding around 0
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * scale + 1e-7, msg=name)
+    other, _ = reward_loss(whole, examples, denom=3.0, dropout_seed=6, pos_weight=2.0)
+    assert other.item() != loss.item()  # dropout is there at all
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory) -> RewardTrainer:
+    """A LoRA reward model that has learned the toy task."""
+    config = reward_config(
+        base,
+        tmp_path_factory.mktemp("trained") / "run",
+        toy_rows(240),
+        max_steps=60,
+        eval_share=0.3,
+        group_column="conversation",
+        eval_steps=20,
+        pos_weight="balanced",
+        lora_dropout=0.05,
+        export="merged",
+    )
+    trainer = RewardTrainer(config)
+    trainer.run()
+    return trainer
+
+
+def test_it_learns_and_the_best_step_is_the_final_model(trained, base):
+    lines = [row for row in read_metrics(trained.output / "metrics.jsonl") if "eval/auc" in row]
+    assert [row["step"] for row in lines] == [20, 40, 60]
+    best = max(lines, key=lambda row: (row["eval/auc"], -row["step"]))  # of equal ones the first
+    assert best["eval/auc"] > 0.9
+    assert best["eval/balanced_accuracy"] > 0.85
+    record = json.loads((trained.output / "run.json").read_text())
+    assert record["result"] == {"steps": 60, "final_step": best["step"], "best_metric": best["eval/auc"]}
+    assert record["objective"] == "pointwise"
+    # what was written, read again by the policy's loader, has the metrics of that step
+    ours = HydraModel.from_pretrained(
+        base,
+        roles={"reward": RoleSpec(slot="reward", head="reward"), "reference": RoleSpec()},
+        slots={"reward": SlotConfig(r=4, alpha=8.0, init_from=str(trained.output / "final"))},
+    )
+    ours.heads["reward"].load_state_dict(
+        {k.removeprefix("reward."): t for k, t in load_file(trained.output / "final" / "heads.safetensors").items()}
+    )
+    again = RewardTrainer(dataclasses.replace(trained.config, output_dir=str(trained.output.parent / "again")))
+    again.model = ours
+    assert {k: v for k, v in best.items() if k.startswith("eval/")} == again.evaluate()
+    assert (trained.output / "curves.png").stat().st_size > 10_000
+    assert trained.finished()
+
+
+def test_groups_stay_whole(trained):
+    sides = {e.group for e in trained.train_set}, {e.group for e in trained.eval_set}
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 60
+    assert 8 <= len(sides[1]) <= 28
+    assert len(trained.train_set) + len(trained.eval_set) == 240
+    record = json.loads((trained.output / "run.json").read_text())
+    assert (record["rows"]["train"], record["rows"]["eval"]) == (len(trained.train_set), len(trained.eval_set))
+    positives = record["rows"]["train_true"]
+    assert record["pos_weight"] == (len(trained.train_set) - positives) / positives
+
+
+def test_the_split_is_a_function_of_seed_and_group():
+    groups = [str(i) for i in range(4000)]
+    first = [held_out(g, share=0.25, seed=1) for g in groups]
+    assert sum(first) / len(first) == pytest.approx(0.25, abs=0.03)
+    assert first != [held_out(g, share=0.25, seed=2) for g in groups]
+    wider = [held_out(g, share=0.5, seed=1) for g in groups]
+    assert all(b for a, b in zip(first, wider, strict=True) if a)  # a larger share keeps what was held out
+
+
+def test_rows_of_one_prompt_stay_together_without_a_group_column(base, tmp_path):
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_share=0.4))
+    prompts = [{e.prompt for e in side} for side in (trainer.train_set, trainer.eval_set)]
+    assert not prompts[0] & prompts[1]
+
+
+def test_shuffled_labels_teach_nothing(base, tmp_path):
+    rows = toy_rows(240)
+    labels = [r["label"] for r in rows]
+    random.Random(5).shuffle(labels)
+    shuffled = [{**r, "label": label} for r, label in zip(rows, labels, strict=True)]
+    held = write_rows(tmp_path / "held.jsonl", [{**r, "label": int(r["label"])} for r in toy_rows(160, seed=9)])
+    found = {}
+    for name, data in (("true", rows), ("shuffled", shuffled)):
+        config = reward_config(base, tmp_path / name / "run", data, max_steps=30, eval_dataset_name=str(held))
+        trainer = RewardTrainer(config)
+        for _ in range(config.max_steps):
+            trainer.step()
+        found[name] = trainer.evaluate()["eval/auc"]
+    assert found["true"] > 0.9
+    # 160 rows: the standard error of an AUC of chance is √((n₁ + n₀ + 1) / (12 n₁ n₀)) = 0.047, three of them
+    assert found["shuffled"] == pytest.approx(0.5, abs=0.15)
+
+
+def test_pairs_are_learned_by_full_training(base, tmp_path):
+    config = reward_config(
+        base, tmp_path / "run", toy_pairs(), mode="full", learning_rate=3e-3, max_steps=25, eval_share=0.3,
+        eval_steps=5, center_rewards_coefficient=0.01,
+    )  # fmt: skip
+    trainer = RewardTrainer(config)
+    result = trainer.run()
+    assert trainer.objective == "pairwise"
+    assert trainer.best_metric == "accuracy"
+    assert result["best_metric"] > 0.85
+    assert trainer.trained_parameters == trainer.base_parameters + 24
+
+
+def test_trained_parameters_are_rank_times_sides_and_a_head(trained):
+    backbone = trained.model.backbone()
+    linears = [x for path, x in backbone.linears.items() if path.startswith(backbone.blocks_prefix)]
+    assert len(linears) == 14
+    expected = sum(4 * (x.in_features + x.out_features) for x in linears) + backbone.hidden_size
+    moved = {id(p): p.numel() for g in trained.optimizer.groups.values() for p in g.values() if p.requires_grad}
+    assert trained.trained_parameters == expected == sum(moved.values())
+    record = json.loads((trained.output / "run.json").read_text())
+    assert record["trained_parameters"] == expected
+    assert record["trained_share"] == expected / sum(p.numel() for p in backbone.model.parameters())
+
+
+def test_the_base_stays_and_the_head_s_bias_too(trained, base):
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    mine = dict(trained.model.backbone().base_parameters())
+    assert all(torch.equal(p, mine[n]) for n, p in plain.named_parameters())
+    assert trained.model.heads["reward"].weight.any()
+    assert not trained.model.heads["reward"].bias.any()
+
+
+def test_evaluation_is_deterministic_and_without_dropout(base, tmp_path):
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_share=0.4, lora_dropout=0.5))
+    trainer.step()
+    first = trainer.rewards(trainer.eval_set)
+    assert torch.equal(trainer.rewards(trainer.eval_set), first)
+    by_one = dataclasses.replace(trainer.config, per_device_eval_batch_size=1)
+    trainer.config = by_one
+    torch.testing.assert_close(trainer.rewards(trainer.eval_set), first, rtol=1e-4, atol=1e-5)
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.evaluate()
+    assert same(before, dict(trainer.model.named_parameters()))
+
+
+# ---- stopping and going on -------------------------------------------------------------------------------------------
+
+
+def parameters(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_dropout": 0.2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"mode": "full", "learning_rate": 1e-3},
+    ],
+    ids=["lora", "full"],
+)
+def test_a_resumed_run_makes_the_same_floats(base, tmp_path, options):
+    common = {"max_steps": 6, "eval_share": 0.4, "eval_steps": 2, "save_steps": 2, **options}
+    whole = RewardTrainer(reward_config(base, tmp_path / "whole" / "run", **common))
+    whole.run()
+    config = reward_config(base, tmp_path / "parts" / "run", resume_from_checkpoint="auto", **common)
+    with pytest.raises(Stop):
+        RewardTrainer(config).run(stop_after(3))  # one step after its checkpoint
+    assert not (tmp_path / "parts" / "run" / "final").exists()
+    resumed = RewardTrainer(config)
+    assert resumed.state.step == 2
+    resumed.run()
+    assert same(parameters(whole), parameters(resumed))
+    assert same(whole.optimizer.state_tensors(), resumed.optimizer.state_tensors())
+    assert whole.state == resumed.state
+    rows = [[without_timings(row) for row in read_metrics(t.output / "metrics.jsonl")] for t in (whole, resumed)]
+    assert rows[0] == rows[1]
+    finals = [t.output / "final" for t in (whole, resumed)]
+    for path in sorted(finals[0].rglob("*.safetensors")):
+        assert same(load_file(path), load_file(finals[1] / path.relative_to(finals[0])))
+    assert RewardTrainer(config).finished()
+
+
+def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base, tmp_path, monkeypatch):
+    scores = iter([0.6, 0.9, None, 0.9, 0.7, 0.8])  # None: undefined; the second 0.9 is no improvement
+    common = {"eval_share": 0.4, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "save_total_limit": 1}
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"eval/loss": 1.0, "eval/auc": next(scores)})
+    at_two: dict[str, torch.Tensor] = {}
+    trainer.run(lambda step, metrics: at_two.update(parameters(trainer)) if step == 2 else None)
+    assert trainer.state == RewardState(step=6, seed=0, best_step=2, best_metric=0.9)
+    held = sorted(p.name for p in trainer.output.glob("checkpoint-*"))
+    assert held == ["checkpoint-2", "checkpoint-6"]
+    assert same(parameters(trainer), at_two)
+    final = load_file(trainer.output / "final" / "heads.safetensors")
+    assert torch.equal(final["reward.weight"], at_two["heads.reward.weight"])
+
+
+def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
+    common = {"eval_share": 0.4, "metric_for_best_model": "brier"}
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
+    assert trainer._note_best(0.3)
+    assert trainer._note_best(0.2)
+    assert not trainer._note_best(0.2)
+    assert not trainer._note_best(0.25)
+    assert trainer.state.best_metric == 0.2
+
+
+def test_a_run_stopped_before_the_final_model_writes_it(base, tmp_path):
+    config = reward_config(base, tmp_path / "run", max_steps=2, eval_share=0.4, resume_from_checkpoint="auto")
+    trainer = RewardTrainer(config)
+    trainer.run()
+    final = tmp_path / "run" / "final"
+    expected = load_file(final / "adapter_model.safetensors")
+    final.rename(tmp_path / "run" / ".final.tmp")  # as a crash before the rename leaves it
+    again = RewardTrainer(config)
+    assert not again.finished()
+    again.run()
+    assert same(expected, load_file(final / "adapter_model.safetensors"))
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_checkpoints_of_another_command_or_seed(base, tmp_path):
+    config = reward_config(base, tmp_path / "run", max_steps=1)
+    trainer = RewardTrainer(config)
+    trainer.run()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-1, got 3"):
+        RewardTrainer(dataclasses.replace(config, resume_from_checkpoint="auto", seed=3))
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: expected a checkpoint of this command, with"):
+        load_checkpoint(checkpoint, trainer.model, trainer.optimizer, TrainerState)
+    with pytest.raises(ConfigError, match="output_dir: expected one without a run"):
+        RewardTrainer(config)
+    RewardTrainer(dataclasses.replace(config, overwrite_output_dir=True))
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path):
+    config = reward_config(base, tmp_path / "run", max_steps=4, save_steps=1, resume_from_checkpoint="auto")
+    trainer = RewardTrainer(config)
+
+    def poison(step: int, metrics: dict[str, Any]) -> None:
+        if step == 2:
+            with torch.no_grad():
+                trainer.model.heads["reward"].weight.view(-1)[0] = float("nan")
+            with pytest.raises(NonFiniteError, match=r"reward of row 0 is \[nan\] at step 2"):
+                trainer.rewards(trainer.train_set)
+
+    with pytest.raises(NonFiniteError, match="reward_loss is nan at step 3; nothing of it was applied"):
+        trainer.run(poison)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert not (tmp_path / "run" / "final").exists()
+    assert RewardTrainer(config).state.step == 1  # step 2 was poisoned before its checkpoint could be written
+
+
+# ---- folders that others take ----------------------------------------------------------------------------------------
+
+
+def some_sequences(trainer: RewardTrainer) -> tuple[list[RewardExample], torch.Tensor]:
+    some = trainer.eval_set[:6] or trainer.train_set[:6]
+    return some, trainer.rewards(some)[:, 0]
+
+
+def their_scores(model: torch.nn.Module, examples: list[RewardExample]) -> torch.Tensor:
+    """A classifier's logits, one sequence at a time."""
+    rows = [torch.tensor([[*e.prompt, *e.answers[0]]]) for e in examples]
+    with torch.no_grad():
+        return torch.cat([model.eval()(row, use_cache=False).logits[0] for row in rows])
+
+
+def test_the_merged_export_is_a_classifier_with_our_scores(trained):
+    folder = trained.output / "final" / "sequence_classification"
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert theirs.config.num_labels == 1
+    examples, ours = some_sequences(trained)
+    torch.testing.assert_close(their_scores(theirs, examples), ours, rtol=0, atol=1e-5)
+    assert ours.std() > 0.1
+    # and in one padded batch, read at each row's last token
+    width = max(e.tokens for e in examples)
+    pad = AutoTokenizer.from_pretrained(folder).pad_token_id
+    rows = [[*e.prompt, *e.answers[0]] for e in examples]
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        padded = theirs(ids, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(padded, ours, rtol=0, atol=1e-5)
+
+
+def gpt2_folder(folder: Path) -> Path:
+    """A base whose linears are Conv1D, with the tokenizer of the Llama and its end token as padding."""
+    write_model(folder, reward_head=False)
+    (folder / "model.safetensors").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    eos = tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=24, n_layer=2, n_head=4, initializer_range=0.2,
+        eos_token_id=eos, bos_token_id=tokenizer.bos_token_id, pad_token_id=eos,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path, architecture):
+    folder = base if architecture == "llama" else gpt2_folder(tmp_path / "gpt2")
+    trainer = RewardTrainer(reward_config(folder, tmp_path / "run", max_steps=5))
+    trainer.run()
+    export = tmp_path / "run" / "final" / "sequence_classification"
+    assert json.loads((export / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    examples, ours = some_sequences(trainer)
+    assert ours.std() > 0.01
+    # a base whose padding token is its end token would make transformers read the token before
+    options = {} if architecture == "llama" else {"pad_token_id": None}
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options)
+    torch.testing.assert_close(
+        their_scores(PeftModel.from_pretrained(plain, export), examples), ours, rtol=0, atol=1e-5
+    )
+    auto = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=1)
+    if architecture == "llama":
+        torch.testing.assert_close(their_scores(auto, examples), ours, rtol=0, atol=1e-5)
+    # the same folder serves as a reward adapter too
+    policy = build_ppo_model(ppo_config(folder, tmp_path / "ppo", reward_adapter=str(export))).eval()
+    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
+    torch.testing.assert_close(policy.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+
+
+def test_merging_into_conv1d_and_padding_that_is_no_end_token(tmp_path):
+    folder = gpt2_folder(tmp_path / "gpt2")
+    trainer = RewardTrainer(reward_config(folder, tmp_path / "run", max_steps=5, export="merged"))
+    trainer.run()
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final" / "sequence_classification")
+    assert theirs.config.pad_token_id is None  # the only one that is known is the end token
+    examples, ours = some_sequences(trainer)
+    torch.testing.assert_close(their_scores(theirs, examples), ours, rtol=0, atol=1e-5)
+
+
+def test_export_none_leaves_only_the_slot(base, tmp_path):
+    RewardTrainer(reward_config(base, tmp_path / "run", max_steps=1, export="none")).run()
+    final = tmp_path / "run" / "final"
+    assert not (final / "sequence_classification").exists()
+    assert {"adapter_config.json", "adapter_model.safetensors", "heads.safetensors", "rlhf_engine.json"} <= {
+        p.name for p in final.iterdir()
+    }
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), final)
+
+
+def test_full_training_writes_a_reward_model_path(base, tmp_path):
+    config = reward_config(base, tmp_path / "rm", mode="full", max_steps=3, learning_rate=1e-3)
+    trainer = RewardTrainer(config)
+    trainer.run()
+    final = tmp_path / "rm" / "final"
+    examples, ours = some_sequences(trainer)
+    theirs = AutoModelForSequenceClassification.from_pretrained(final)
+    torch.testing.assert_close(their_scores(theirs, examples), ours, rtol=0, atol=1e-5)
+    policy = PpoTrainer(ppo_config(base, tmp_path / "ppo", reward_model_path=str(final), max_steps=1))
+    assert policy.model.roles["reward"].backbone == "reward"
+    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
+    torch.testing.assert_close(policy.model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    policy.step()
+    # a reward model can be trained further
+    more = RewardTrainer(dataclasses.replace(config, model_name_or_path=str(final), output_dir=str(tmp_path / "more")))
+    torch.testing.assert_close(more.rewards(examples)[:, 0], ours, rtol=0, atol=1e-5)
+
+
+def storages(model: HydraModel) -> dict[int, int]:
+    """Bytes of every parameter's and buffer's storage, each once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tmp_path):
+    config = ppo_config(
+        base, tmp_path / "run", reward_adapter=str(trained.output / "final"), algorithm="reinforce",
+        num_mini_batches=None, num_ppo_epochs=None, max_steps=2,
+    )  # fmt: skip
+    trainer = PpoTrainer(config)
+    model = trainer.model
+    assert set(model.backbones) == {"base"}
+    assert set(model.backbone().slots) == {"actor", "critic", "reward"}
+    assert set(model.roles) == {"actor", "critic", "reference", "reward"}
+    slot, d = trained.trained_parameters - 24, 24
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    n_base = sum(p.numel() for p in plain.parameters())
+    assert model.held_parameters() == {"backbones": n_base, "slots": 3 * slot, "heads": 2 * (d + 1)}
+    buffers = sum(b.numel() for b in plain.buffers())
+    assert sum(storages(model).values()) == 4 * (n_base + 3 * slot + 2 * (d + 1) + buffers)
+    # it is the reward model that was trained
+    examples, ours = some_sequences(trained)
+    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
+    torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    before = {n: p.clone() for n, p in model.backbone().slot("reward").named_parameters()}
+    trainer.step()
+    trainer.step()
+    assert trainer.state.policy_version == 2
+    assert same(before, dict(model.backbone().slot("reward").named_parameters()))
+    assert torch.equal(model.score(batch, ("reward",)).rewards_N, model.score(batch, ("reward",)).rewards_N)
+
+
+@pytest.mark.parametrize("method", ["dynamic_lora_ppo", "lora_ppo", "full_ppo"])
+def test_a_slot_serves_backbones_without_an_lm_head(trained, base, tmp_path, method):
+    adapter = str(trained.output / "final")
+    model = build_ppo_model(ppo_config(base, tmp_path / "run", reward_adapter=adapter, method=method)).eval()
+    assert not model.role_backbone("reward").has_lm_head
+    examples, ours = some_sequences(trained)
+    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
+    torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    other = write_model(tmp_path / "other", seed=8)
+    with pytest.raises(ValueError, match="expected an adapter of this base"):
+        build_ppo_model(ppo_config(other, tmp_path / "run", reward_adapter=adapter, method=method))
+
+
+# ---- requests that cannot be served ----------------------------------------------------------------------------------
+
+ROW = {"prompt": "red", "completion": "cat", "label": True}
+OTHER = {"prompt": "blue", "completion": "dog", "label": 0}
+PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([ROW, OTHER, PAIR], {}, r"dataset_name: row 2: expected the columns .*\(pointwise\) like the other rows, got"),
+        ([PAIR, ROW], {}, r"dataset_name: row 1: expected the columns .*\(pairwise\) like the other rows, got"),
+        ([ROW, OTHER], {"objective": "pairwise"}, r"row 0: expected the columns \('chosen', 'rejected'\) \(pairwise\)"),
+        ([{"prompt": "red"}], {}, r"row 0: expected the columns .*pairwise.* or .*pointwise"),
+        ([{**ROW, **PAIR}], {}, "objective: expected 'pairwise' or 'pointwise' for dataset_name, whose rows have the"),
+        ([ROW, {**OTHER, "label": "no"}], {}, r"row 1: expected true or false \(or 1 or 0\) in column 'label', got 'no"),
+        ([ROW, {**OTHER, "label": 2}], {}, "row 1: expected true or false .* got 2"),
+        ([ROW, {**OTHER, "label": 0.0}], {}, "row 1: expected true or false .* got 0.0"),
+        ([ROW, {**OTHER, "label": None}], {}, "row 1: expected true or false .* got None"),
+        ([ROW, ROW], {}, "dataset_name: expected rows with label true and .* false, got 2 true and 0 false"),
+        ([ROW, {**OTHER, "completion": 3}], {}, "rows.jsonl:2: expected a string in column 'completion', got 3"),
+        ([ROW, OTHER], {"max_length": 3}, "dataset_name: row 0: expected at most 3 tokens of prompt and answer, got 4"),
+        ([ROW, {**OTHER, "prompt": "red " * 70}], {}, "row 1: expected at most 64 tokens of prompt and answer, got 73"),
+        (None, {"eval_share": 0.3, "group_column": "thread"}, "group_column: expected a column of every row, got 'thr"),
+        (
+            [{**ROW, "c": 1.5}, OTHER],
+            {"eval_share": 0.3, "group_column": "c"},
+            "group_column: .*row 0: expected text or an integer in 'c', got 1.5",
+        ),
+        ([ROW, {**OTHER, "prompt": "red"}], {"eval_share": 0.5}, "eval_share: expected a share that leaves groups on"),
+        ([PAIR], {"pos_weight": "balanced"}, "pos_weight: expected 'none' for pairs, got 'balanced'"),
+        (None, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: expected it unset for pointwise rows"),
+        (
+            [PAIR, {**PAIR, "prompt": "a"}, {**PAIR, "prompt": "the"}, {**PAIR, "prompt": "sea"}],
+            {"metric_for_best_model": "auc", "eval_share": 0.5},
+            r"metric_for_best_model: expected one of \('loss', 'accuracy', .* for pairwise rows, got 'auc'",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_path, rows, options, message):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(ConfigError, match=message):
+        RewardTrainer(reward_config(folder, tmp_path / "out", rows, **options))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_share": 1.0}, "eval_share: expected .* < 1, got 1.0"),
+        ({"eval_share": 0.0}, "eval_share: expected .* > 0, got 0.0"),
+        ({"eval_share": 0.5, "eval_dataset_name": "x"}, "eval_share: expected either eval_dataset_name or eval_share"),
+        ({"group_column": "c"}, "group_column: expected it with eval_share, which it splits by, got 'c' without"),
+        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name or eval_share"),
+        ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
+        ({"resume_from_checkpoint": "auto", "overwrite_output_dir": True}, "overwrite_output_dir: expected false"),
+        ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),
+        ({"mode": "half"}, "mode: expected one of .*full.*lora.*got 'half'"),
+        ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient: expected .* >= 0, got -1.0"),
+    ],
+)
+def test_contradictory_options(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        reward_config(tmp_path / "m", tmp_path / "out", **options)
+
+
+def test_held_out_rows_of_the_other_kind_or_of_one_class(base, tmp_path):
+    held = write_rows(tmp_path / "held.jsonl", [ROW, ROW])
+    with pytest.raises(ConfigError, match=r"eval_dataset_name: row 0: expected the columns .*pairwise"):
+        RewardTrainer(reward_config(base, tmp_path / "a", [PAIR], eval_dataset_name=str(held)))
+    trainer = RewardTrainer(reward_config(base, tmp_path / "b", max_steps=2, eval_dataset_name=str(held)))
+    assert trainer.notes[0].startswith("the held-out rows are of one class only (2 true, 0 false): AUC")
+    assert "auc is to choose the final model, which will be the last step's instead" in trainer.notes
+    result = trainer.run()
+    assert result == {"steps": 2, "final_step": 2, "best_metric": None}
+    line = read_metrics(tmp_path / "b" / "metrics.jsonl")[-1]
+    assert line["eval/auc"] is None
+    assert line["eval/accuracy"] is not None
+    assert "nonfinite" not in line
+    assert json.loads((tmp_path / "b" / "run.json").read_text())["notes"] == trainer.notes
+
+
+def test_prompts_on_both_sides_are_told(base, tmp_path):
+    held = write_rows(tmp_path / "held.jsonl", [ROW, {**OTHER, "prompt": "sea sea sea"}])
+    trainer = RewardTrainer(reward_config(base, tmp_path / "b", [ROW, OTHER], eval_dataset_name=str(held)))
+    assert trainer.notes == ["1 prompts are in dataset_name and in eval_dataset_name"]
+
+
+def test_an_adapter_on_the_lm_head_is_refused(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"lora_target_modules: expected linears of the blocks, .*\['lm_head'\]"):
+        RewardTrainer(reward_config(base, tmp_path / "a", lora_target_modules=["q_proj", "lm_head"]))
+
+
+def test_rows_of_supervised_training_serve_too(base, tmp_path):
+    config = reward_config(base, tmp_path / "run", dataset_name=str(write_pairs(tmp_path)), max_steps=1)
+    trainer = RewardTrainer(config)
+    assert trainer.objective == "pairwise"
+    assert trainer.step()["reward_loss"] == pytest.approx(math.log(2))  # a fresh head tells nothing apart
+
+
+def test_epochs_become_steps(base, tmp_path):
+    def steps(**options: Any) -> int:
+        return RewardTrainer(reward_config(base, tmp_path / "run", max_steps=None, **options)).total_steps
+
+    assert steps() == 12  # 96 rows in batches of 8
+    assert steps(num_train_epochs=0.5, gradient_accumulation_steps=4) == 2
