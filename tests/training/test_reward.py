@@ -444,21 +444,21 @@ def test_checkpoints_of_another_command_or_seed(base, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path):
-    config = reward_config(base, tmp_path / "run", max_steps=4, save_steps=1, resume_from_checkpoint="auto")
+    config = reward_config(base, tmp_path / "run", max_steps=5, save_steps=2, resume_from_checkpoint="auto")
     trainer = RewardTrainer(config)
 
     def poison(step: int, metrics: dict[str, Any]) -> None:
-        if step == 2:
+        if step == 3:
             with torch.no_grad():
                 trainer.model.heads["reward"].weight.view(-1)[0] = float("nan")
-            with pytest.raises(NonFiniteError, match=r"reward of row 0 is \[nan\] at step 2"):
+            with pytest.raises(NonFiniteError, match=r"reward of row 0 is \[nan\] at step 3"):
                 trainer.rewards(trainer.train_set)
 
-    with pytest.raises(NonFiniteError, match="reward_loss is nan at step 3; nothing of it was applied"):
+    with pytest.raises(NonFiniteError, match="reward_loss is nan at step 4; nothing of it was applied"):
         trainer.run(poison)
     assert all(p.grad is None for p in trainer.model.parameters())
     assert not (tmp_path / "run" / "final").exists()
-    assert RewardTrainer(config).state.step == 1  # step 2 was poisoned before its checkpoint could be written
+    assert RewardTrainer(config).state.step == 2
 
 
 # ---- folders that others take ----------------------------------------------------------------------------------------
@@ -635,7 +635,7 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
         ([ROW, OTHER], {"objective": "pairwise"}, r"row 0: expected the columns \('chosen', 'rejected'\) \(pairwise\)"),
         ([{"prompt": "red"}], {}, r"row 0: expected the columns .*pairwise.* or .*pointwise"),
         ([{**ROW, **PAIR}], {}, "objective: expected 'pairwise' or 'pointwise' for dataset_name, whose rows have the"),
-        ([ROW, {**OTHER, "label": "no"}], {}, r"row 1: expected true or false \(or 1 or 0\) in column 'label', got 'no"),
+        ([ROW, {**OTHER, "label": "no"}], {}, r"row 1: expected true or false \(or 1 or 0\) in column 'label', got"),
         ([ROW, {**OTHER, "label": 2}], {}, "row 1: expected true or false .* got 2"),
         ([ROW, {**OTHER, "label": 0.0}], {}, "row 1: expected true or false .* got 0.0"),
         ([ROW, {**OTHER, "label": None}], {}, "row 1: expected true or false .* got None"),
