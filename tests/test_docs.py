@@ -13,7 +13,16 @@ from rlhf_kernels import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.cli import _COMMANDS
-from rlhf_engine.config import BenchConfig, DemoConfig, GenerateConfig, PlanConfig, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import (
+    BenchConfig,
+    DemoConfig,
+    GenerateConfig,
+    PlanConfig,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    parse_config,
+)
 from rlhf_engine.config_parser import Options
 from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.hydra import peft_io
@@ -28,6 +37,7 @@ VLLM = ROOT / "docs" / "vllm.md"
 DOCS = [README, VLLM, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
+    "reward": RewardConfig,
     "train": PPOConfig,
     "generate": GenerateConfig,
     "demo": DemoConfig,
@@ -128,7 +138,9 @@ def test_commands_lead_from_one_to_the_next():
     made: set[str] = set()
     for words in commands():
         config = parse_config(CONFIGS[words[1]], words[2:])
-        taken = [getattr(config, n, None) for n in ("model_name_or_path", "adapter", "reference_adapter")]
+        taken = [
+            getattr(config, n, None) for n in ("model_name_or_path", "adapter", "reference_adapter", "reward_adapter")
+        ]
         for path in taken:
             if path is not None and path.startswith("runs/"):
                 assert path in made, words

@@ -16,7 +16,7 @@ from rlhf_kernels import native, registry
 from rlhf_engine import __version__, cli
 from rlhf_engine.cli import main
 from rlhf_engine.training.metrics import read_metrics
-from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward
+from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +75,14 @@ def test_usage_version_and_unknown_commands(capsys):
     assert run(capsys)[0] == 2
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(f"\n  {name} " in out for name in ("demo", "sft", "train", "generate", "doctor", "bench"))
+    assert all(f"\n  {name} " in out for name in ("demo", "sft", "reward", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
-    names = ["demo", "sft", "train", "generate", "plan", "doctor", "bench"]
+    names = ["demo", "sft", "reward", "train", "generate", "plan", "doctor", "bench"]
     assert refused(capsys, "zzz").endswith(f"expected one of {names}")
 
 
-@pytest.mark.parametrize("command", ["demo", "sft", "train", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "sft", "reward", "train", "generate", "bench"])
 def test_help_of_every_command(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -153,6 +153,51 @@ def test_sft_full_then_train_then_generate(capsys, tmp_path):
     assert code == 0
     assert "ppo 3/3" in err
     assert "ppo 1/" not in err
+
+
+def test_reward_then_train_on_it(capsys, model, tmp_path):
+    rows = [{"prompt": p, "completion": "the sun", "label": i % 2} for i, p in enumerate(PROMPTS)]
+    reward = ["reward", "--lora", "--model_name_or_path", str(model), "--device", "cpu", "--lora_r", "4"]
+    reward += ["--dataset_name", str(write_rows(tmp_path / "rows.jsonl", rows)), "--output_dir", str(tmp_path / "rm")]
+    reward += ["--max_steps", "2", "--eval_share", "0.4", "--eval_steps", "1", "--per_device_train_batch_size", "4"]
+    code, out, err = run(capsys, *reward)
+    assert code == 0, err
+    final = tmp_path / "rm" / "final"
+    assert out.startswith(f"reward model {final}  of step ")
+    assert "held-out auc " in out
+    record = json.loads((tmp_path / "rm" / "run.json").read_text())
+    share = f"{record['trained_parameters']:,} parameters, {100 * record['trained_share']:.3g} % of the base's"
+    assert f"pointwise, {record['rows']['train']} rows and {record['rows']['eval']} held out; training {share}" in err
+    assert "reward 2/2  loss " in err
+    assert (tmp_path / "rm" / "curves.png").is_file()
+    assert "output_dir: expected one without a run" in refused(capsys, *reward)
+    assert run(capsys, *reward, "--resume_from_checkpoint", "auto")[1].startswith("nothing to do: ")
+    flags = train_flags(model, tmp_path, "--reward_adapter", str(final), "--algorithm", "reinforce")
+    flags = [f for pair in zip(flags[1::2], flags[2::2], strict=True) if pair[0] not in _PPO_ONLY for f in pair]
+    code, out, err = run(capsys, "train", *flags)
+    assert code == 0, err
+    assert f"model {tmp_path / 'run' / 'final'}" in out
+
+
+_PPO_ONLY = ("--num_mini_batches", "--num_ppo_epochs")
+
+
+def test_reward_says_what_is_wrong(capsys, model, tmp_path):
+    rows = [{"prompt": p, "completion": "the sun", "label": True} for p in PROMPTS]
+    reward = ["reward", "--lora", "--model_name_or_path", str(model), "--output_dir", str(tmp_path / "rm")]
+    reward += ["--dataset_name", str(write_rows(tmp_path / "rows.jsonl", rows)), "--device", "cpu"]
+    line = refused(capsys, *reward)
+    assert "dataset_name: expected rows with label true and rows with label false, got 12 true and 0 false" in line
+    assert "missing required option: --mode or --full or --lora" in refused(capsys, "reward", *reward[2:])
+    assert "unknown option --eval_shar; did you mean --eval_share?" in refused(capsys, *reward, "--eval_shar", "0.5")
+    assert not (tmp_path / "rm").exists()
+    held = write_rows(tmp_path / "held.jsonl", rows)
+    mixed = write_rows(tmp_path / "mixed.jsonl", [{**row, "label": i % 2} for i, row in enumerate(rows)])
+    reward[reward.index("--dataset_name") + 1] = str(mixed)
+    code, out, err = run(capsys, *reward, "--eval_dataset_name", str(held), "--max_steps", "1")
+    assert code == 0
+    assert "note: the held-out rows are of one class only (12 true, 0 false): AUC" in err
+    assert "held-out auc –" in out
 
 
 def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
@@ -430,7 +475,7 @@ def test_kernels_by_name(capsys, model, tmp_path):
     assert record["config"]["kernels"] == "reference"
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "generate", "demo"])
+@pytest.mark.parametrize("command", ["train", "sft", "reward", "generate", "demo"])
 def test_kernels_that_do_not_serve_every_op_are_refused_with_the_list(capsys, model, tmp_path, command):
     import torch
 
@@ -443,6 +488,7 @@ def test_kernels_that_do_not_serve_every_op_are_refused_with_the_list(capsys, mo
     flags = {
         "train": train_flags(model, tmp_path)[1:],
         "sft": ["--full", "--dataset_name", str(write_pairs(tmp_path)), *base, *output],
+        "reward": ["--lora", "--dataset_name", str(write_pairs(tmp_path)), *base, *output],
         "generate": ["--prompt", "red", *base],
         "demo": output,
     }[command]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rlhf_kernels import registry
 
-from rlhf_engine.config import DemoConfig, GenerateConfig, Kernels, PPOConfig, SFTConfig, parse_config
+from rlhf_engine.config import DemoConfig, GenerateConfig, Kernels, PPOConfig, RewardConfig, SFTConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
@@ -49,11 +49,25 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     assert values == expected
 
 
+def test_defaults_and_flag_names_of_reward() -> None:
+    values = parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()
+    assert values == dict(
+        REQUIRED, mode="lora", objective="auto", pos_weight="none", center_rewards_coefficient=None,
+        eval_dataset_name=None, eval_share=None, group_column=None, per_device_eval_batch_size=16, eval_steps=50,
+        metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
+        max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,
+        gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
+        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0,
+        gradient_checkpointing=False, logging_steps=1, dtype="float32", device="auto", kernels="auto", seed=0,
+    )  # fmt: skip
+
+
 def test_kernel_names_are_those_of_the_registry() -> None:
     assert typing.get_args(Kernels) == ("auto", *registry.BACKENDS)
 
 
-@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, GenerateConfig, DemoConfig])
+@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig])
 def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
     assert all(len(f.metadata["help"]) > 8 for f in dataclasses.fields(cls))
     demo = DemoConfig()

@@ -526,9 +526,10 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
     torch.testing.assert_close(
         their_scores(PeftModel.from_pretrained(plain, export), examples), ours, rtol=0, atol=1e-5
     )
-    auto = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=1)
-    if architecture == "llama":
-        torch.testing.assert_close(their_scores(auto, examples), ours, rtol=0, atol=1e-5)
+    for loader in (AutoPeftModelForSequenceClassification, AutoModelForSequenceClassification):
+        loaded = loader.from_pretrained(export, num_labels=1)
+        if architecture == "llama":
+            torch.testing.assert_close(their_scores(loaded, examples), ours, rtol=0, atol=1e-5)
     # the same folder serves as a reward adapter too
     policy = build_ppo_model(ppo_config(folder, tmp_path / "ppo", reward_adapter=str(export))).eval()
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
