@@ -26,7 +26,7 @@ import torch
 from rlhf_kernels import registry
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import (
     reward_model,
@@ -113,6 +113,12 @@ class RewardTrainer:
             self.state = load_checkpoint(resume, self.model, self.optimizer, RewardState)
             if self.state.seed != config.seed:
                 raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+            best = self.state.best_step
+            if best is not None and not self._checkpoint(best).is_dir():
+                raise ConfigError(
+                    f"resume_from_checkpoint: expected checkpoint-{best} in {self.output}, the best step so far by "
+                    f"{resume}, which is not there; copy it beside"
+                )
 
     @property
     def trained_parameters(self) -> int:
@@ -319,7 +325,7 @@ class RewardTrainer:
                 found.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
         both = {e.group for e in self.train_set} & {e.group for e in self.eval_set}
         if both:
-            found.append(f"{len(both)} prompts are in dataset_name and in eval_dataset_name")
+            found.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
         return found
 
     def _note_best(self, value: float | None) -> bool:
@@ -337,10 +343,13 @@ class RewardTrainer:
         best = self.state.best_step
         if best is None or best == self.state.step:
             return
-        folder = self.output / f"checkpoint-{best}"
+        folder = self._checkpoint(best)
         if not folder.is_dir():
-            raise ConfigError(f"output_dir: expected the best step's checkpoint {str(folder)!r}, which is not there")
+            raise EngineError(f"output_dir: expected the best step's checkpoint {str(folder)!r}, which is not there")
         load_into(self.model, folder)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.output / f"checkpoint-{step}"
 
     def _save_final(self) -> None:
         """final/ appears whole or not at all, as checkpoints do."""

@@ -61,7 +61,7 @@ def find_objective(rows: Sequence[Row], asked: str, *, argument: str) -> Objecti
             )
         asked = next((found[0] for found in kinds if len(found) == 1), "either")
     for i, found in enumerate(kinds):
-        if asked not in found:
+        if not found or (asked in COLUMNS and asked not in found):
             wanted = [asked] if asked in COLUMNS else sorted(COLUMNS)
             expected = " or ".join(f"{COLUMNS[kind]} ({kind})" for kind in wanted)  # type: ignore[index]
             raise ConfigError(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +445,28 @@ def test_checkpoints_of_another_command_or_seed(base, tmp_path):
     RewardTrainer(dataclasses.replace(config, overwrite_output_dir=True))
 
 
+def test_going_back_and_going_elsewhere(base, tmp_path):
+    config = reward_config(base, tmp_path / "run", max_steps=4, eval_share=0.4, eval_steps=2, save_steps=1)
+    trainer = RewardTrainer(dataclasses.replace(config, save_total_limit=None))
+    trainer.run()
+    expected = parameters(trainer)
+    second = tmp_path / "run" / "checkpoint-2"
+    back = RewardTrainer(dataclasses.replace(config, resume_from_checkpoint=str(second)))
+    assert back.state.best_step == 2
+    back.run()
+    assert same(parameters(back), expected)
+    assert back.state == trainer.state
+    third = tmp_path / "elsewhere" / "checkpoint-3"
+    shutil.copytree(tmp_path / "run" / "checkpoint-3", third)
+    elsewhere = dataclasses.replace(config, output_dir=str(third.parent), resume_from_checkpoint="auto")
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: expected checkpoint-2 in .*elsewhere, the best"):
+        RewardTrainer(elsewhere)
+    shutil.copytree(second, third.parent / "checkpoint-2")
+    again = RewardTrainer(elsewhere)
+    again.run()
+    assert same(parameters(again), expected)
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path):
     config = reward_config(base, tmp_path / "run", max_steps=5, save_steps=2, resume_from_checkpoint="auto")
     trainer = RewardTrainer(config)
@@ -648,6 +671,7 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
         ([PAIR, ROW], {}, r"dataset_name: row 1: expected the columns .*\(pairwise\) like the other rows, got"),
         ([ROW, OTHER], {"objective": "pairwise"}, r"row 0: expected the columns \('chosen', 'rejected'\) \(pairwise\)"),
         ([{"prompt": "red"}], {}, r"row 0: expected the columns .*pairwise.* or .*pointwise"),
+        ([{**ROW, **PAIR}, {"prompt": "red"}], {}, r"row 1: expected the columns .*pairwise.* or .*pointwise"),
         ([{**ROW, **PAIR}], {}, "objective: expected 'pairwise' or 'pointwise' for dataset_name, whose rows have the"),
         ([ROW, {**OTHER, "label": "no"}], {}, r"row 1: expected true or false \(or 1 or 0\) in column 'label', got"),
         ([ROW, {**OTHER, "label": 2}], {}, "row 1: expected true or false .* got 2"),
@@ -720,7 +744,7 @@ def test_held_out_rows_of_the_other_kind_or_of_one_class(base, tmp_path):
 def test_prompts_on_both_sides_are_told(base, tmp_path):
     held = write_rows(tmp_path / "held.jsonl", [ROW, {**OTHER, "prompt": "sea sea sea"}])
     trainer = RewardTrainer(reward_config(base, tmp_path / "b", [ROW, OTHER], eval_dataset_name=str(held)))
-    assert trainer.notes == ["1 prompts are in dataset_name and in eval_dataset_name"]
+    assert trainer.notes == ["prompts that are in dataset_name and in eval_dataset_name: 1"]
 
 
 def test_an_adapter_on_the_lm_head_is_refused(base, tmp_path):
