@@ -270,6 +270,11 @@ class GenerateConfig(EngineConfig, _ModelOptions):
         None, "text file with one prompt a line, or JSONL with `prompt`; - reads lines from standard input"
     )
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
+    best_of: int | None = option(None, "draw so many answers per prompt and keep the one with the highest reward", ge=2)
+    reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
+    reward_model_path: str | None = option(
+        None, "best_of: folder of a whole reward model; without either, the base's own reward head"
+    )
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
     temperature: float = option(1.0, "sampling temperature", gt=0)
@@ -313,6 +318,14 @@ class GenerateConfig(EngineConfig, _ModelOptions):
             raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
         if self.prompt and self.prompt_file is not None:
             raise ConfigError("prompt_file: expected either prompt or prompt_file, got both")
+        for name in ("reward_adapter", "reward_model_path"):
+            if getattr(self, name) is not None and self.best_of is None:
+                raise ConfigError(f"{name}: expected it together with best_of, got no best_of")
+        if self.reward_adapter is not None and self.reward_model_path is not None:
+            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if self.best_of is not None and (self.greedy or self.num_generations > 1):
+            other = "greedy" if self.greedy else f"num_generations {self.num_generations}"
+            raise ConfigError(f"best_of: expected it without greedy and num_generations, got {other}")
         if self.greedy and self.num_generations > 1:
             raise ConfigError(
                 f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
