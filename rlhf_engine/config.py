@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_engine.config_algorithm import AlgorithmOptions
+from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
 from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
 from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
 from rlhf_engine.errors import ConfigError
@@ -334,8 +334,9 @@ class GenerateConfig(EngineConfig, _ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(_RunOptions):
-    """Supervised training, then Hydra-PPO, on a small built-in task; needs a CPU and a few minutes."""
+    """Supervised training, then RL, on a small built-in task; needs a CPU and a few minutes."""
 
+    algorithm: Algorithm = option("ppo", "ppo, remax, rloo, reinforce, grpo, online_dpo or best_of_n")
     output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
     method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
     quick: bool = option(False, "a few steps only, to see that everything runs")
