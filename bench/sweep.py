@@ -13,6 +13,10 @@ curves are kept and the numbers that the table compares:
     grid: {method: [lora_ppo, hydra_ppo], seed: [0, 1, 2]}
     curves: [reward, kl]
     final: [eval/reward, eval/kl]
+    with: {algorithm: {remax: {num_mini_batches: 1}}}     # flags that come with a value of an axis
+    against: [[kl, reward], [seconds, reward]]            # plotted in place of curves over steps: x, y
+
+`seconds` is the time of a run's steps so far; it needs `seconds/step` among the curves.
 
 Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
 in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
@@ -44,7 +48,7 @@ from rlhf_engine.training.metrics import read_metrics, write_json_atomic
 
 WORK = Path("runs/sweeps")
 SEED = "seed"
-_FIELDS = {"command", "flags", "grid", "curves", "final"}
+_FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,10 @@ class Grid:
     axes: dict[str, list[Any]]
     curves: list[str]
     final: list[str]
+    presets: dict[str, dict[Any, dict[str, Any]]]
+    """axis → value → flags"""
+    against: list[tuple[str, str]]
+    """(x, y) of each panel"""
 
     @classmethod
     def read(cls, path: Path) -> Grid:
@@ -69,13 +77,25 @@ class Grid:
         for axis, values in found["grid"].items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
+        presets = found.get("with") or {}
+        for axis, by_value in presets.items():
+            unknown = [value for value in by_value if value not in found["grid"].get(axis, ())]
+            if unknown:
+                raise ValueError(f"{path}: with.{axis}: expected values of the grid, got {unknown}")
+        curves = found.get("curves") or []
+        known = {"seconds"} if "seconds/step" in curves else set()
+        for pair in found.get("against") or []:
+            if len(pair) != 2 or not set(pair) <= known | set(curves):
+                raise ValueError(f"{path}: against: expected pairs of {sorted(known | set(curves))}, got {pair}")
         return cls(
             name=path.stem,
             command=found["command"],
             flags=found.get("flags") or {},
             axes=found["grid"],
-            curves=found.get("curves") or [],
+            curves=curves,
             final=found.get("final") or [],
+            presets=presets,
+            against=[(x, y) for x, y in found.get("against") or []],
         )
 
     def runs(self) -> list[dict[str, Any]]:
@@ -96,7 +116,9 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 def command_of(grid: Grid, point: dict[str, Any]) -> list[str]:
     """The command of a run, without folders of this machine."""
-    return [grid.command, *flags_of(grid.flags), *flags_of(point)]
+    presets = [grid.presets.get(axis, {}).get(value, {}) for axis, value in point.items()]
+    extra = {name: value for preset in presets for name, value in preset.items()}
+    return [grid.command, *flags_of({**grid.flags, **extra}), *flags_of(point)]
 
 
 def read_record(grid: Grid, point: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -131,7 +153,7 @@ def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: 
         raise SystemExit(
             f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
         )
-    inner = folder if grid.command == "train" else folder / "ppo"
+    inner = folder if grid.command == "train" else folder / "rl"
     rows = read_metrics(inner / "metrics.jsonl")
     facts = json.loads((inner / "run.json").read_text())
     final: dict[str, Any] = dict(rows[-1])
@@ -184,9 +206,43 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     commits = sorted({c["commit"][:12] + (" with changed files" if c["dirty"] else "") for c in found})
     caption = f"Mean ± standard deviation (each run) of the grid's runs, commit {', '.join(commits)}."
     (out / "summary.md").write_text(f"# {grid.name}\n\n{caption}\n\n{table}\n")
-    if grid.curves:
+    if grid.against:
+        plot_against(grid, records, out / "curves.png")
+    elif grid.curves:
         plot(grid, records, out / "curves.png")
     return table
+
+
+def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
+    """One panel per pair: smoothed means of each group's runs, y over x, a dot at the end; thin lines are the runs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * len(grid.against), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, (x, y) in enumerate(grid.against):
+        axes = figure.add_subplot(1, len(grid.against), i + 1)
+        for name, members in groups(grid, records).items():
+            lines = [(_curve(member, x), _curve(member, y)) for member in members]
+            mean_x, mean_y = (
+                [statistics.fmean(column) for column in zip(*side, strict=True)] for side in zip(*lines, strict=True)
+            )
+            (drawn,) = axes.plot(mean_x, mean_y, label=name)
+            axes.plot(mean_x[-1:], mean_y[-1:], "o", color=drawn.get_color(), markersize=5)
+            for line_x, line_y in lines:
+                axes.plot(line_x, line_y, color=drawn.get_color(), alpha=0.25, linewidth=0.7)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _curve(record: dict[str, Any], name: str) -> list[float]:
+    """A run's curve, smoothed; `seconds` adds up."""
+    if name == "seconds":
+        return list(itertools.accumulate(record["curves"]["seconds/step"]))
+    return smooth(record["curves"][name])
 
 
 def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:

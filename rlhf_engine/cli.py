@@ -127,7 +127,7 @@ def _train(argv: Sequence[str]) -> int:
     if trainer.finished():
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
         return 0
-    with TrainingProgress(config.max_steps, title="ppo", step=trainer.state.step) as progress:
+    with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step) as progress:
         trainer.run(progress.update)
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
@@ -214,23 +214,21 @@ def _demo(argv: Sequence[str]) -> int:
     console = Console(file=sys.stderr)
     with contextlib.ExitStack() as stack:
         bars: dict[str, TrainingProgress] = {}
+        titles = {"sft": "supervised + reward", "rl": config.algorithm}
 
         def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             if phase not in bars:
                 stack.close()  # the earlier phase's bar is done
-                bars[phase] = stack.enter_context(TrainingProgress(total, title=_PHASES[phase], console=console))
+                bars[phase] = stack.enter_context(TrainingProgress(total, title=titles[phase], console=console))
             if not bars[phase].plain or step % 10 == 0 or step == total:
                 bars[phase].update(step, metrics)
 
         result, before, after = run_demo(config, on_step)
-    _print_demo(result, before, after, config.json)
+    _print_demo(result, before, after, config.algorithm, config.json)
     return 0
 
 
-_PHASES = {"sft": "supervised + reward", "ppo": "hydra-ppo"}
-
-
-def _print_demo(result: Any, before: Any, after: Any, as_json: bool) -> None:
+def _print_demo(result: Any, before: Any, after: Any, algorithm: str, as_json: bool) -> None:
     from rich.console import Console
 
     from rlhf_engine.report import summary_table
@@ -242,7 +240,7 @@ def _print_demo(result: Any, before: Any, after: Any, as_json: bool) -> None:
         "KL to SFT, nats per answer": (0.0, result.kl),
         "wins by true preference": (None, f"{100 * result.win_rate:.1f} %"),
     }
-    console.print(summary_table("Held-out prompts", ("SFT", "PPO"), rows))
+    console.print(summary_table("Held-out prompts", ("SFT", algorithm.upper()), rows))
     memory = {
         "parameters held": (f"{result.parameters_held:,}", f"{result.parameters_four_models:,}"),
         "of these trained": (f"{result.trainable_parameters:,}", f"{result.parameters_four_models // 2:,}"),
@@ -251,11 +249,11 @@ def _print_demo(result: Any, before: Any, after: Any, as_json: bool) -> None:
     for i in range(min(3, len(before.prompts))):
         console.print(f"\n{before.prompts[i]}", markup=False, style="bold")
         console.print(f"  SFT  {before.completions[i]}", markup=False)
-        console.print(f"  PPO  {after.completions[i]}", markup=False)
+        console.print(f"  RL   {after.completions[i]}", markup=False)
     console.print(
-        f"\n{result.seconds:.0f} s ({result.seconds_sft:.0f} supervised, {result.seconds_ppo:.0f} PPO), peak memory "
-        f"{result.peak_memory_bytes / 2**20:.0f} MiB; curves {result.output_dir}/ppo/curves.png, "
-        f"samples {result.output_dir}/ppo/samples.md",
+        f"\n{result.seconds:.0f} s ({result.seconds_sft:.0f} supervised, {result.seconds_rl:.0f} RL), peak memory "
+        f"{result.peak_memory_bytes / 2**20:.0f} MiB; curves {result.output_dir}/rl/curves.png, "
+        f"samples {result.output_dir}/rl/samples.md",
         markup=False,
         highlight=False,
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_engine.config_algorithm import AlgorithmOptions
+from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
 from rlhf_engine.config_base import (
     Dtype,
     Kernels,
@@ -222,6 +222,11 @@ class GenerateConfig(EngineConfig, ModelOptions):
         None, "text file with one prompt a line, or JSONL with `prompt`; - reads lines from standard input"
     )
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
+    best_of: int | None = option(None, "draw so many answers per prompt and keep the one with the highest reward", ge=2)
+    reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
+    reward_model_path: str | None = option(
+        None, "best_of: folder of a whole reward model; without either, the base's own reward head"
+    )
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
     temperature: float = option(1.0, "sampling temperature", gt=0)
@@ -265,6 +270,14 @@ class GenerateConfig(EngineConfig, ModelOptions):
             raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
         if self.prompt and self.prompt_file is not None:
             raise ConfigError("prompt_file: expected either prompt or prompt_file, got both")
+        for name in ("reward_adapter", "reward_model_path"):
+            if getattr(self, name) is not None and self.best_of is None:
+                raise ConfigError(f"{name}: expected it together with best_of, got no best_of")
+        if self.reward_adapter is not None and self.reward_model_path is not None:
+            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if self.best_of is not None and (self.greedy or self.num_generations > 1):
+            other = "greedy" if self.greedy else f"num_generations {self.num_generations}"
+            raise ConfigError(f"best_of: expected it without greedy and num_generations, got {other}")
         if self.greedy and self.num_generations > 1:
             raise ConfigError(
                 f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
@@ -273,8 +286,9 @@ class GenerateConfig(EngineConfig, ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(RunOptions):
-    """Supervised training, then Hydra-PPO, on a small built-in task; needs a CPU and a few minutes."""
+    """Supervised training, then RL, on a small built-in task; needs a CPU and a few minutes."""
 
+    algorithm: Algorithm = option("ppo", "ppo, remax, rloo, reinforce, grpo, online_dpo or best_of_n")
     output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
     method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
     quick: bool = option(False, "a few steps only, to see that everything runs")

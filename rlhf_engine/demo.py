@@ -2,8 +2,8 @@
 
 1. A seeded generator makes a corpus and preference pairs whose true preference is a known function (`demo_task`).
 2. A small decoder and a tokenizer are trained from scratch: language model and reward head jointly.
-3. Hydra-PPO improves the policy against that *learned* reward, on one frozen backbone.
-4. The *true* preference compares answers of PPO and SFT on held-out prompts.
+3. RL, by PPO or another algorithm, improves the policy against that *learned* reward, on one frozen backbone.
+4. The *true* preference compares answers of RL and SFT on held-out prompts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,10 +40,10 @@ class DemoSize:
     hidden_size: int = 128
     n_layers: int = 3
     sft_steps: int = 720
-    ppo_steps: int = 26
+    rl_steps: int = 26
 
 
-QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, ppo_steps=2)
+QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, rl_steps=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +51,23 @@ class DemoResult:
     """What the demo ends with."""
 
     win_rate: float
-    """Share of held-out prompts where the true preference picks PPO's answer over SFT's; a tie counts half."""
+    """Share of held-out prompts where the true preference picks RL's answer over SFT's; a tie counts half."""
     kl: float
-    """Exact KL(PPO ‖ SFT) on held-out prompts, nats per answer."""
+    """Exact KL(RL ‖ SFT) on held-out prompts, nats per answer."""
     reward_before: float
     """Mean learned reward of SFT's answers."""
     reward_after: float
-    """Mean learned reward of PPO's answers."""
+    """Mean learned reward of RL's answers."""
     true_score_before: float
     true_score_after: float
     reward_accuracy: float
     """Share of fresh pairs that the learned reward orders like their noisy labels, at the end of its training."""
     seconds: float
     seconds_sft: float
-    seconds_ppo: float
+    seconds_rl: float
     peak_memory_bytes: int
     parameters_held: int
-    """Parameters in memory during PPO: one backbone, two slots, two heads."""
+    """Parameters in memory during RL: one backbone, for PPO two slots and two heads."""
     parameters_four_models: int
     """Parameters of PPO with four full models: actor, reference, critic and reward model."""
     trainable_parameters: int
@@ -74,7 +75,7 @@ class DemoResult:
 
 
 def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, Answers]:
-    """Run all four parts; returns the result and the held-out answers of SFT and of PPO."""
+    """Run all four parts; returns the result and the held-out answers of SFT and of RL."""
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
     output = _fresh_folder(Path(config.output_dir))
@@ -100,13 +101,13 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     sft_metrics = sft.run(lambda step, metrics: on_step("sft", step, size.sft_steps, metrics))
     seconds_sft = time.perf_counter() - began
     del sft
-    trainer = PpoTrainer(_ppo_config(config, size, output, paths))
+    trainer = PpoTrainer(_rl_config(config, size, output, paths))
     heldout = trainer.eval_set
     assert heldout is not None
     before = _answers(trainer, heldout, role="reference")
-    ppo_began = time.perf_counter()
-    trainer.run(lambda step, metrics: on_step("ppo", step, size.ppo_steps, metrics))
-    seconds_ppo = time.perf_counter() - ppo_began
+    rl_began = time.perf_counter()
+    trainer.run(lambda step, metrics: on_step("rl", step, size.rl_steps, metrics))
+    seconds_rl = time.perf_counter() - rl_began
     after = _answers(trainer, heldout, role="actor")
     held = trainer.model.held_parameters()
     result = DemoResult(
@@ -121,7 +122,7 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
         reward_accuracy=sft_metrics.get("reward_accuracy", float("nan")),
         seconds=time.perf_counter() - began,
         seconds_sft=seconds_sft,
-        seconds_ppo=seconds_ppo,
+        seconds_rl=seconds_rl,
         peak_memory_bytes=peak_memory_bytes(trainer.model.device),
         parameters_held=sum(held.values()),
         parameters_four_models=4 * held["backbones"] + held["heads"],
@@ -132,33 +133,44 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     return result, before, after
 
 
-def _ppo_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str, Path]) -> PPOConfig:
-    return PPOConfig(
-        model_name_or_path=str(output / "sft"),
-        output_dir=str(output / "ppo"),
-        dataset_name=str(paths["train"]),
-        eval_dataset_name=str(paths["heldout"]),
-        method=config.method,
-        reward_funcs=["lane"],
-        lora_r=16,
-        lora_alpha=32.0,
-        beta=0.1,
-        temperature=0.7,
-        lam=1.0,
-        missing_eos_penalty=1.0,
-        max_completion_length=40,
-        generation_batch_size=96,
-        num_mini_batches=3,
-        num_ppo_epochs=2,
-        per_device_train_batch_size=32,
-        learning_rate=2e-3,
-        critic_learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        max_steps=size.ppo_steps,
-        save_steps=0,
-        kernels=config.kernels,
-        seed=config.seed,
-    )
+_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"lam": 1.0, "num_mini_batches": 3, "num_ppo_epochs": 2, "critic_learning_rate": 2e-3},
+    "reinforce": {"num_mini_batches": 3, "critic_learning_rate": 2e-3},
+    "remax": {"num_mini_batches": 3},
+    "rloo": {"num_mini_batches": 3},
+    "grpo": {"num_mini_batches": 3},
+    "online_dpo": {"num_mini_batches": 3},
+    "best_of_n": {"num_mini_batches": 3},
+}
+"""What each algorithm needs beside the rest, which is the same for all; found on seeds that no table shows."""
+
+
+def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str, Path]) -> PPOConfig:
+    common: dict[str, Any] = {
+        "model_name_or_path": str(output / "sft"),
+        "output_dir": str(output / "rl"),
+        "dataset_name": str(paths["train"]),
+        "eval_dataset_name": str(paths["heldout"]),
+        "algorithm": config.algorithm,
+        "method": config.method,
+        "reward_funcs": ["lane"],
+        "lora_r": 16,
+        "lora_alpha": 32.0,
+        "temperature": 0.7,
+        "missing_eos_penalty": 1.0,
+        "max_completion_length": 40,
+        "generation_batch_size": 96,
+        "per_device_train_batch_size": 32,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "cosine",
+        "max_steps": size.rl_steps,
+        "save_steps": 0,
+        "kernels": config.kernels,
+        "seed": config.seed,
+    }
+    if config.algorithm != "best_of_n":
+        common["beta"] = 0.1
+    return PPOConfig(**{**common, **_ALGORITHMS[config.algorithm]})
 
 
 def _answers(trainer: PpoTrainer, prompts: PromptSet, *, role: str) -> Answers:

@@ -22,7 +22,7 @@ def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path):
     assert {"win_rate", "kl", "reward_before", "reward_after", "seconds", "peak_memory_bytes"} <= set(result)
     assert 0 <= result["win_rate"] <= 1
     assert result["parameters_four_models"] > 2 * result["parameters_held"]
-    for name in ("ppo/curves.png", "ppo/samples.md", "ppo/metrics.jsonl", "ppo/run.json", "sft/heads.safetensors"):
+    for name in ("rl/curves.png", "rl/samples.md", "rl/metrics.jsonl", "rl/run.json", "sft/heads.safetensors"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     assert "wins by true preference" in shown
 

@@ -22,10 +22,17 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import can_be_headless, is_sequence_classifier, load_model, read_config
+from rlhf_engine.hydra.loading import (
+    Quantization,
+    can_be_headless,
+    is_sequence_classifier,
+    load_model,
+    read_config,
+)
 
 _SCORE = ("score", "classifier")
 """Names of the module that reads the last hidden state in transformers' sequence classifiers."""
@@ -61,6 +68,30 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
             f"{tuple(found['weight'].shape)}"
         )
     return found
+
+
+def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[str, torch.Tensor]:
+    """`read_reward_head`, or ConfigError for a folder that has none, or that is none. argument: what asks for it."""
+    folder = str(folder)
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{argument}: expected the folder of a reward model, got {folder!r}")
+    head = read_reward_head(folder)
+    if head is None:
+        # also where the base has a reward head: it was not trained on an adapter's hidden states
+        raise ConfigError(
+            f"{argument}: expected a trained reward head in {peft_io.HEADS_FILE} of {folder!r} or as its score, got "
+            "none; give a reward_adapter or a reward_model_path"
+        )
+    return head
+
+
+def load_beside(
+    base: str, reward: str, *, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The base, and a whole reward model, which is None where the base has the same trunk and can serve both."""
+    plain = load_model(base, dtype=dtype, device=device, quantization=quantization)
+    other = load_model(reward, dtype=dtype, device=device, lm_head=False, quantization=quantization)
+    return plain, None if same_trunk(plain, other) else other
 
 
 def load_reward_head(head: ScalarHead, tensors: dict[str, torch.Tensor], origin: str) -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import GenerateConfig
-from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
+from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.hydra.loading import read_config
+from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import collect
 from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig
 from rlhf_engine.rollout.stopping import StopTexts
 from rlhf_engine.rollout.verify import RolloutCheck, check_rollout
-from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
+from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
 
 
 class AnswerSession:
@@ -28,7 +29,8 @@ class AnswerSession:
     Construction finds everything that can be wrong with the request. Each answer is a row: index, prompt, completion,
     tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session stopped at any
     point keeps what was finished; what an answer becomes does not depend on the others, so one that goes on writes what
-    was missing.
+    was missing. With `best_of`, several answers are drawn for a row, which holds the one with the highest reward, its
+    `score`, and the mean of all, `mean_score`.
     """
 
     def __init__(self, config: GenerateConfig) -> None:
@@ -41,14 +43,10 @@ class AnswerSession:
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        slots = {"actor": peft_io.read_slot_config(config.adapter)} if config.adapter else {}
-        self.model = HydraModel.from_pretrained(
-            config.model_name_or_path,
-            roles={"actor": RoleSpec(slot="actor" if config.adapter else OFF)},
-            slots=slots,
-            dtype=DTYPES[config.dtype],
-            device=resolve_device(config.device),
-        )
+        if config.reward_model_path is not None:
+            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
+            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
+        self.model = build_answer_model(config)
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
             min_completion_length=config.min_completion_length,
@@ -62,12 +60,17 @@ class AnswerSession:
         self._options = EngineOptions.of(config)
         self._stops = StopTexts(self._sampling.stop, self._raw_text)
         self._places = [i for i in range(len(self.texts)) if i not in self.done]
+        self._each = config.best_of or 1
         self._requests = [
-            Request(prompt=tuple(encode_prompt(self.tokenizer, self.texts[i])), sample_id=i, greedy=config.greedy)
+            Request(prompt=prompt, sample_id=i * self._each + j, greedy=config.greedy)
             for i in self._places
+            for prompt in [tuple(encode_prompt(self.tokenizer, self.texts[i]))]
+            for j in range(self._each)
         ]
         self._engine = self._make_engine() if self._requests else None
         self._answers: list[Answer] = []
+        self._groups: dict[int, list[Answer]] = {}
+        self._rows_left = len(self._places)
 
     @property
     def stats(self) -> RolloutStats:
@@ -78,12 +81,18 @@ class AnswerSession:
         """One token more for every answer being written; the rows of those that finished."""
         if self._engine is None:
             return []
-        rows = []
+        complete = []
         for answer in self._engine.step():
             self._answers.append(answer)
-            rows.append(self._row(answer))
-            if self._out is not None:
-                self._out.add(rows[-1])
+            group = self._groups.setdefault(answer.index // self._each, [])
+            group.append(answer)
+            if len(group) == self._each:
+                complete.append(self._groups.pop(answer.index // self._each))
+        rows = self._best_rows(complete) if self.config.best_of else [self._row(answer) for (answer,) in complete]
+        self._rows_left -= len(rows)
+        if self._out is not None:
+            for row in rows:
+                self._out.add(row)
         return rows
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -93,7 +102,12 @@ class AnswerSession:
 
     def finished(self) -> bool:
         """Whether every answer is there."""
-        return len(self._answers) == len(self._requests)
+        return self._rows_left == 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a single answer, which can be shown as it is written."""
+        return len(self.texts) == 1 and self._each == 1
 
     def partial_text(self) -> str:
         """What there is of the only answer; without the characters that its next tokens may still change."""
@@ -112,8 +126,27 @@ class AnswerSession:
     def _make_engine(self) -> RolloutEngine:
         return RolloutEngine(self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text)
 
+    def _best_rows(self, groups: list[list[Answer]]) -> list[dict[str, Any]]:
+        """The answer of each group that the reward likes best, the first drawn among equals."""
+        if not groups:
+            return []
+        answers = [answer for group in groups for answer in sorted(group, key=lambda answer: answer.index)]
+        batch = PackedBatch.from_lists(
+            [self._requests[answer.index].prompt for answer in answers],
+            [answer.tokens for answer in answers],
+            device=self.model.device,
+        )
+        rewards_N = self.model.score(batch, ("reward",)).rewards_N
+        assert rewards_N is not None
+        rows = []
+        for k, scores in enumerate(rewards_N.view(len(groups), self._each).tolist()):
+            best = max(range(self._each), key=scores.__getitem__)
+            row = self._row(answers[k * self._each + best])
+            rows.append({**row, "score": scores[best], "mean_score": sum(scores) / self._each})
+        return rows
+
     def _row(self, answer: Answer) -> dict[str, Any]:
-        place = self._places[answer.index]
+        place = self._places[answer.index // self._each]
         return {
             "index": place,
             "prompt": self.texts[place],

@@ -25,7 +25,7 @@ def show_answers(session: AnswerSession) -> int:
         errors.print(f"{len(session.done)} of {len(session.texts)} answers are in {session.config.out} already")
     printer = _Printer(session)
     try:
-        if len(session.texts) == 1 and not session.config.json:
+        if session.streams and not session.config.json:
             _stream(session)
         else:
             _collect(session, printer, errors)

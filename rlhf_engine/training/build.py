@@ -16,7 +16,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import Quantization, load_model, read_config, require_lm_head
+from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
 from rlhf_engine.hydra.roles import OFF
 
 
@@ -104,9 +104,8 @@ def _sources(
             found["critic"] = reward
         return _Sources(base=base, others=found, roles=roles)
     # one backbone: it serves the reward model as well if that has the same trunk
-    plain = load_model(base, dtype=dtype, device=device, quantization=quantization)
-    other = load_model(reward, dtype=dtype, device=device, lm_head=False, quantization=quantization)
-    if reward_model.same_trunk(plain, other):
+    plain, other = reward_model.load_beside(base, reward, dtype=dtype, device=device, quantization=quantization)
+    if other is None:
         return _Sources(base=plain, others={}, roles=roles)
     if config.critic_init == "reward":
         raise ConfigError(
@@ -149,16 +148,7 @@ def _reward_head(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, tor
     if "reward" not in roles:
         return None
     source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
-    if not Path(source).is_dir():
-        raise ConfigError(f"reward_funcs: expected the folder of a reward model for 'lane', got {source!r}")
-    head = reward_model.read_reward_head(source)
-    if head is None:
-        # also where the base has a reward head: it was not trained on this adapter's hidden states
-        raise ConfigError(
-            f"reward_funcs: expected a trained reward head for 'lane' in {peft_io.HEADS_FILE} of {source!r} or as its "
-            "score, got none; give a reward_adapter or a reward_model_path, or other reward_funcs"
-        )
-    return head
+    return reward_model.require_reward_head(source, "reward_funcs: 'lane'")
 
 
 def _start_critic_as_reward(model: HydraModel) -> None:

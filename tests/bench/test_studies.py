@@ -121,3 +121,45 @@ def test_the_paper_s_table_at_a_small_size(tmp_path):
         assert max(row["at_cap"]["peak_bytes"].values()) <= 1.3e9
     assert "| hydra_ppo |" in shown
     assert (tmp_path / "hydra_table.png").is_file()
+
+
+def test_presets_of_an_axis_and_curves_over_another(tmp_path, sweep):
+    grid_file = write_grid(
+        tmp_path / "g.yaml",
+        grid={"algorithm": ["ppo", "remax"], "seed": [0, 1]},
+        curves=["reward", "kl", "seconds/step"],
+        against=[["kl", "reward"], ["seconds", "reward"]],
+        **{"with": {"algorithm": {"remax": {"num_mini_batches": 3, "beta": 0.5}}}},
+    )
+    grid = sweep.Grid.read(grid_file)
+    plain = sweep.command_of(grid, {"seed": 0, "algorithm": "ppo"})
+    preset = sweep.command_of(grid, {"seed": 0, "algorithm": "remax"})
+    assert plain[plain.index("--num_mini_batches") + 1] == "1"
+    assert "--beta" not in plain
+    assert (preset[preset.index("--num_mini_batches") + 1], preset[preset.index("--beta") + 1]) == ("3", "0.5")
+    assert preset.count("--num_mini_batches") == 1
+    curves = {"step": [1, 2, 3], "reward": [0.0, 1.0, 2.0], "kl": [0.0, 0.5, 1.0], "seconds/step": [1.0, 2.0, 4.0]}
+    assert sweep._curve({"curves": curves}, "seconds") == [1.0, 3.0, 7.0]
+    records = [
+        {"run": point, "final": {"reward": 1.0, "kl": 0.1}, "curves": curves, "git_commit": None}
+        for point in grid.runs()
+    ]
+    assert "| remax | 2 | " in sweep.summarise(grid, records, tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+    for changes, message in (
+        ({"with": {"algorithm": {"dpo": {}}}}, r"with.algorithm: expected values of the grid, got \['dpo'\]"),
+        ({"against": [["seconds", "reward"]]}, "against: expected pairs of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sweep.Grid.read(write_grid(tmp_path / "bad.yaml", **changes))
+
+
+def test_ppo_beside_remax(tmp_path):
+    shown = run("ppo_vs_remax.py", "--quick", "--rounds", 1, "--out", tmp_path).stdout
+    found = json.loads((tmp_path / "ppo_vs_remax.json").read_text())
+    ppo, remax = found["medians"]["ppo"], found["medians"]["remax"]
+    assert (ppo["answers"], ppo["trained"], remax["answers"], remax["trained"]) == (8, 8, 8, 4)
+    assert ppo["base"] == remax["base"]
+    assert 0.4 < remax["state"] / ppo["state"] < 0.52  # one adapter and no head, of two and one
+    assert remax["beyond_base"] < ppo["beyond_base"]
+    assert "| remax / ppo |" in shown

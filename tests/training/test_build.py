@@ -277,9 +277,7 @@ def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
         HydraModel.from_pretrained(base, roles=hydra_roles())
     (base / "config.json").write_text(json.dumps(config))
     (base / "heads.safetensors").unlink()
-    with pytest.raises(
-        ConfigError, match=r"reward_funcs: expected a trained reward head for 'lane' .*reward_model_path"
-    ):
+    with pytest.raises(ConfigError, match=r"reward_funcs: 'lane': expected a trained reward head .*reward_model_path"):
         build(base, tmp_path)
     other = tmp_path / "other_base"
     shutil.copytree(lora_reward, other)
@@ -401,7 +399,7 @@ def test_a_folder_that_lacks_its_lm_head_is_refused(model, tmp_path):
 def test_reward_models_that_do_not_fit(model, other_trunk, tmp_path):
     with pytest.raises(ConfigError, match=r"critic_init: expected 'base' or 'actor' for hydra_ppo, .*other weights"):
         build(model, tmp_path, reward_model_path=str(other_trunk), critic_init="reward")
-    with pytest.raises(ConfigError, match="reward_funcs: expected the folder of a reward model for 'lane', got 'none'"):
+    with pytest.raises(ConfigError, match="reward_funcs: 'lane': expected the folder of a reward model, got 'none'"):
         build(model, tmp_path, reward_model_path="none")
     three = tmp_path / "three"
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=3).save_pretrained(three)

@@ -349,7 +349,7 @@ def data(*rows: Any):
         ),
         (
             lambda p: {"model_name_or_path": str(write_model(p / "m", reward_head=False))},
-            r"reward_funcs: expected a trained reward head for 'lane' in heads\.safetensors of .*got none",
+            r"reward_funcs: 'lane': expected a trained reward head in heads\.safetensors of .*got none",
         ),
     ],
 )

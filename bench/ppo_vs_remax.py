@@ -1,0 +1,223 @@
+#!/usr/bin/env python
+"""ReMax (arXiv 2310.10505) beside PPO on one backbone: memory beyond the base, and time per answer, in one run.
+
+    python bench/ppo_vs_remax.py --out bench/results/cpu/ppo_vs_remax
+    python bench/ppo_vs_remax.py --quick --out runs/ppo_vs_remax          # a tiny model
+
+Both draw as many answers per step from the same random Llama with the same prompts, update once over each (one epoch,
+one minibatch) and score with the same learned reward. Half of ReMax's answers are the greedy ones, which nothing is
+learned from; so seconds are given per answer drawn and per answer trained on. Arms alternate, each in a process of its
+own; the first step of each warms up.
+
+    memory      peak of the process during whole steps less what it held before the model was built and less the base's
+                own weights: adapters, heads, gradients, moments, cache, activations (CPU: resident memory, blocks
+                straight from and to the system; CUDA: torch's allocator)
+    state       of that, what stays between steps, counted from the tensors
+
+The paper's figures are of whole models: four A100-80GB and DeepSpeed, where PPO holds a critic of the policy's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from trl_ppo_arms import PHASES, PROMPTS_FILE, Setting, prepare
+
+from rlhf_engine.bench.memory import _status, set_up_malloc
+from rlhf_engine.config import PPOConfig
+from rlhf_engine.devices import keep_freed_memory
+from rlhf_engine.training.metrics import run_record, write_json_atomic
+from rlhf_engine.training.rl import PpoTrainer
+
+ALGORITHMS = ("ppo", "remax")
+QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 8, "prompt_tokens": 8, "answer_tokens": 8, "micro_batch": 4}
+TINY = {**QUICK, "layers": 1, "vocab": 32, "batch": 4, "prompt_tokens": 4, "answer_tokens": 2, "micro_batch": 2}
+PAPER = "memory −46 % (with ZeRO-3 and offload as PPO needs them), 2.1 × faster with offload, Llama-2-7B"
+
+
+def trainer_of(algorithm: str, setting: Setting, folder: Path, output: Path, device: str, dtype: str) -> PpoTrainer:
+    """As `rlhf-engine train` makes it."""
+    return PpoTrainer(
+        PPOConfig(
+            model_name_or_path=str(folder),
+            dataset_name=str(folder / PROMPTS_FILE),
+            output_dir=str(output),
+            algorithm=algorithm,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            device=device,
+            lora_r=setting.lora_r,
+            lora_alpha=float(setting.lora_alpha),
+            generation_batch_size=setting.batch,
+            per_device_train_batch_size=setting.micro_batch,
+            num_mini_batches=1,
+            num_ppo_epochs=1,
+            max_completion_length=setting.answer_tokens,
+            max_steps=setting.steps,
+            learning_rate=1e-5,
+            seed=setting.seed,
+        )
+    )
+
+
+# ---- one measurement, in a process of its own ------------------------------------------------------------------------
+
+
+def work(request: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per step and phase, or the peak in bytes."""
+    setting, folder = Setting(**request["setting"]), Path(request["folder"])
+    arguments = (request["algorithm"], setting, folder, Path(request["scratch"]), request["device"], request["dtype"])
+    if request["what"] == "memory":
+        return _memory(request, arguments)
+    keep_freed_memory()
+    trainer = trainer_of(*arguments)
+    steps = [trainer.step() for _ in range(setting.steps)][1:]
+    trained = request["setting"]["batch"] // (2 if request["algorithm"] == "remax" else 1)
+    return {
+        "seconds": statistics.median(step["seconds/step"] for step in steps),
+        "trained": trained,
+        "phases": {phase: statistics.median(step[f"seconds/{phase}"] for step in steps) for phase in PHASES},
+    }
+
+
+def _memory(request: dict[str, Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    on_cpu = request["device"] == "cpu"
+    if on_cpu:
+        set_up_malloc()
+    with tempfile.TemporaryDirectory() as tiny:  # what a process gets once: code, threads, buffers of libraries
+        setting = Setting(**TINY)
+        prepare(setting, Path(tiny))
+        trainer_of(arguments[0], setting, Path(tiny), Path(tiny) / "run", arguments[4], arguments[5]).step()
+    gc.collect()
+    before = _status("VmRSS") if on_cpu else torch.cuda.memory_allocated()
+    trainer = trainer_of(*arguments)
+    if on_cpu:
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        trainer.step()
+    peak = _status("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
+    base = sum(p.numel() * p.element_size() for _, p in trainer.model.backbone().base_parameters())
+    trained = [p for group in trainer.optimizer.groups.values() for p in group.values()]
+    held = sum(
+        p.numel() * p.element_size()
+        for p in (*trainer.model.backbone().slots.parameters(), *trainer.model.heads.parameters())
+    )
+    moments = sum(t.numel() * t.element_size() for t in trainer.optimizer.state_tensors().values())
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    return {"beyond_base": peak - before - base, "base": base, "state": held + moments + gradients}
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def measure(what: str, algorithm: str, setting: Setting, folder: Path, device: str, dtype: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        request = {
+            "what": what,
+            "algorithm": algorithm,
+            "setting": dataclasses.asdict(setting),
+            "folder": str(folder),
+            "scratch": str(Path(scratch) / "run"),
+            "device": device,
+            "dtype": dtype,
+        }
+        done = subprocess.run(
+            [sys.executable, __file__, "--request", json.dumps(request)], stdout=subprocess.PIPE, check=True, text=True
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| | peak beyond the base, MB | state, MB | ms per answer | per trained answer | generate, score, update, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ALGORITHMS:
+        row = found[name]
+        phases = ", ".join(f"{row['phases'][phase]:.2f}" for phase in PHASES)
+        lines.append(
+            f"| {name} | {row['beyond_base'] / 1e6:.1f} | {row['state'] / 1e6:.1f} | "
+            f"{1e3 * row['seconds'] / row['answers']:.1f} | {1e3 * row['seconds'] / row['trained']:.1f} | {phases} |"
+        )
+    ppo, remax = (found[name] for name in ALGORITHMS)
+    lines.append(
+        f"| remax / ppo | {remax['beyond_base'] / ppo['beyond_base']:.2f} | {remax['state'] / ppo['state']:.2f} | "
+        f"{remax['seconds'] / ppo['seconds']:.2f} | "
+        f"{remax['seconds'] / remax['trained'] / (ppo['seconds'] / ppo['trained']):.2f} | |"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--request", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    for field in dataclasses.fields(Setting):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=field.metadata["help"])
+    arguments = parser.parse_args()
+    if arguments.request:
+        print(json.dumps(work(json.loads(arguments.request))))
+        return
+    if arguments.out is None:
+        parser.error("--out: expected a folder for ppo_vs_remax.json and ppo_vs_remax.md")
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Setting)}
+    setting = Setting(
+        **{
+            "batch": 32,
+            **(QUICK if arguments.quick else {}),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+    )
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ALGORITHMS}
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(setting, Path(folder))
+        common = (setting, Path(folder), arguments.device, arguments.dtype)
+        for name in ALGORITHMS:
+            found[name] = measure("memory", name, *common)
+        for i in range(arguments.rounds):
+            for name in ALGORITHMS:
+                began = time.perf_counter()
+                rounds[name].append(measure("time", name, *common))
+                print(f"round {i + 1}/{arguments.rounds} {name} {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    for name in ALGORITHMS:
+        found[name] |= {
+            "answers": setting.batch,
+            "trained": rounds[name][0]["trained"],
+            "seconds": statistics.median(r["seconds"] for r in rounds[name]),
+            "phases": {p: statistics.median(r["phases"][p] for r in rounds[name]) for p in PHASES},
+        }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = run_record(
+        config=setting,
+        command=["python", "bench/ppo_vs_remax.py", *sys.argv[1:]],
+        backends=registry.report(torch.device(arguments.device).type, getattr(torch, arguments.dtype)),
+        device=arguments.device,
+    )
+    record |= {"dtype": arguments.dtype, "medians": found, "rounds": rounds, "paper": PAPER}
+    write_json_atomic(arguments.out / "ppo_vs_remax.json", record)
+    text = table(found)
+    (arguments.out / "ppo_vs_remax.md").write_text(f"# ReMax beside PPO\n\n{text}\n\nThe paper: {PAPER}.\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
