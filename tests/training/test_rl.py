@@ -419,7 +419,7 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
     (bare / "heads.safetensors").unlink()
     # the base has a reward head, but that was not trained on this adapter's hidden states
     with pytest.raises(
-        ConfigError, match=r"trained reward head for 'lane' in heads\.safetensors of '.*bare' .*got none"
+        ConfigError, match=r"'lane': expected a trained reward head in heads\.safetensors of '.*bare' .*got none"
     ):
         PpoTrainer(ppo_config(model, tmp_path / "run2", reward_adapter=str(bare)))
     save_file({"value.weight": torch.ones(1, 24), "value.bias": torch.ones(1)}, bare / "heads.safetensors")
