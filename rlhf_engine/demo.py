@@ -135,12 +135,12 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
 
 _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"lam": 1.0, "num_mini_batches": 3, "num_ppo_epochs": 2, "critic_learning_rate": 2e-3},
-    "reinforce": {"num_mini_batches": 3, "critic_learning_rate": 2e-3},
-    "remax": {"num_mini_batches": 3},
-    "rloo": {"num_mini_batches": 3},
-    "grpo": {"num_mini_batches": 3},
-    "online_dpo": {"num_mini_batches": 3},
-    "best_of_n": {"num_mini_batches": 3},
+    "reinforce": {"num_mini_batches": 3, "learning_rate": 1e-3, "critic_learning_rate": 2e-3},
+    "remax": {},
+    "rloo": {},
+    "grpo": {"num_mini_batches": 3, "learning_rate": 1e-3},
+    "online_dpo": {"num_mini_batches": 3, "learning_rate": 5e-4, "beta": 0.3},
+    "best_of_n": {"num_mini_batches": 3, "learning_rate": 5e-4},
 }
 """What each algorithm needs beside the rest, which is the same for all; found on seeds that no table shows."""
 
