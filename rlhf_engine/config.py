@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_engine.config_algorithm import AlgorithmOptions
+from rlhf_engine.config_data import DataOptions
 from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
 from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
 from rlhf_engine.errors import ConfigError
@@ -64,12 +65,11 @@ class _ModelOptions(_RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingOptions(_ModelOptions):
+class _TrainingOptions(DataOptions, _ModelOptions):
     """Adapters, optimizer, logging and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
-    dataset_name: str = required("path of the training data, JSON or JSONL")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
     adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
@@ -90,7 +90,6 @@ class _TrainingOptions(_ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _not_empty("output_dir", self.output_dir)
-        _not_empty("dataset_name", self.dataset_name)
         _not_empty("lora_target_modules", self.lora_target_modules)
 
 
@@ -116,9 +115,9 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
     load_in_8bit: bool = option(False, "frozen backbones in 8 bits through bitsandbytes")
     load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
 
-    eval_dataset_name: str | None = option(None, "path of held-out prompts, JSON or JSONL")
+    eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
     dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, longer ones are an error; none: any", ge=1)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
 
@@ -153,6 +152,11 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
             raise ConfigError(
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
+            )
+        if self.truncation == "keep_start":
+            raise ConfigError(
+                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
+                "answered, got 'keep_start'"
             )
         self._check_method()
         self.check_algorithm()
@@ -245,14 +249,14 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, _TrainingOptions):
 class SFTConfig(_TrainingOptions):
     """Supervised training of language model and reward head together.
 
-    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`.
+    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
     """
 
     mode: Literal["full", "lora"] = required(
         "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
     )
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
-    max_length: int | None = option(None, "most tokens of prompt and answer, longer rows are an error; none: any", ge=1)
+    max_length: int | None = option(None, "most tokens of prompt and answer, for truncation; none: any", ge=1)
     learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
     num_train_epochs: float = option(1.0, "passes over the data", gt=0)
     max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)

@@ -321,7 +321,7 @@ def test_prompt_files(capsys, model, tmp_path):
     [
         (
             ["--dataset_name", "nowhere.jsonl"],
-            "dataset_name: expected a .json or .jsonl file, got 'nowhere.jsonl' which",
+            "a folder of such or hub:owner/name, got 'nowhere.jsonl' which is not a file",
         ),
         (["--model_name_or_path", "nowhere"], "model_name_or_path: expected a local model folder, got 'nowhere'"),
         (["--bata", "0.1"], "unknown option --bata; did you mean --beta?"),
@@ -334,7 +334,7 @@ def test_prompt_files(capsys, model, tmp_path):
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto' or a checkpoint folder"),
         (["--actor_adapter", "nowhere"], "adapter: expected a folder with adapter_config.json, got 'nowhere'"),
         (["--device", "cuda:7"], "device: expected one that is present (cpu), got 'cuda:7'"),
-        (["--max_completion_length", "63"], "prompts[0]: expected at most 1 tokens"),
+        (["--max_completion_length", "63"], "prompts.jsonl:1: expected at most 1 tokens"),
     ],
 )
 def test_train_refuses_in_one_line(capsys, model, tmp_path, more, message):
