@@ -16,7 +16,15 @@ from rlhf_engine.data.read import Record, read_records
 from rlhf_engine.data.report import BadRows, Report, RowError, Tally
 from rlhf_engine.data.split import Split, group_fraction, split_by_column, split_by_group
 from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
-from rlhf_engine.data.tokenize import Tokenized, Truncation, encode_text, fit, plain_text, tokenize_row, tokenize_rows
+from rlhf_engine.data.tokenize import (
+    Tokenized,
+    Truncation,
+    encode_text,
+    fit_to_length,
+    plain_text,
+    tokenize_row,
+    tokenize_rows,
+)
 from rlhf_engine.data.types import (
     KINDS,
     Kind,
@@ -53,7 +61,7 @@ __all__ = [
     "batch_indices",
     "encode_text",
     "epoch_order",
-    "fit",
+    "fit_to_length",
     "group_fraction",
     "load_rows",
     "load_taskmaster",

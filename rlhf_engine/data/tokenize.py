@@ -70,7 +70,7 @@ def tokenize_rows(
     found = []
     for row in rows:
         try:
-            one = fit(tokenize_row(row, tokenizer), max_length, truncation, limit_name)
+            one = fit_to_length(tokenize_row(row, tokenizer), max_length, truncation, limit_name)
         except RowError as error:
             tally.bad(row.place, error)
             continue
@@ -108,7 +108,7 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
     return prompt if isinstance(prompt, str) else _template(tokenizer, prompt, generation_prompt=True)
 
 
-def fit(tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str) -> Tokenized | None:
+def fit_to_length(tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str) -> Tokenized | None:
     """The row within max_length tokens, or None if it is to be dropped. Raises RowError for one that does not fit."""
     longest = max(map(len, tokens.answers), default=0)
     length = len(tokens.prompt) + longest

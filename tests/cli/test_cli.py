@@ -167,6 +167,18 @@ def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
     assert abs(first["kl"]) < 1e-4
 
 
+def test_rows_that_are_left_out_are_said_on_standard_error(capsys, model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "red cat", "completion": "sings"}\n{"prompt": "red"\n')
+    sft = ["sft", "--lora", "--model_name_or_path", str(model), "--dataset_name", str(data), "--device", "cpu"]
+    more = ["--output_dir", str(tmp_path / "sft"), "--lora_r", "4"]
+    assert "rows.jsonl:2: expected a JSON object, got " in refused(capsys, *sft, *more)
+    code, out, err = run(capsys, *sft, *more, "--max_bad_rows", "0.5")
+    assert code == 0
+    assert f"{data}: 2 rows read, 1 used, 1 bad (expected a JSON object: {data}:2)\n" in err
+    assert "bad" not in out
+
+
 def test_generate(capsys, model, tmp_path):
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "5"]
     greedy = [*common, "--greedy", "--json", "--prompt", "red cat", "the dog runs"]

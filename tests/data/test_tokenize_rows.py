@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, Tally, fit, parse_row, plain_text, tokenize_row, tokenize_rows
+from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, plain_text, tokenize_row, tokenize_rows
 from rlhf_engine.data.report import RowError
 from rlhf_engine.data.tokenize import _ended
 from rlhf_engine.demo_task import build_tokenizer
@@ -117,7 +117,7 @@ WHOLE = tokenize_row(PAIR, WORDS)
 
 
 def cut(max_length, truncation, tokens=WHOLE):
-    return fit(tokens, max_length, truncation, "tokens of prompt and answer")
+    return fit_to_length(tokens, max_length, truncation, "tokens of prompt and answer")
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop", "keep_end", "keep_start"])
