@@ -84,15 +84,11 @@ def test_packing_is_a_function_of_seed_and_epoch_alone():
 
 
 def test_the_last_micro_batches_are_not_the_long_rows():
-    """First fit opens its last ones for rows that fit nowhere, which are long; their order is shuffled."""
+    """First fit opens its last ones for rows that fit nowhere: unshuffled, those of the last ten are 15 % longer."""
     sizes = lengths(2000)
-    means = []
-    for epoch in range(8):
-        found = pack(sizes, 512, seed=0, epoch=epoch)
-        last = [sizes[i] for batch in found[-len(found) // 4 :] for i in batch]
-        means.append(sum(last) / len(last))
-    mean = sum(sizes) / len(sizes)
-    assert sum(means) / len(means) == pytest.approx(mean, rel=0.1)
+    last = [sizes[i] for epoch in range(30) for batch in pack(sizes, 512, seed=0, epoch=epoch)[-10:] for i in batch]
+    # the mean of 2,500 lengths, each about as far from the mean as it is large
+    assert sum(last) / len(last) == pytest.approx(sum(sizes) / len(sizes), rel=0.06)
 
 
 def test_a_hundred_thousand_rows_take_a_second_or_so():
