@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,7 @@ def _train(argv: Sequence[str]) -> int:
     if trainer.finished():
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
         return 0
+    _say_what_was_left_out(trainer.reports.values())
     with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step) as progress:
         trainer.run(progress.update)
     output = Path(config.output_dir)
@@ -144,6 +145,7 @@ def _sft(argv: Sequence[str]) -> int:
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         trainer = SftTrainer(config)
+    _say_what_was_left_out(trainer.reports)
     with TrainingProgress(trainer.total_steps, title="sft") as progress:
         metrics = trainer.run(progress.update)
     print(f"{'base' if config.mode == 'full' else 'slot'} {config.output_dir}  loss {metrics['lm_loss']:.4f}")
@@ -164,6 +166,7 @@ def _reward(argv: Sequence[str]) -> int:
     if trainer.finished():
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {trainer.total_steps}")
         return 0
+    _say_what_was_left_out(trainer.reports.values())
     share = trainer.trained_parameters / trainer.base_parameters
     print(
         f"{trainer.objective}, {len(trainer.train_set):,} rows and {len(trainer.eval_set):,} held out; training "
@@ -184,6 +187,13 @@ def _reward(argv: Sequence[str]) -> int:
         f"{format_value(result['best_metric'])}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}"
     )
     return 0
+
+
+def _say_what_was_left_out(reports: Iterable[Any]) -> None:
+    """A line for each source of data of which not every row is used as it is."""
+    for report in reports:
+        if not report.is_plain:
+            print(report.text(), file=sys.stderr)
 
 
 def _generate(argv: Sequence[str]) -> int:

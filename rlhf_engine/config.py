@@ -74,9 +74,9 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
     load_in_8bit: bool = option(False, "frozen backbones in 8 bits through bitsandbytes")
     load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
 
-    eval_dataset_name: str | None = option(None, "path of held-out prompts, JSON or JSONL")
+    eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
     dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, longer ones are an error; none: any", ge=1)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
 
@@ -111,6 +111,11 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
             raise ConfigError(
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
+            )
+        if self.truncation == "keep_start":
+            raise ConfigError(
+                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
+                "answered, got 'keep_start'"
             )
         self._check_method()
         self.check_algorithm()
@@ -203,7 +208,7 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
 class SFTConfig(SupervisedOptions):
     """Supervised training of language model and reward head together.
 
-    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`.
+    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
     """
 
     mode: Literal["full", "lora"] = required(

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_engine.config_data import DataOptions
 from rlhf_engine.config_parser import Options, option, required
 from rlhf_engine.errors import ConfigError
 
@@ -38,12 +39,11 @@ class ModelOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(ModelOptions):
+class TrainingOptions(DataOptions, ModelOptions):
     """Adapters, optimizer, logging and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
-    dataset_name: str = required("path of the training data, JSON or JSONL")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
     adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
@@ -64,7 +64,6 @@ class TrainingOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
-        not_empty("dataset_name", self.dataset_name)
         not_empty("lora_target_modules", self.lora_target_modules)
 
 
@@ -72,7 +71,7 @@ class TrainingOptions(ModelOptions):
 class SupervisedOptions(TrainingOptions):
     """Passes over rows of prompts and answers."""
 
-    max_length: int | None = option(None, "most tokens of prompt and answer, longer rows are an error; none: any", ge=1)
+    max_length: int | None = option(None, "most tokens of prompt and answer, for truncation; none: any", ge=1)
     learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
     num_train_epochs: float = option(1.0, "passes over the data", gt=0)
     max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)

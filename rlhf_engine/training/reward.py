@@ -26,21 +26,19 @@ import torch
 from rlhf_kernels import registry
 
 from rlhf_engine.config import RewardConfig
+from rlhf_engine.data import Report, Tally, batch_indices
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.folders import put_in_place
-from rlhf_engine.hydra import (
-    reward_model,
-)
+from rlhf_engine.hydra import reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training import reward_metrics
 from rlhf_engine.training.checkpoint import load_checkpoint, resolve_resume, save_checkpoint
-from rlhf_engine.training.data import batch_indices, read_rows
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
-from rlhf_engine.training.reward_data import COLUMNS, RewardExample, count_labels, find_objective, split, tokenize
+from rlhf_engine.training.reward_data import RewardExample, count_labels, load_examples, split
 from rlhf_engine.training.reward_lane import build_reward_model, pack, reward_loss, write_reward_model
 from rlhf_engine.training.run_folder import (
     CURVES_FILE,
@@ -89,6 +87,8 @@ class RewardTrainer:
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.reports: dict[str, Report] = {}
+        """What became of the rows of each source, by the option that names it."""
         self.train_set, self.eval_set = self._load_rows()
         self.objective = "pairwise" if self.train_set[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -267,18 +267,19 @@ class RewardTrainer:
     def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
         """Tokenized rows of a data file."""
         config = self.config
-        rows = read_rows(path, ("prompt",), argument=argument)
-        kind = find_objective(rows, objective, argument=argument)
-        read_rows(path, [name for name in COLUMNS[kind] if name != "label"], argument=argument)  # strings they must be
+        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         context = read_context_length(config.model_name_or_path)
-        return tokenize(
-            rows,
+        found = load_examples(
+            path,
+            tally,
             self.tokenizer,
-            kind,
-            argument=argument,
+            objective,
             max_length=min(config.max_length or context, context),
+            truncation=config.truncation,
             group_column=config.group_column,
         )
+        self.reports[argument] = tally.report()
+        return found
 
     def _check_objective(self) -> float:
         """The weight of label 1; ConfigError for options of the other objective and for one class only."""
@@ -378,6 +379,7 @@ class RewardTrainer:
             "metric_for_best_model": self.best_metric,
             "pos_weight": self.pos_weight,
             "rows": rows,
+            "data": {argument: report.to_dict() for argument, report in self.reports.items()},
             "notes": self.notes,
             "trained_parameters": self.trained_parameters,
             "base_parameters": self.base_parameters,

@@ -3,29 +3,40 @@
     pairwise    {"prompt", "chosen", "rejected"}
     pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
 
-A group (a conversation, a prompt) is held out as a whole: if u(seed, group) < share, where u is the first 64 bits of
-SHA-256 over both as a number in [0, 1). So a row's side depends on nothing but its own group: not on order,
-not on the other rows, and more data of the same kind leave it where it was.
+A group (a conversation, a prompt) is held out as a whole: if `data.group_fraction` of it is below the share. So a row's
+side depends on nothing but its own group: not on order, not on the other rows, and more data of the same kind leave it
+where it was.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.data import (
+    Kind,
+    Preference,
+    Row,
+    Tally,
+    Truncation,
+    UnpairedPreference,
+    group_fraction,
+    load_rows,
+    tokenize_rows,
+)
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.tokenizing import encode_completion, encode_prompt
-from rlhf_engine.training.data import Row
 
 Objective = Literal["pairwise", "pointwise"]
-COLUMNS: dict[Objective, tuple[str, ...]] = {
-    "pairwise": ("chosen", "rejected"),
-    "pointwise": ("completion", "label"),
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "pairwise": ("preference", "implicit_preference"),
+    "pointwise": ("unpaired_preference",),
+    "auto": ("preference", "unpaired_preference", "implicit_preference"),
 }
+_POINTWISE = {"completion", "label"}
+"""Columns of pointwise rows; they are among the others of pairs that could serve as either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,85 +57,49 @@ class RewardExample:
         return sum(len(self.prompt) + len(answer) for answer in self.answers)
 
 
-def find_objective(rows: Sequence[Row], asked: str, *, argument: str) -> Objective:
-    """The kind of all rows: the one asked for, or with `auto` the one whose columns every row has.
-
-    Raises ConfigError, naming the first row that does not fit, for rows of both kinds, of neither, or of another kind
-    than the one asked for.
-    """
-    kinds = [[kind for kind, columns in COLUMNS.items() if all(c in row for c in columns)] for row in rows]
-    if asked == "auto":
-        if all(len(found) == 2 for found in kinds):
-            raise ConfigError(
-                f"objective: expected 'pairwise' or 'pointwise' for {argument}, whose rows have the columns of both, "
-                "got 'auto'"
-            )
-        asked = next((found[0] for found in kinds if len(found) == 1), "either")
-    for i, found in enumerate(kinds):
-        if not found or (asked in COLUMNS and asked not in found):
-            wanted = [asked] if asked in COLUMNS else sorted(COLUMNS)
-            expected = " or ".join(f"{COLUMNS[kind]} ({kind})" for kind in wanted)  # type: ignore[index]
-            raise ConfigError(
-                f"{argument}: row {i}: expected the columns {expected} like the other rows, got {sorted(rows[i])}"
-            )
-    return "pairwise" if asked == "pairwise" else "pointwise"
-
-
-def read_label(value: Any, where: str) -> bool:
-    """A label: true or false, 1 or 0. Raises ConfigError, naming the place, for anything else."""
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise ConfigError(f"{where}: expected true or false (or 1 or 0) in column 'label', got {value!r}")
-
-
-def tokenize(
-    rows: Sequence[Row],
+def load_examples(
+    source: str,
+    tally: Tally,
     tokenizer: PreTrainedTokenizerBase,
-    objective: Objective,
+    objective: str,
     *,
-    argument: str,
     max_length: int,
+    truncation: Truncation,
     group_column: str | None = None,
 ) -> list[RewardExample]:
-    """Rows as token ids. Prompts and answers must be strings already.
+    """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
 
-    Raises ConfigError, naming argument and row, for labels that are none, a prompt without tokens, more than max_length
-    tokens of prompt and answer, or a group that is missing or neither text nor integer.
+    What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `data.load_rows` and
+    `data.tokenize_rows`, and with `auto` for rows that could be of either kind.
     """
-    examples = []
-    for i, row in enumerate(rows):
-        where = f"{argument}: row {i}"
-        names = ("chosen", "rejected") if objective == "pairwise" else ("completion",)
-        example = RewardExample(
-            prompt=tuple(encode_prompt(tokenizer, row["prompt"])),
-            answers=tuple(tuple(encode_completion(tokenizer, row[name])) for name in names),
-            label=read_label(row["label"], where) if objective == "pointwise" else None,
-            group=_group(row, group_column, where),
+    rows = load_rows(source, tally, kinds=_KINDS[objective], group_column=group_column)
+    if objective == "auto" and all(row.columns.keys() >= _POINTWISE for row in rows):
+        raise ConfigError(
+            f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
+            "got 'auto'"
         )
-        if not example.prompt:
-            raise ConfigError(f"{where}: expected a prompt of at least one token, got {row['prompt']!r}")
-        longest = len(example.prompt) + max(map(len, example.answers))
-        if longest > max_length:
-            raise ConfigError(f"{where}: expected at most {max_length} tokens of prompt and answer, got {longest}")
-        examples.append(example)
-    return examples
+    found = tokenize_rows(rows, tokenizer, tally, max_length=max_length, truncation=truncation)
+    return [
+        RewardExample(
+            prompt=tuple(tokens.prompt),
+            answers=tuple(tuple(answer) for answer in tokens.answers),
+            label=_label(tokens.row),
+            group=tokens.row.group,
+        )
+        for tokens in found
+    ]
 
 
-def _group(row: Row, column: str | None, where: str) -> str:
-    if column is None:
-        return str(row["prompt"])
-    if column not in row:
-        raise ConfigError(f"group_column: expected a column of every row, got {column!r}, which {where} has not")
-    value = row[column]
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(f"group_column: {where}: expected text or an integer in {column!r}, got {value!r}")
-    return str(value)
+def _label(row: Row) -> bool | None:
+    if isinstance(row, UnpairedPreference):
+        return row.label
+    assert isinstance(row, Preference)
+    return None
 
 
 def held_out(group: str, *, share: float, seed: int) -> bool:
     """Whether a group is held out: a function of (seed, group) and the share alone."""
-    digest = hashlib.sha256(f"{seed}\n{group}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < share
+    return group_fraction(group, seed) < share
 
 
 def split(

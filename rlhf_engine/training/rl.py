@@ -22,13 +22,14 @@ from rlhf_kernels import registry
 from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import PPOConfig
+from rlhf_engine.data import Report, Row, Tally, batch_indices, load_rows, plain_text, tokenize_rows
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
-from rlhf_engine.rollout import Rollout, SamplingConfig, check_prompts
-from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.training.build import build_ppo_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
@@ -36,7 +37,6 @@ from rlhf_engine.training.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
-from rlhf_engine.training.data import Row, batch_indices, read_rows
 from rlhf_engine.training.experience import Layout, decode_answers, score_rollout
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
@@ -61,16 +61,18 @@ class PromptSet:
     """Prompts of a data file, tokenized."""
 
     rows: list[Row]
+    prompts: list[str]
+    """As text: of messages, what the chat template makes of them. Whole, even where tokens were cut."""
     ids: list[list[int]]
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
         """The data's other columns of some rows, for reward functions."""
-        names = [n for n in self.rows[0] if n not in ("prompt", "prompts", "completions", "completion_ids")]
-        return {name: [self.rows[i].get(name) for i in indices] for name in names}
+        names = [n for n in self.rows[0].columns if n not in ("prompts", "completions", "completion_ids")]
+        return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
 
     def texts(self, indices: list[int]) -> list[str]:
         """Prompts of some rows."""
-        return [self.rows[i]["prompt"] for i in indices]
+        return [self.prompts[i] for i in indices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ class PpoTrainer:
             require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
         context = read_context_length(config.model_name_or_path)
+        self.reports: dict[str, Report] = {}
         self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)
         self.eval_set: PromptSet | None = None
         if config.eval_dataset_name is not None:
@@ -319,17 +322,22 @@ class PpoTrainer:
         )
 
     def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:
-        rows = read_rows(path, ("prompt",), limit=limit, argument=argument)
-        ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
-        longest = self.config.max_prompt_length
-        for i, prompt in enumerate(ids):
-            if longest is not None and len(prompt) > longest:
-                raise ConfigError(f"{path}: row {i}: expected a prompt of at most {longest} tokens, got {len(prompt)}")
-        try:
-            check_prompts(ids, context, self.config.max_completion_length)
-        except ValueError as error:
-            raise ConfigError(f"{argument}: {path}: {error}") from error
-        return PromptSet(rows=rows, ids=ids)
+        config = self.config
+        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
+        rows = load_rows(path, tally, kinds=("prompt_only",), limit=limit)
+        room = context - config.max_completion_length
+        longest, limit_name = room, f"tokens (context {context} − max_completion_length {config.max_completion_length})"
+        if config.max_prompt_length is not None and config.max_prompt_length <= room:
+            longest, limit_name = config.max_prompt_length, "tokens (max_prompt_length)"
+        found = tokenize_rows(
+            rows, self.tokenizer, tally, max_length=longest, truncation=config.truncation, limit_name=limit_name
+        )
+        self.reports[argument] = tally.report()
+        return PromptSet(
+            rows=[t.row for t in found],
+            prompts=[plain_text(self.tokenizer, t.row.prompt) for t in found],
+            ids=[t.prompt for t in found],
+        )
 
     def _write_record(self) -> None:
         device = self.model.device
@@ -342,6 +350,7 @@ class PpoTrainer:
         )
         record["base_hash"] = self.model.backbone().base_hash()
         record["resumed_at_step"] = self.state.step
+        record["data"] = {argument: report.to_dict() for argument, report in self.reports.items()}
         write_json_atomic(self.output / RECORD_FILE, record)
 
     def _samples(self) -> dict[str, list[Any]]:

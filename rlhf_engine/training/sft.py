@@ -19,6 +19,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
+from rlhf_engine.data import Preference, PromptCompletion, Report, Row, Tally, Truncation, batch_indices, load_rows
+from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import (
@@ -31,9 +33,8 @@ from rlhf_engine.hydra import (
     peft_io,
 )
 from rlhf_engine.hydra.loading import read_context_length
-from rlhf_engine.tokenizing import encode_completion, encode_prompt, load_tokenizer
+from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training.build import slot_config
-from rlhf_engine.training.data import Row, batch_indices, read_rows
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 
 SFT_SLOT = "sft"
@@ -59,28 +60,27 @@ def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
 
 
 def tokenize_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, answer: str, max_length: int, pairs: bool
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally,
+    *,
+    max_length: int,
+    pairs: bool,
+    truncation: Truncation = "error",
 ) -> list[Example]:
-    """Rows as token ids; `answer` names the column that is learned.
+    """Rows as token ids; without pairs, rejected answers are left aside. Raises ConfigError as `data.tokenize_rows`."""
+    if not pairs:  # nor does their length matter
+        rows = [_chosen_alone(row) if isinstance(row, Preference) else row for row in rows]
+    return [
+        Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None)
+        for t in tokenize(rows, tokenizer, tally, max_length=max_length, truncation=truncation)
+    ]
 
-    Raises ConfigError, naming the row, for one that is longer than max_length or whose prompt has no tokens.
-    """
-    examples = []
-    for i, row in enumerate(rows):
-        example = Example(
-            prompt=encode_prompt(tokenizer, row["prompt"]),
-            chosen=encode_completion(tokenizer, row[answer]),
-            rejected=encode_completion(tokenizer, row["rejected"]) if pairs else None,
-        )
-        if not example.prompt:
-            raise ConfigError(f"dataset_name: row {i}: expected a prompt of at least one token, got {row['prompt']!r}")
-        longest = len(example.prompt) + max(len(example.chosen), len(example.rejected or ()))
-        if longest > max_length:
-            raise ConfigError(
-                f"dataset_name: row {i}: expected at most {max_length} tokens of prompt and answer, got {longest}"
-            )
-        examples.append(example)
-    return examples
+
+def _chosen_alone(row: Preference) -> PromptCompletion:
+    return PromptCompletion(
+        prompt=row.prompt, completion=row.chosen, group=row.group, place=row.place, columns=row.columns
+    )
 
 
 def sft_loss(
@@ -127,19 +127,20 @@ class SftTrainer:
             raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
         if output.exists() and any(output.iterdir()) and not config.overwrite_output_dir:
             raise ConfigError(f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}")
-        rows = read_rows(config.dataset_name, ("prompt",))
-        paired = all("chosen" in row and "rejected" in row for row in rows)
-        read_rows(config.dataset_name, ("chosen", "rejected") if paired else ("completion",))
-        self.pairs = paired and config.gamma > 0
+        tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
+        rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
+        self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         context = read_context_length(config.model_name_or_path)
         self.examples = tokenize_rows(
             rows,
             self.tokenizer,
-            answer="chosen" if paired else "completion",
+            tally,
             max_length=min(config.max_length or context, context),
             pairs=self.pairs,
+            truncation=config.truncation,
         )
+        self.reports: tuple[Report, ...] = (tally.report(),)
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),

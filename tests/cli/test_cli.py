@@ -212,6 +212,18 @@ def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
     assert abs(first["kl"]) < 1e-4
 
 
+def test_rows_that_are_left_out_are_said_on_standard_error(capsys, model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "red cat", "completion": "sings"}\n{"prompt": "red"\n')
+    sft = ["sft", "--lora", "--model_name_or_path", str(model), "--dataset_name", str(data), "--device", "cpu"]
+    more = ["--output_dir", str(tmp_path / "sft"), "--lora_r", "4"]
+    assert "rows.jsonl:2: expected a JSON object, got " in refused(capsys, *sft, *more)
+    code, out, err = run(capsys, *sft, *more, "--max_bad_rows", "0.5")
+    assert code == 0
+    assert f"{data}: 2 rows read, 1 used, 1 bad (expected a JSON object: {data}:2)\n" in err
+    assert "bad" not in out
+
+
 def test_generate(capsys, model, tmp_path):
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "5"]
     greedy = [*common, "--greedy", "--json", "--prompt", "red cat", "the dog runs"]
@@ -366,7 +378,7 @@ def test_prompt_files(capsys, model, tmp_path):
     [
         (
             ["--dataset_name", "nowhere.jsonl"],
-            "dataset_name: expected a .json or .jsonl file, got 'nowhere.jsonl' which",
+            "a folder of such or hub:owner/name, got 'nowhere.jsonl' which is not a file",
         ),
         (["--model_name_or_path", "nowhere"], "model_name_or_path: expected a local model folder, got 'nowhere'"),
         (["--bata", "0.1"], "unknown option --bata; did you mean --beta?"),
@@ -379,7 +391,7 @@ def test_prompt_files(capsys, model, tmp_path):
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto' or a checkpoint folder"),
         (["--actor_adapter", "nowhere"], "adapter: expected a folder with adapter_config.json, got 'nowhere'"),
         (["--device", "cuda:7"], "device: expected one that is present (cpu), got 'cuda:7'"),
-        (["--max_completion_length", "63"], "prompts[0]: expected at most 1 tokens"),
+        (["--max_completion_length", "63"], "prompts.jsonl:1: expected at most 1 tokens"),
     ],
 )
 def test_train_refuses_in_one_line(capsys, model, tmp_path, more, message):

@@ -1,7 +1,8 @@
-"""Rows from files, their order, and the tiny model, tokenizer and data folders that tests of training share."""
+"""What the trainers make of their data; the tiny model, tokenizer and data folders that tests of training share."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import textwrap
 from pathlib import Path
@@ -15,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_engine.config import PPOConfig, SFTConfig
 from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.training.data import batch_indices, epoch_order, read_rows
+from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]
 PROMPTS = [f"{a} {b}" for a in ("red", "blue", "the", "a one") for b in ("cat", "dog runs", "moon and star")]
@@ -115,62 +118,143 @@ def sft_config(model: Path, output: Path, **changes: Any) -> SFTConfig:
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
-
-def test_jsonl_json_limit_and_blank_lines(tmp_path):
-    rows = [{"prompt": "x", "n": 1}, {"prompt": "y", "n": 2}]
-    lines = tmp_path / "a.jsonl"
-    lines.write_text("\n".join(["", json.dumps(rows[0]), "  ", json.dumps(rows[1])]))
-    whole = tmp_path / "a.json"
-    whole.write_text(json.dumps(rows))
-    assert read_rows(lines, ("prompt",)) == read_rows(whole, ("prompt",)) == rows
-    assert read_rows(lines, ("prompt",), limit=1) == rows[:1]
-
-
-def test_only_line_feeds_end_a_line(tmp_path):
-    # JSON allows these inside of strings; str.splitlines would cut the row in two
-    text = "one\u2028two\u2029three\x85four"
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
-    assert read_rows(path, ("prompt",)) == [{"prompt": text}]
+TEMPLATE = "{% for m in messages %}{{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}and {% endif %}"
+TALKS = [
+    {
+        "prompt": [{"role": "user", "content": prompt}],
+        "chosen": [{"role": "assistant", "content": "and sings"}],
+        "rejected": [{"role": "assistant", "content": "and sea sea"}],
+    }
+    for prompt in PROMPTS
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', r"a\.jsonl:3: expected a JSON object, got "),
-        ("a.jsonl", '{"prompt": "x"}\n["y"]\n', r"a\.jsonl:2: expected a JSON object, got list"),
-        ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}\n', r"a\.jsonl:2: expected a string in column 'prompt', got None"),
-        ("a.jsonl", '{"prompt": 7}\n', r"a\.jsonl:1: expected a string in column 'prompt', got 7"),
-        ("a.jsonl", '{"prompt": " \\n"}\n', r"a\.jsonl:1: expected text in column 'prompt', got an empty prompt"),
-        ("a.jsonl", "\n", r"dataset_name: expected at least one row in .*a\.jsonl', got none"),
-        ("a.json", '{"prompt": "x"}', r"a\.json: expected a list of objects, got dict"),
-        ("a.json", '[{"prompt": "x"}, {}]', r"a\.json: row 1: expected a string in column 'prompt', got None"),
-        ("a.json", "[", r"a\.json: expected JSON in UTF-8, got"),
-        ("a.jsonl", b"\xff\xfe\x00", r"a\.jsonl: expected JSON in UTF-8, got"),
-    ],
-)
-def test_bad_files_name_file_and_line(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=message):
-        read_rows(path, ("prompt",))
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A base whose tokenizer has a chat template: an answer begins with `and`."""
+    folder = write_model(tmp_path_factory.mktemp("base"))
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-def test_a_missing_file_names_the_argument(tmp_path):
-    with pytest.raises(ConfigError, match=r"^eval_dataset_name: expected a \.json or \.jsonl file, got .*not a file"):
-        read_rows(tmp_path / "none.jsonl", ("prompt",), argument="eval_dataset_name")
-    with pytest.raises(ConfigError, match=r"^dataset_name: expected"):
-        read_rows(tmp_path, ("prompt",))
+def words(trainer: SftTrainer | PpoTrainer, ids: list[int]) -> str:
+    return " ".join(trainer.tokenizer.convert_ids_to_tokens(ids))
 
 
-def test_order_is_a_function_of_seed_and_epoch():
-    assert sorted(epoch_order(9, 0, 0)) == list(range(9))
-    assert epoch_order(9, 0, 0) == epoch_order(9, 0, 0)
-    assert len({tuple(epoch_order(9, seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+def test_sft_learns_from_conversations(base, tmp_path):
+    data = write_rows(tmp_path / "talks.jsonl", TALKS)
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
+    first = trainer.examples[0]
+    assert words(trainer, first.prompt) == "red cat <eos> and"
+    assert (words(trainer, first.chosen), words(trainer, first.rejected)) == ("sings <eos>", "sea sea <eos>")
+    assert set(trainer.run()) >= {"lm_loss", "reward_loss"}
 
 
-@pytest.mark.parametrize(("n", "size"), [(5, 3), (5, 5), (3, 7), (1, 2)])
-def test_batches_walk_through_whole_epochs(n, size):
-    walked = [i for step in range(2 * n) for i in batch_indices(n, size, step, seed=4)]
-    epochs = [walked[k * n : (k + 1) * n] for k in range(2 * size)]
-    assert epochs == [epoch_order(n, 4, k) for k in range(2 * size)]
+def test_sft_finds_the_prompt_in_pairs_without_one(base, tmp_path):
+    answers = {"chosen": "sings the sun", "rejected": "sea sea"}
+    explicit = write_rows(tmp_path / "explicit.jsonl", [{"prompt": p, **answers} for p in PROMPTS])
+    rows = [{name: f"{p} {answer}" for name, answer in answers.items()} for p in PROMPTS]
+    implicit = write_rows(tmp_path / "implicit.jsonl", rows)
+    found = [SftTrainer(sft_config(base, tmp_path / "o", dataset_name=str(f))).examples for f in (explicit, implicit)]
+    assert found[0] == found[1]
+
+
+def test_every_format_trains_the_same(base, tmp_path):
+    plain = sft_config(base, tmp_path / "plain")
+    text = Path(plain.dataset_name).read_bytes()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "pairs.jsonl.gz").write_bytes(gzip.compress(text))
+    expected = SftTrainer(plain).run()
+    sources = [tmp_path / "folder"]
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        pass  # the Parquet reader's own tests say so
+    else:
+        table = pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines()])
+        parquet.write_table(table, tmp_path / "pairs.parquet")
+        sources.append(tmp_path / "pairs.parquet")
+    for source in sources:
+        found = SftTrainer(sft_config(base, tmp_path / f"from_{source.name}", dataset_name=str(source))).run()
+        assert {**found, "tokens_per_second": 0} == {**expected, "tokens_per_second": 0}
+
+
+def test_sft_leaves_out_what_it_may_and_says_so(base, tmp_path):
+    rows = [{"prompt": p, "completion": "sings the sun"} for p in PROMPTS]
+    rows[2]["completion"] = ""
+    rows[5]["prompt"] = "red " * 70
+    data = str(write_rows(tmp_path / "rows.jsonl", rows))
+    with pytest.raises(
+        ConfigError, match=r"^.*rows\.jsonl:3: expected text in column 'completion', got an empty compl"
+    ):
+        SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data))
+    with pytest.raises(ConfigError, match=r"^.*rows\.jsonl:3: .* 2 of 12 rows cannot be used, where max_bad_rows is 1"):
+        SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data, max_bad_rows=1))
+    for options, used, dropped, truncated in (
+        ({"max_bad_rows": 2}, 10, 0, 0),
+        ({"max_bad_rows": 0.1, "truncation": "drop"}, 10, 1, 0),
+        ({"max_bad_rows": 0.1, "truncation": "keep_end"}, 11, 0, 1),
+    ):
+        trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data, **options))
+        (report,) = trainer.reports
+        assert len(trainer.examples) == report.used == used
+        assert (report.read, report.dropped, report.truncated) == (12, dropped, truncated)
+    assert len(trainer.examples[4].prompt) == 64 - 4  # the context, less the answer and its end
+
+
+def test_rl_takes_conversations_and_reward_functions_get_their_text(base, tmp_path):
+    rows = [{"prompt": talk["prompt"], "place": i} for i, talk in enumerate(TALKS)]
+    body = """
+        assert all(p.endswith(" <eos> and ") for p in prompts), prompts
+        assert all(isinstance(place, int) for place in columns["place"])
+        return [1.0] * len(prompts)
+    """
+    data = write_rows(tmp_path / "talks.jsonl", rows)
+    reward = write_reward(tmp_path, body)
+    config = ppo_config(base, tmp_path / "run", dataset_name=str(data), reward_funcs=[reward], max_steps=1)
+    trainer = PpoTrainer(config)
+    assert words(trainer, trainer.train_set.ids[0]) == "red cat <eos> and"
+    trainer.run()
+
+
+def test_rl_cuts_prompts_and_writes_down_what_it_left_out(base, tmp_path):
+    data = write_rows(tmp_path / "p.jsonl", [{"prompt": "red cat"}, {"prompt": 3}, {"prompt": "sun moon " * 40}])
+    common = {"dataset_name": str(data), "max_bad_rows": 1, "max_prompt_length": 10, "num_samples": 0, "max_steps": 1}
+    trainer = PpoTrainer(ppo_config(base, tmp_path / "run", truncation="keep_end", **common))
+    assert [len(ids) for ids in trainer.train_set.ids] == [3, 10]
+    assert words(trainer, trainer.train_set.ids[1]) == "sun moon " * 4 + "sun moon"
+    trainer.run()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["dataset_name"]
+    assert (record["read"], record["used"], record["truncated"], record["dropped"]) == (3, 2, 1, 0)
+    assert record["bad"][0]["places"] == [f"{data}:2"]
+    dropping = PpoTrainer(ppo_config(base, tmp_path / "other", truncation="drop", **common))
+    assert len(dropping.train_set.rows) == 1
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 rows cannot be used, .*; expected at most 10 tokens \(max_prompt_len"
+    ):
+        PpoTrainer(ppo_config(base, tmp_path / "third", **common))
+
+
+def test_options_of_data_that_mean_nothing(base, tmp_path):
+    with pytest.raises(ConfigError, match="truncation: expected error, drop or keep_end for prompts"):
+        ppo_config(base, tmp_path / "run", truncation="keep_start")
+    with pytest.raises(ConfigError, match="max_bad_rows: expected a share below 1 or a whole number of rows, got 1"):
+        sft_config(base, tmp_path / "run", max_bad_rows=1.5)
+    with pytest.raises(ConfigError, match="max_bad_rows: expected a number >= 0, got -1"):
+        sft_config(base, tmp_path / "run", max_bad_rows=-1)
+    with pytest.raises(ConfigError, match="truncation: expected one of 'error', 'drop', 'keep_end', 'keep_start', got"):
+        sft_config(base, tmp_path / "run", truncation="left")
+    with pytest.raises(ConfigError, match="dataset_name: expected something that is not empty, got ''"):
+        sft_config(base, tmp_path / "run", dataset_name="")
+
+
+def test_conversations_need_a_template(tmp_path):
+    model = write_model(tmp_path / "m")
+    data = write_rows(tmp_path / "talks.jsonl", TALKS)
+    with pytest.raises(
+        ConfigError, match="dataset_name: expected a tokenizer with a chat template for rows of messages"
+    ):
+        SftTrainer(sft_config(model, tmp_path / "out", dataset_name=str(data)))

@@ -667,25 +667,25 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([ROW, OTHER, PAIR], {}, r"dataset_name: row 2: expected the columns .*\(pointwise\) like the other rows, got"),
-        ([PAIR, ROW], {}, r"dataset_name: row 1: expected the columns .*\(pairwise\) like the other rows, got"),
-        ([ROW, OTHER], {"objective": "pairwise"}, r"row 0: expected the columns \('chosen', 'rejected'\) \(pairwise\)"),
-        ([{"prompt": "red"}], {}, r"row 0: expected the columns .*pairwise.* or .*pointwise"),
-        ([{**ROW, **PAIR}, {"prompt": "red"}], {}, r"row 1: expected the columns .*pairwise.* or .*pointwise"),
+        ([ROW, OTHER, PAIR], {}, "rows.jsonl:3: expected a string .* in column 'completion', got None"),
+        ([PAIR, ROW], {}, "rows.jsonl:2: expected a string or a list of messages in column 'chosen', got None"),
+        ([ROW, OTHER], {"objective": "pairwise"}, "rows.jsonl:1: expected .* in column 'chosen', got None"),
+        ([{"prompt": "red"}], {}, "rows.jsonl:1: expected .* in column 'chosen', got None"),
+        ([{**ROW, **PAIR}, {"prompt": "red"}], {}, "rows.jsonl:2: expected .* in column 'chosen', got None"),
         ([{**ROW, **PAIR}], {}, "objective: expected 'pairwise' or 'pointwise' for dataset_name, whose rows have the"),
-        ([ROW, {**OTHER, "label": "no"}], {}, r"row 1: expected true or false \(or 1 or 0\) in column 'label', got"),
-        ([ROW, {**OTHER, "label": 2}], {}, "row 1: expected true or false .* got 2"),
-        ([ROW, {**OTHER, "label": 0.0}], {}, "row 1: expected true or false .* got 0.0"),
-        ([ROW, {**OTHER, "label": None}], {}, "row 1: expected true or false .* got None"),
+        ([ROW, {**OTHER, "label": "no"}], {}, "rows.jsonl:2: expected true, false, 1 or 0 in column 'label', got 'no'"),
+        ([ROW, {**OTHER, "label": 2}], {}, "rows.jsonl:2: expected true, false, 1 or 0 .* got 2"),
+        ([ROW, {**OTHER, "label": 0.5}], {}, "rows.jsonl:2: expected true, false, 1 or 0 .* got 0.5"),
+        ([ROW, {**OTHER, "label": None}], {}, "rows.jsonl:2: expected true, false, 1 or 0 .* got None"),
         ([ROW, ROW], {}, "dataset_name: expected rows with label true and .* false, got 2 true and 0 false"),
-        ([ROW, {**OTHER, "completion": 3}], {}, "rows.jsonl:2: expected a string in column 'completion', got 3"),
-        ([ROW, OTHER], {"max_length": 3}, "dataset_name: row 0: expected at most 3 tokens of prompt and answer, got 4"),
-        ([ROW, {**OTHER, "prompt": "red " * 70}], {}, "row 1: expected at most 64 tokens of prompt and answer, got 73"),
-        (None, {"eval_share": 0.3, "group_column": "thread"}, "group_column: expected a column of every row, got 'thr"),
+        ([ROW, {**OTHER, "completion": 3}], {}, "rows.jsonl:2: expected .* in column 'completion', got 3"),
+        ([ROW, OTHER], {"max_length": 3}, "rows.jsonl:1: expected at most 3 tokens of prompt and answer, got 4"),
+        ([ROW, {**OTHER, "prompt": "red " * 70}], {}, "rows.jsonl:2: expected at most 64 tokens .* got 73"),
+        (None, {"eval_share": 0.3, "group_column": "thread"}, "rows.jsonl:1: expected a string .* in column 'thread'"),
         (
             [{**ROW, "c": 1.5}, OTHER],
             {"eval_share": 0.3, "group_column": "c"},
-            "group_column: .*row 0: expected text or an integer in 'c', got 1.5",
+            "rows.jsonl:1: expected a string or an integer in column 'c', got 1.5",
         ),
         ([ROW, {**OTHER, "prompt": "red"}], {"eval_share": 0.5}, "eval_share: expected a share that leaves groups on"),
         ([PAIR], {"pos_weight": "balanced"}, "pos_weight: expected 'none' for pairs, got 'balanced'"),
@@ -727,7 +727,7 @@ def test_contradictory_options(tmp_path, options, message):
 
 def test_held_out_rows_of_the_other_kind_or_of_one_class(base, tmp_path):
     held = write_rows(tmp_path / "held.jsonl", [ROW, ROW])
-    with pytest.raises(ConfigError, match=r"eval_dataset_name: row 0: expected the columns .*pairwise"):
+    with pytest.raises(ConfigError, match=r"held.jsonl:1: expected .* in column 'chosen', got None"):
         RewardTrainer(reward_config(base, tmp_path / "a", [PAIR], eval_dataset_name=str(held)))
     trainer = RewardTrainer(reward_config(base, tmp_path / "b", max_steps=2, eval_dataset_name=str(held)))
     assert trainer.notes[0].startswith("the held-out rows are of one class only (2 true, 0 false): AUC")

@@ -318,13 +318,16 @@ def data(*rows: Any):
     ("options", "message"),
     [
         (data({"prompt": ""}), r"rows\.jsonl:1: expected text in column 'prompt', got an empty prompt"),
-        (data({"text": "red"}), r"rows\.jsonl:1: expected a string in column 'prompt', got None"),
+        (data({"text": "red"}), r"rows\.jsonl:1: expected a string or a list of messages in column 'prompt', got None"),
         (
             data({"prompt": "red"}, {"prompt": "cat " * 60}),
-            r"dataset_name: .*prompts\[1\]: expected at most 56 tokens \(context 64 − .*length 8\), got 61",
+            r"rows\.jsonl:2: expected at most 56 tokens \(context 64 − .*length 8\), got 61",
         ),
-        (lambda p: {"max_prompt_length": 2}, r"row 0: expected a prompt of at most 2 tokens, got 3"),
-        (lambda p: {"max_completion_length": 64}, r"prompts\[0\]: expected at most 0 tokens"),
+        (
+            lambda p: {"max_prompt_length": 2},
+            r"prompts\.jsonl:1: expected at most 2 tokens \(max_prompt_length\), got 3",
+        ),
+        (lambda p: {"max_completion_length": 64}, r"prompts\.jsonl:1: expected at most 0 tokens"),
         (lambda p: {"dataset_name": str(p / "none.jsonl")}, "^dataset_name: expected .* which is not a file"),
         (lambda p: {"eval_dataset_name": str(p / "no.jsonl")}, "^eval_dataset_name: expected .* which is not a file"),
         (rewards("return [1.0]"), "reward function 'reward': expected 2 rewards, got 1"),

@@ -218,19 +218,31 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"prompt": "red", "chosen": "a"}], {}, r"rows\.jsonl:1: expected a string in column 'completion', got None"),
+        (
+            [{"prompt": "red", "chosen": "a"}],
+            {},
+            r"rows\.jsonl:1: expected a string or .* in column 'rejected', got None",
+        ),
         (
             [{"prompt": "red", "chosen": "a", "rejected": "b"}, {"prompt": "red", "chosen": "a", "rejected": None}],
             {},
-            r"rows\.jsonl:2: expected a string in column 'rejected', got None",
+            r"rows\.jsonl:2: expected a string or .* in column 'rejected', got None",
         ),
         (
             [{"prompt": "red", "chosen": "a", "rejected": "b " * 30}],
             {"max_length": 20},
-            "dataset_name: row 0: expected at most 20 tokens of prompt and answer, got 33",
+            r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer, got 33",
         ),
-        ([{"prompt": "red " * 64, "completion": "a"}], {}, "row 0: expected at most 64 tokens of prompt and answer"),
-        ([{"completion": "a"}], {}, r"rows\.jsonl:1: expected a string in column 'prompt', got None"),
+        (
+            [{"prompt": "red " * 64, "completion": "a"}],
+            {},
+            r"rows\.jsonl:1: expected at most 64 tokens of prompt and answer",
+        ),
+        (
+            [{"completion": "a"}],
+            {},
+            r"rows\.jsonl:1: expected a string or a list of messages in column 'prompt', got None",
+        ),
     ],
 )
 def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_path, rows, options, message):

@@ -1,0 +1,36 @@
+"""Options of how training data are read; names as in TRL where TRL has the option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config_parser import Options, option, required
+from rlhf_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """Where rows come from, and what becomes of those that are too long or cannot be used."""
+
+    dataset_name: str = required(
+        "training data: a file or folder of JSON, JSONL (either also .gz) or Parquet, a folder of save_to_disk, or "
+        "hub:owner/name[:split], which alone uses the network"
+    )
+    max_bad_rows: float = option(
+        0.0, "rows that may be unusable before the run stops: a share below 1, or a whole number of rows", ge=0
+    )
+    truncation: Literal["error", "drop", "keep_end", "keep_start"] = option(
+        "error",
+        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go) or keep_start (the "
+        "answer's last tokens go)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset_name:
+            raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")
+        if self.max_bad_rows > 1 and not self.max_bad_rows.is_integer():
+            raise ConfigError(
+                f"max_bad_rows: expected a share below 1 or a whole number of rows, got {self.max_bad_rows:g}"
+            )

@@ -1,0 +1,79 @@
+"""Data for training: read, recognise, tokenize, split, order; every row that is left out or cut is counted.
+
+A tally goes with a source from its file to its tokens:
+
+    tally = Tally(source="pairs.jsonl.gz", max_bad_rows=0.01)
+    rows = load_rows("pairs.jsonl.gz", tally, kinds=("preference", "implicit_preference"))
+    split = split_by_group(rows, share=0.1)
+    tokens = tokenize_rows(split.train, tokenizer, tally, max_length=1024, truncation="keep_end")
+    for batch in pack([t.n_tokens for t in tokens], 16_384, seed=0, epoch=0): …
+    print(tally.report().text())
+"""
+
+from rlhf_engine.data.load import load_rows
+from rlhf_engine.data.order import batch_indices, epoch_order, pack
+from rlhf_engine.data.read import Record, read_records
+from rlhf_engine.data.report import BadRows, Report, RowError, Tally
+from rlhf_engine.data.split import Split, group_fraction, split_by_column, split_by_group
+from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
+from rlhf_engine.data.tokenize import (
+    Tokenized,
+    Truncation,
+    encode_text,
+    fit_to_length,
+    plain_text,
+    tokenize_row,
+    tokenize_rows,
+)
+from rlhf_engine.data.types import (
+    KINDS,
+    Kind,
+    Message,
+    Preference,
+    PromptCompletion,
+    PromptOnly,
+    Row,
+    Text,
+    UnpairedPreference,
+    parse_row,
+    recognise,
+    split_prompt,
+)
+
+__all__ = [
+    "KINDS",
+    "BadRows",
+    "Kind",
+    "Message",
+    "Preference",
+    "PromptCompletion",
+    "PromptOnly",
+    "Record",
+    "Report",
+    "Row",
+    "RowError",
+    "Split",
+    "Tally",
+    "Text",
+    "Tokenized",
+    "Truncation",
+    "UnpairedPreference",
+    "batch_indices",
+    "encode_text",
+    "epoch_order",
+    "fit_to_length",
+    "group_fraction",
+    "load_rows",
+    "load_taskmaster",
+    "pack",
+    "parse_row",
+    "plain_text",
+    "read_records",
+    "recognise",
+    "render_turn",
+    "split_by_column",
+    "split_by_group",
+    "split_prompt",
+    "tokenize_row",
+    "tokenize_rows",
+]

@@ -1,0 +1,228 @@
+"""Rows of a data source, each with its place for messages.
+
+A source is
+    a .json file (a list of objects), a .jsonl file (an object per line; so is a file of any other name), the same
+        compressed by gzip (.json.gz, .jsonl.gz), or a .parquet file
+    a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
+    hub:owner/name or hub:owner/name:split, a dataset of the Hugging Face Hub; `train` where no split is named
+
+A local path comes first. The network is used for `hub:` alone, and then by `datasets`, which keeps what it loads; from
+version 4 on it runs no code of a dataset. Text is UTF-8, with or without a byte order mark; only line feeds end a line,
+as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice, is a bad row; a file
+that cannot be read to its end is an error, whatever rows came before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf_engine.data.report import RowError, shown
+from rlhf_engine.errors import ConfigError
+
+_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+_HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
+_INSTALL = "pip install 'rlhf-engine[data]' has it"
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One row as read."""
+
+    place: str
+    """`file:line`, or `file: row i` where rows have no lines."""
+    value: Any
+    """The row; what it is has not been checked."""
+    error: RowError | None = None
+    """Why there is no value."""
+
+
+def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_name") -> Iterator[Record]:
+    """Rows of a source, one after another. argument: what messages call the source.
+
+    Raises ConfigError for a source that is not there or cannot be read to its end, for a folder with no data or with
+    several splits, and where the package that reads it is missing.
+    """
+    path = Path(source)
+    if path.is_file():
+        return _file(path)
+    if path.is_dir():
+        return _folder(path, argument)
+    name = os.fspath(source)
+    if name.startswith("hub:"):
+        return _hub(name, argument)
+    of_hub = _HUB.fullmatch(f"hub:{name}") is not None and not name.endswith(_SUFFIXES)
+    hint = f"; hub:{name} would load it from the Hugging Face Hub" if of_hub else ""
+    raise ConfigError(
+        f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or hub:owner/name, got {name!r} "
+        f"which is not a file{hint}"
+    )
+
+
+def _file(path: Path) -> Iterator[Record]:
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        return _parquet(path)
+    return _json_list(path) if name.endswith((".json", ".json.gz")) else _json_lines(path)
+
+
+def _folder(path: Path, argument: str) -> Iterator[Record]:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.parent.name for p in path.glob("*/state.json"))
+        raise ConfigError(f"{argument}: expected the folder of one split, got {str(path)!r} with the splits {splits}")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return _saved_dataset(path)
+    files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(_SUFFIXES) and p.name[0] != ".")
+    if not files:
+        raise ConfigError(f"{argument}: expected files {', '.join(_SUFFIXES)} in {str(path)!r}, got none")
+    return (record for file in files for record in _file(file))
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+class _Doubled(dict[str, Any]):
+    """An object that names a column twice, or holds one that does."""
+
+    column = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    twice = next((key for key, n in Counter(key for key, _ in pairs).items() if n > 1), None)
+    if twice is None:
+        parts = (part for value in found.values() for part in (value if isinstance(value, list) else [value]))
+        twice = next((part.column for part in parts if isinstance(part, _Doubled)), None)
+    if twice is None:
+        return found
+    doubled = _Doubled(found)
+    doubled.column = twice
+    return doubled
+
+
+def _record(place: str, value: Any) -> Record:
+    if isinstance(value, _Doubled):
+        return Record(place=place, value=None, error=RowError("every column once", f"{value.column!r} twice"))
+    return Record(place=place, value=value)
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    expected = "whole gzip data" if path.name.lower().endswith(".gz") else "a file that can be read"
+    return ConfigError(f"{path}: expected {expected}, got {error}")
+
+
+def _json_list(path: Path) -> Iterator[Record]:
+    try:
+        with _open(path) as stream:
+            text = stream.read().removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    try:
+        whole = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:  # ValueError: also integers of more digits than Python takes
+        hint = "; a file with an object per line is called .jsonl" if "Extra data" in str(error) else ""
+        raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}{hint}") from error
+    if not isinstance(whole, list):
+        came = "dict" if isinstance(whole, dict) else type(whole).__name__
+        raise ConfigError(f"{path}: expected a list of objects, got {came}")
+    for i, row in enumerate(whole):
+        yield _record(f"{path}: row {i}", row)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    try:
+        with _open(path) as stream:
+            for number, line in enumerate(stream, start=1):
+                line = line.removeprefix(_BOM) if number == 1 else line
+                if line.strip():
+                    yield _line(f"{path}:{number}", line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _line(place: str, line: bytes) -> Record:
+    try:
+        return _record(place, json.loads(line.decode("utf-8"), object_pairs_hook=_object))
+    except UnicodeDecodeError as error:
+        return Record(place=place, value=None, error=RowError("JSON in UTF-8", str(error)))
+    except (ValueError, RecursionError) as error:
+        return Record(place=place, value=None, error=RowError("a JSON object", str(error)))
+
+
+# ---- Parquet and datasets --------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: expected the package pyarrow to read Parquet, got none; {_INSTALL}") from error
+    try:
+        file = parquet.ParquetFile(path)
+        twice = [name for name, n in Counter(file.schema_arrow.names).items() if n > 1]
+        if twice:
+            raise ConfigError(f"{path}: expected every column once, got {shown(twice[0])} twice")
+        start = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for i, row in enumerate(batch.to_pylist()):
+                yield Record(place=f"{path}: row {start + i}", value=row)
+            start += batch.num_rows
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
+        raise ConfigError(f"{path}: expected a Parquet file, got {_first_line(error)}") from error
+
+
+def _datasets(place: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"{place}: expected the package datasets to read it, got none; {_INSTALL}") from error
+    return datasets
+
+
+def _saved_dataset(path: Path) -> Iterator[Record]:
+    try:
+        rows = _datasets(str(path)).load_from_disk(str(path))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: expected a folder of save_to_disk, got {_first_line(error)}") from error
+    for i, row in enumerate(rows):
+        yield Record(place=f"{path}: row {i}", value=row)
+
+
+def _hub(name: str, argument: str) -> Iterator[Record]:
+    found = _HUB.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"{argument}: expected hub:owner/name or hub:owner/name:split, got {name!r}")
+    datasets = _datasets(f"{argument}: {name}")
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ConfigError(
+            f"{argument}: expected datasets of version 4 or later, which runs no code of a dataset, got "
+            f"{datasets.__version__}"
+        )
+    try:
+        rows = datasets.load_dataset(found[1], split=found[2] or "train")
+    except (OSError, ValueError, RuntimeError) as error:  # not found, offline; no such split; a script
+        raise ConfigError(f"{argument}: expected to load {name!r}, got {_first_line(error)}") from error
+    return (Record(place=f"{name}: row {i}", value=row) for i, row in enumerate(rows))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,103 @@
+"""The reward examples of Taskmaster-3 (tickets for films), published with PERL (arXiv 2403.10704), as thumbs.
+
+Rows: `conversation_id`; `context`, a JSON string with the list of turns so far; `generation`, a JSON string with the
+agent's next turn; `reward` 1 for thumbs up, 0 for thumbs down. A turn has a `role` (user, agent, api) and one of
+`text`, `api` (a call) or `response` (what the call gave).
+
+As text, a turn is a line: the role, a colon, a space, then its text, or its call or response as JSON:
+
+    user: What is on at the Roxy?
+    agent: {"find_movies": {"name.theater": "Roxy"}}
+    api: {"find_movies": {"name.movie": ["Scream"]}}
+    agent:
+
+The prompt is the lines of the last turns and a bare `agent:`; the completion is a space and the rest of the agent's
+line. White space within a text becomes single spaces, so that a turn is a line. A few published turns have no text;
+they stay, with a space as completion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_engine.data.read import read_records
+from rlhf_engine.data.report import RowError, Tally, shown
+from rlhf_engine.data.types import UnpairedPreference, require_unicode
+from rlhf_engine.errors import ConfigError
+
+_CONTENT = ("text", "api", "response")
+
+
+def load_taskmaster(
+    source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
+) -> list[UnpairedPreference]:
+    """Rows of the published files, or of the folder they are in; a row's group is its conversation.
+
+    last_turns: how many turns of the context the prompt keeps; None for all. Raises ConfigError as `load_rows` does,
+    and for last_turns below 1.
+    """
+    if last_turns is not None and last_turns < 1:
+        raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
+    rows = []
+    for record in read_records(source, argument=tally.argument):
+        tally.read += 1
+        try:
+            if record.error is not None:
+                raise record.error
+            rows.append(_row(record.value, record.place, last_turns))
+        except RowError as error:
+            tally.bad(record.place, error)
+    tally.check()
+    return rows
+
+
+def render_turn(turn: Any) -> str:
+    """A turn as its line. Raises RowError for what is no turn."""
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        raise RowError("turns {role, text or api or response}", shown(turn))
+    held = [name for name in _CONTENT if name in turn]
+    if len(held) != 1:
+        raise RowError("one of text, api and response in a turn", shown(sorted(turn)))
+    content = turn[held[0]]
+    if held[0] == "text":
+        if not isinstance(content, str):
+            raise RowError("a string as text of a turn", shown(content))
+    else:
+        content = json.dumps(content, ensure_ascii=False)
+    return require_unicode(f"{turn['role']}: {' '.join(content.split())}", "text")
+
+
+def _row(value: Any, place: str, last_turns: int | None) -> UnpairedPreference:
+    if not isinstance(value, Mapping):
+        raise RowError("a JSON object", type(value).__name__)
+    group = value.get("conversation_id")
+    if not isinstance(group, str) or not group:
+        raise RowError("a string in column 'conversation_id'", shown(group))
+    turns, answer = (_parsed(value.get(name), name) for name in ("context", "generation"))
+    if not isinstance(turns, list) or not turns:
+        raise RowError("a list of turns in column 'context'", shown(turns))
+    if not isinstance(answer, Mapping) or answer.get("role") != "agent":
+        raise RowError("a turn of the agent in column 'generation'", shown(answer))
+    reward = value.get("reward")
+    if not isinstance(reward, (bool, int, float)) or reward not in (0, 1):
+        raise RowError("1 or 0 in column 'reward'", shown(reward))
+    lines = [render_turn(turn) for turn in (turns if last_turns is None else turns[-last_turns:])]
+    return UnpairedPreference(
+        prompt="\n".join([*lines, "agent:"]),
+        completion=render_turn(answer).removeprefix("agent:"),
+        label=bool(reward),
+        group=group,
+        place=place,
+    )
+
+
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        raise RowError(f"a JSON string in column {name!r}", shown(value))
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"a JSON string in column {name!r}", str(error)) from error

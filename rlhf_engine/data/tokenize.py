@@ -1,0 +1,174 @@
+"""Rows to token ids: plain strings or chat templates, and what happens to rows that are too long.
+
+Strings: a prompt has the tokenizer's own beginning, an answer ends with the end-of-sequence token (`tokenizing.py`).
+
+Conversations: the prompt is the chat template's text of its messages with the generation prompt; prompt and answer are
+the template's text of all messages. The prompt's tokens have to be the first of prompt and answer together, or the row
+is bad: a policy would be trained on answers to a prompt that it is never given. The answer ends with its last
+end-of-sequence token; the white space that some templates write after it is left out, and where the template writes no
+such token, it is added.
+
+`truncation` says what becomes of a row of more than `max_length` tokens:
+
+    error        the row is bad, which stops the run unless max_bad_rows allows for it
+    drop         the row is left out and counted as dropped
+    keep_end     the prompt's oldest tokens go until the row fits; answers stay whole
+    keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
+
+Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
+the prompt stays, and with keep_start one of each answer; a row that cannot be made to fit is bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_engine.data.report import RowError, Tally, shown
+from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, Text, UnpairedPreference
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.tokenizing import encode_completion, encode_prompt
+
+Truncation = Literal["error", "drop", "keep_end", "keep_start"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """A row with its token ids."""
+
+    row: Row
+    prompt: list[int]
+    answers: tuple[list[int], ...]
+    """None for prompts alone, one completion, or chosen and rejected."""
+    truncated: bool = False
+    """Whether tokens were cut."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all sequences that the row becomes: the prompt once per answer."""
+        return max(1, len(self.answers)) * len(self.prompt) + sum(map(len, self.answers))
+
+
+def tokenize_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally,
+    *,
+    max_length: int,
+    truncation: Truncation = "error",
+    limit_name: str = "tokens of prompt and answer",
+) -> list[Tokenized]:
+    """Rows as token ids of at most max_length tokens; what is bad, dropped or cut is counted in `tally`.
+
+    limit_name: what messages call max_length's tokens. Raises ConfigError where a conversation meets a tokenizer
+    without a chat template, and as `Tally.check` does.
+    """
+    found = []
+    for row in rows:
+        try:
+            one = fit_to_length(tokenize_row(row, tokenizer), max_length, truncation, limit_name)
+        except RowError as error:
+            tally.bad(row.place, error)
+            continue
+        if one is None:
+            tally.dropped += 1
+        else:
+            tally.truncated += one.truncated
+            found.append(one)
+    tally.check()
+    return found
+
+
+def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
+    """A row as token ids, of any length. Raises RowError for one that cannot be tokenized."""
+    texts: tuple[Text, ...] = ()
+    if isinstance(row, Preference):
+        texts = (row.chosen, row.rejected)
+    elif isinstance(row, (PromptCompletion, UnpairedPreference)):
+        texts = (row.completion,)
+    prompt = encode_text(tokenizer, row.prompt)
+    if not prompt:
+        raise RowError("a prompt of at least one token", shown(row.prompt))
+    return Tokenized(row=row, prompt=prompt, answers=tuple(_answer(tokenizer, row.prompt, prompt, t) for t in texts))
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
+    """Token ids of a prompt, a string or messages."""
+    if isinstance(prompt, str):
+        return encode_prompt(tokenizer, prompt)
+    return _ids(tokenizer, plain_text(tokenizer, prompt))
+
+
+def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
+    """A prompt as the model reads it: the string itself, or the chat template's text with the generation prompt."""
+    return prompt if isinstance(prompt, str) else _template(tokenizer, prompt, generation_prompt=True)
+
+
+def fit_to_length(tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str) -> Tokenized | None:
+    """The row within max_length tokens, or None if it is to be dropped. Raises RowError for one that does not fit."""
+    longest = max(map(len, tokens.answers), default=0)
+    length = len(tokens.prompt) + longest
+    if length <= max_length:
+        return tokens
+    if truncation == "drop":
+        return None
+    if truncation == "keep_end" and longest < max_length:
+        kept = tokens.prompt[len(tokens.prompt) - (max_length - longest) :]
+        return Tokenized(row=tokens.row, prompt=kept, answers=tokens.answers, truncated=True)
+    room = max_length - len(tokens.prompt)
+    if truncation == "keep_start" and tokens.answers and room > 0:
+        answers = tuple(answer[:room] for answer in tokens.answers)
+        return Tokenized(row=tokens.row, prompt=tokens.prompt, answers=answers, truncated=True)
+    raise RowError(f"at most {max_length} {limit_name}", str(length))
+
+
+# ---- chat templates --------------------------------------------------------------------------------------------------
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "dataset_name: expected a tokenizer with a chat template for rows of messages, got one without; set "
+            "chat_template in its tokenizer_config.json, or give strings"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except (TemplateError, TypeError, ValueError) as error:  # what templates raise for messages they do not know
+        reason = str(error).strip().partition("\n")[0]
+        raise RowError("messages that the chat template takes", reason) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # the template writes special tokens itself
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _answer(tokenizer: PreTrainedTokenizerBase, prompt: Text, prompt_ids: list[int], answer: Text) -> list[int]:
+    if isinstance(prompt, str) or isinstance(answer, str):
+        assert isinstance(answer, str)
+        return encode_completion(tokenizer, answer)
+    whole = _ids(tokenizer, _template(tokenizer, [*prompt, *answer], generation_prompt=False))
+    if whole[: len(prompt_ids)] != prompt_ids:
+        i = next((i for i, pair in enumerate(zip(whole, prompt_ids, strict=False)) if pair[0] != pair[1]), len(whole))
+        raise RowError(
+            "a chat template whose text of prompt and answer begins with that of the prompt",
+            f"other tokens from token {i} on",
+        )
+    return _ended(whole[len(prompt_ids) :], int(tokenizer.eos_token_id), tokenizer.decode)  # type: ignore[arg-type]
+
+
+def _ended(ids: list[int], eos: int, decode: Callable[[list[int]], str]) -> list[int]:
+    """The answer up to its last end token, if only white space follows that, or with one added."""
+    if eos in ids:
+        end = len(ids) - ids[::-1].index(eos)
+        if not decode(ids[end:]).strip():
+            return ids[:end]
+    return [*ids, eos]

@@ -1,0 +1,228 @@
+"""TRL's dataset types, recognised by their columns.
+
+| type                | columns                            | class              |
+|---------------------|------------------------------------|--------------------|
+| preference          | prompt, chosen, rejected           | Preference         |
+| implicit preference | chosen, rejected                   | Preference         |
+| unpaired preference | prompt, completion, label          | UnpairedPreference |
+| prompt-completion   | prompt, completion                 | PromptCompletion   |
+| prompt-only         | prompt                             | PromptOnly         |
+
+A text is a string (standard) or a list of messages {role, content} (conversational). A completion in messages is the
+assistant's alone, and a prompt ends before it. `label` is true or false, 1 or 0. Other columns are kept.
+
+An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
+longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
+splits no word either, its `extract_prompt` finds the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from rlhf_engine.data.report import RowError, shown
+from rlhf_engine.errors import ConfigError
+
+Message: TypeAlias = Mapping[str, Any]
+Text: TypeAlias = "str | tuple[Message, ...]"
+Kind = Literal["preference", "implicit_preference", "unpaired_preference", "prompt_completion", "prompt_only"]
+
+_COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "implicit_preference": ("chosen", "rejected"),
+    "unpaired_preference": ("prompt", "completion", "label"),
+    "prompt_completion": ("prompt", "completion"),
+    "prompt_only": ("prompt",),
+}
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What all types share."""
+
+    prompt: Text
+    group: str
+    """Rows of one group are never on both sides of a split; the prompt itself where no column was named."""
+    place: str
+    """For messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOnly(Row):
+    """A prompt to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompletion(Row):
+    """A prompt with its answer."""
+
+    completion: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Row):
+    """A prompt with a better and a worse answer."""
+
+    chosen: Text
+    rejected: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedPreference(Row):
+    """A prompt with an answer and whether it was liked."""
+
+    completion: Text
+    label: bool
+
+
+def recognise(
+    columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
+) -> Kind:
+    """The type of a data source. columns: how many rows have a set of columns.
+
+    It is the first of `wanted` that every row fits, otherwise the one that most rows fit; prompt-only if no row fits
+    another, and with an implicit prompt if no row has one. Raises ConfigError where no row has any column of several
+    types.
+    """
+
+    def fit(kind: Kind) -> tuple[int, float]:
+        needed = set(_COLUMNS[kind])
+        whole = sum(n for names, n in columns.items() if needed <= names)
+        return whole, sum(n * len(needed & names) for names, n in columns.items()) / len(needed)
+
+    left_out = {"implicit_preference"} if any("prompt" in names for names in columns) else set()
+    if any(fit(kind)[0] for kind in wanted if kind != "prompt_only"):
+        left_out.add("prompt_only")
+    candidates = [kind for kind in wanted if kind not in left_out] or list(wanted)
+    best = max(candidates, key=fit)  # the first of equals
+    if len(candidates) > 1 and columns and fit(best) == (0, 0.0):
+        types = " or ".join("(" + ", ".join(_COLUMNS[kind]) + ")" for kind in wanted)
+        raise ConfigError(f"{argument}: expected the columns {types}, got {sorted(set().union(*columns))}")
+    return best
+
+
+def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = None) -> Row:
+    """One row as its type. Raises RowError, which says column, what was expected and what came."""
+    if not isinstance(value, Mapping):
+        raise RowError("a JSON object", type(value).__name__)
+    names = _COLUMNS[kind]
+    texts = {name: _text(value.get(name), name) for name in names if name != "label"}
+    if kind == "implicit_preference":
+        parts = split_prompt(texts["chosen"], texts["rejected"])
+        texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+    for name, text in texts.items():
+        _same_form(texts["prompt"], text, name)
+        _of_speaker(text, name)
+    fields: dict[str, Any] = {
+        **texts,
+        "place": place,
+        "group": _group(value, group_column, texts["prompt"]),
+        "columns": {name: v for name, v in value.items() if name not in names},
+    }
+    if kind == "unpaired_preference":
+        return UnpairedPreference(label=_label(value.get("label")), **fields)
+    classes = {"prompt_completion": PromptCompletion, "prompt_only": PromptOnly}
+    return classes.get(kind, Preference)(**fields)
+
+
+def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """(prompt, chosen, rejected) of texts that begin with the same prompt; the rule is the module's.
+
+    Raises RowError where they have no beginning in common, or where nothing is left of one of them.
+    """
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise RowError("chosen and rejected of one form, strings or messages", "one of each")
+    n = 0
+    while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
+        n += 1
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        inside = n > 0 and not chosen[n - 1].isspace()  # of a word, unless white space follows in both
+        if inside and not all(text[n : n + 1].isspace() for text in (chosen, rejected)):
+            while n > 0 and not chosen[n - 1].isspace():
+                n -= 1
+        if n > 0 and chosen[n - 1] == " ":
+            n -= 1
+        left = bool(chosen[n:].strip() and rejected[n:].strip() and chosen[:n].strip())
+    else:
+        left = n > 0 and n < min(len(chosen), len(rejected))
+    if not left or chosen == rejected:
+        raise RowError("chosen and rejected with one prompt and two answers", f"{shown(chosen)} and {shown(rejected)}")
+    return chosen[:n], chosen[n:], rejected[n:]
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Any, name: str) -> Text:
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"text in column {name!r}", f"an empty {name}")
+        return require_unicode(value, name)
+    if not isinstance(value, (list, tuple)):
+        raise RowError(f"a string or a list of messages in column {name!r}", shown(value))
+    if not value:
+        raise RowError(f"text in column {name!r}", f"an empty {name}")
+    return tuple(_message(message, name) for message in value)
+
+
+def _message(value: Any, name: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise RowError(f"messages {{role, content}} in column {name!r}", shown(value))
+    for key in ("role", "content"):
+        if not isinstance(value.get(key), str):
+            raise RowError(f"a string as {key} of every message in column {name!r}", shown(value.get(key)))
+    if not value["role"]:
+        raise RowError(f"a role for every message in column {name!r}", "an empty one")
+    require_unicode(value["content"], name)
+    return {key: v for key, v in value.items() if v is not None}  # tables give every row every key
+
+
+def require_unicode(text: str, name: str) -> str:
+    """The text. Raises RowError for half of a surrogate pair, which JSON can spell and tokenizers cannot read."""
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"half a surrogate pair at place {error.start}"
+            raise RowError(f"Unicode text in column {name!r}", half) from error
+    return text
+
+
+def _same_form(prompt: Text, text: Text, name: str) -> None:
+    if isinstance(prompt, str) != isinstance(text, str):
+        form = "a string" if isinstance(prompt, str) else "messages"
+        raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
+
+
+def _of_speaker(text: Text, name: str) -> None:
+    """Whose turn the messages of a column are."""
+    if isinstance(text, str):
+        return
+    if not any(message["content"].strip() for message in text):
+        raise RowError(f"text in column {name!r}", f"an empty {name}")
+    roles = [message["role"] for message in text]
+    if name == "prompt" and roles[-1] == "assistant":
+        raise RowError("a prompt that ends before the assistant's turn", f"messages of {shown(roles)}")
+    if name != "prompt" and set(roles) != {"assistant"}:
+        raise RowError(f"messages of the assistant alone in column {name!r}", f"messages of {shown(roles)}")
+
+
+def _label(value: Any) -> bool:
+    if isinstance(value, (bool, int, float)) and value in (0, 1):  # NaN equals neither
+        return bool(value)
+    raise RowError("true, false, 1 or 0 in column 'label'", shown(value))
+
+
+def _group(row: Mapping[str, Any], column: str | None, prompt: Text) -> str:
+    if column is None:
+        return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        raise RowError(f"a string or an integer in column {column!r}", shown(value))
+    return str(value)

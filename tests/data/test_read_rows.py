@@ -1,0 +1,248 @@
+"""Reading: every format gives the same rows with their places; broken files are errors, broken lines bad rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import types
+
+import pytest
+
+from rlhf_engine.data import Record, read_records
+from rlhf_engine.errors import ConfigError
+from tests.data.texts import load, read, write_lines
+
+ROWS = [{"prompt": "x", "n": 1}, {"prompt": "y ü", "n": 2}]
+
+
+def values(path) -> list[object]:
+    return [record.value for record in read(path)]
+
+
+def places(path) -> list[str]:
+    return [record.place for record in read(path)]
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """No datasets here: whoever tries to import it fails."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+
+
+def test_json_and_jsonl_plain_and_compressed(tmp_path, offline):
+    lines = "\n".join(["", json.dumps(ROWS[0]), "  ", json.dumps(ROWS[1])]).encode()
+    whole = json.dumps(ROWS).encode()
+    for name, content, found in (
+        ("a.jsonl", lines, [":2", ":4"]),
+        ("a.txt", lines, [":2", ":4"]),  # any other name is one object per line
+        ("a.jsonl.gz", gzip.compress(lines), [":2", ":4"]),
+        ("A.JSON", whole, [": row 0", ": row 1"]),
+        ("a.json.gz", gzip.compress(whole), [": row 0", ": row 1"]),
+    ):
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert values(path) == ROWS, name
+        assert places(path) == [f"{path}{place}" for place in found]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    for name, text in (("a.jsonl", '{"prompt": "x"}\n'), ("a.json", '[{"prompt": "x"}]')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert values(tmp_path / name) == [{"prompt": "x"}]
+
+
+def test_only_line_feeds_end_a_line(tmp_path):
+    # JSON allows these inside of strings; str.splitlines would cut the row in two
+    text = "one\u2028two\u2029three\x85four"
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert values(path) == [{"prompt": text}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": \n', r"a\.jsonl:3: expected a JSON object, got Expecting value"),
+        (b'{"prompt": "\xff"}', r"a\.jsonl:3: expected JSON in UTF-8, got 'utf-8' codec can't decode"),
+        (b'{"prompt": "x", "n": 1, "n": 2}', r"a\.jsonl:3: expected every column once, got 'n' twice"),
+        (b'{"prompt": [{"role": "a", "role": "b"}]}', r"a\.jsonl:3: expected every column once, got 'role' twice"),
+        (b"[" * 100_000, r"a\.jsonl:3: expected a JSON object, got "),  # deeper than Python's stack
+        (b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:3: expected a JSON object, got Exceeds the limit"),
+        (b'["y"]', r"a\.jsonl:3: expected a JSON object, got list"),
+        (b"null", r"a\.jsonl:3: expected a JSON object, got NoneType"),
+        (b"NaN", r"a\.jsonl:3: expected a JSON object, got float"),
+    ],
+)
+def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path, line, message):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "x"}, b"", line, {"prompt": "z"})
+    with pytest.raises(ConfigError, match=f"^.*{message}"):
+        load(path, kinds=("prompt_only",))
+    rows, tally = load(path, max_bad_rows=1, kinds=("prompt_only",))
+    assert [row.prompt for row in rows] == ["x", "z"]
+    report = tally.report()
+    assert (report.read, report.used, report.n_bad, report.bad[0].places) == (3, 2, 1, (f"{path}:3",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"prompt": "x"}', r"a\.json: expected a list of objects, got dict"),
+        ("a.json", b'{"a": 1, "a": 1}', r"a\.json: expected a list of objects, got dict"),
+        ("a.json", b"[", r"a\.json: expected JSON in UTF-8, got"),
+        ("a.json", b"", r"a\.json: expected JSON in UTF-8, got"),
+        ("a.json", b'{"prompt": "x"}\n{"prompt": "y"}', r"a\.json: expected JSON .* Extra data.*is called \.jsonl"),
+        ("a.json", b'["\xff"]', r"a\.json: expected JSON in UTF-8, got 'utf-8' codec"),
+        ("a.jsonl.gz", b'{"prompt": "x"}\n', r"a\.jsonl\.gz: expected whole gzip data, got Not a gzipped file"),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS * 99).encode())[:-20], r"a\.json\.gz: expected whole gzip data"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-8], r"a\.jsonl\.gz: expected whole gzip data, got Comp"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-8] + b"\0" * 8, r"expected whole gzip data, got CRC"),
+    ],
+)
+def test_a_broken_file_is_an_error_whatever_is_allowed(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load(path, max_bad_rows=0.99)
+
+
+def test_no_rows_and_no_source(tmp_path, offline):
+    path = write_lines(tmp_path / "a.jsonl", b"", b"  ")
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected at least one row in .*a\.jsonl', got none$"):
+        load(path)
+    with pytest.raises(
+        ConfigError, match=r"^eval_dataset_name: expected a \.json, .*none\.jsonl' which is not a file$"
+    ):
+        read_records(tmp_path / "none.jsonl", argument="eval_dataset_name")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "readme.md").write_text("no data")
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected files \.json, .* in .*notes', got none"):
+        read_records(tmp_path / "notes")
+
+
+def test_a_name_of_the_hub_is_not_asked_for_unless_it_is_spelled_so(offline):
+    with pytest.raises(ConfigError, match=r"got 'owner/name' which is not a file; hub:owner/name would load it"):
+        read_records("owner/name")
+    with pytest.raises(ConfigError, match=r"hub:owner/name: expected the package datasets .*rlhf-engine\[data\]"):
+        read_records("hub:owner/name")
+    for name in ("hub:", "hub:name", "hub:a/b/c", "hub:a/b:c:d", "hub:../b", "hub:a/-b"):
+        with pytest.raises(
+            ConfigError, match=r"^dataset_name: expected hub:owner/name or hub:owner/name:split, got 'hu"
+        ):
+            read_records(name)
+    with pytest.raises(ConfigError, match=r"'prompts/none\.jsonl' which is not a file$"):
+        read_records("prompts/none.jsonl")
+
+
+def test_files_of_a_folder_follow_their_names(tmp_path):
+    write_lines(tmp_path / "b.jsonl", ROWS[1])
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(ROWS[:1]).encode()))
+    (tmp_path / ".c.jsonl").write_text("hidden")
+    (tmp_path / "README.md").write_text("about")
+    assert values(tmp_path) == ROWS
+    assert places(tmp_path) == [f"{tmp_path / 'a.json.gz'}: row 0", f"{tmp_path / 'b.jsonl'}:1"]
+
+
+def test_the_first_rows_alone_are_read(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y"}, b"no JSON")
+    rows, tally = load(path, limit=2)
+    assert [row.prompt for row in rows] == ["x", "y"]
+    assert tally.read == 2
+
+
+# ---- the hub, with a stand-in for datasets ---------------------------------------------------------------------------
+
+
+def stand_in(monkeypatch, version: str = "4.0.0", error: Exception | None = None) -> list[object]:
+    """A module `datasets` that records its calls; nothing leaves this process."""
+    calls: list[object] = []
+
+    def load_dataset(*args, **options):
+        calls.append((args, options))
+        if error is not None:
+            raise error
+        return ROWS
+
+    module = types.SimpleNamespace(__version__=version, load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_what_is_asked_of_the_hub(monkeypatch):
+    calls = stand_in(monkeypatch)
+    assert read("hub:owner/my.name")[1] == Record(place="hub:owner/my.name: row 1", value=ROWS[1])
+    assert len(read("hub:owner/name:test_2")) == 2
+    assert calls == [(("owner/my.name",), {"split": "train"}), (("owner/name",), {"split": "test_2"})]
+
+
+def test_a_local_path_comes_before_the_hub(tmp_path, monkeypatch):
+    calls = stand_in(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub:owner").mkdir()
+    write_lines(tmp_path / "hub:owner" / "name", ROWS[0])
+    assert values("hub:owner/name") == ROWS[:1]
+    assert calls == []
+
+
+def test_the_hub_may_fail(monkeypatch):
+    stand_in(monkeypatch, error=ConnectionError("offline mode is enabled\nmore"))
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected to load 'hub:a/b', got offline mode is enabled$"):
+        read_records("hub:a/b")
+    stand_in(monkeypatch, error=RuntimeError("Dataset scripts are no longer supported"))
+    with pytest.raises(ConfigError, match="got Dataset scripts"):
+        read_records("hub:a/b")
+    calls = stand_in(monkeypatch, version="3.6.0")
+    with pytest.raises(ConfigError, match=r"expected datasets of version 4 or later.*got 3\.6\.0"):
+        read_records("hub:a/b")
+    assert calls == []
+
+
+def test_the_real_datasets_is_offline_here(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"expected to load 'hub:nobody-here/nothing', got .*"):
+        read_records("hub:nobody-here/nothing")
+
+
+# ---- Parquet and save_to_disk ----------------------------------------------------------------------------------------
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    from pyarrow import parquet
+
+    rows = [{"prompt": [{"role": "user", "content": f"hello {i}"}], "n": i} for i in range(2500)]  # several batches
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert values(path) == rows
+    assert places(path)[2100] == f"{path}: row 2100"
+    loaded, _ = load(path)
+    assert loaded[7].prompt == ({"role": "user", "content": "hello 7"},)
+
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["prompt", "prompt"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match=r"twice\.parquet: expected every column once, got 'prompt' twice"):
+        read(tmp_path / "twice.parquet")
+
+    for name, content in (("cut", path.read_bytes()[:-9]), ("empty", b""), ("text", b'{"prompt": "x"}\n')):
+        (tmp_path / f"{name}.parquet").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}\.parquet: expected a Parquet file, got "):
+            read(tmp_path / f"{name}.parquet")
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"a\.parquet: expected the package pyarrow .*rlhf-engine\[data\]"):
+        read(path)
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    rows = [{"prompt": [{"role": "user", "content": "hello"}], "completion": None}, {"prompt": None, "completion": "x"}]
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:1]))
+    both.save_to_disk(str(tmp_path / "both"))
+    assert values(tmp_path / "both" / "train") == rows
+    assert places(tmp_path / "both" / "test") == [f"{tmp_path / 'both' / 'test'}: row 0"]
+    with pytest.raises(ConfigError, match=r"expected the folder of one split, got .*splits \['test', 'train'\]"):
+        read_records(tmp_path / "both")
+    next((tmp_path / "both" / "test").glob("*.arrow")).write_bytes(b"gone")
+    with pytest.raises(ConfigError, match="test: expected a folder of save_to_disk, got "):
+        read(tmp_path / "both" / "test")

@@ -1,0 +1,133 @@
+"""The published Taskmaster reward files: counts, groups, text; and rows that are not like them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_engine.data import RowError, Tally, load_taskmaster, render_turn, split_by_group
+from rlhf_engine.errors import ConfigError
+from tests.conftest import SHARED
+from tests.data.texts import write_lines
+
+FOLDER = SHARED / "data" / "taskmaster-ticketing"
+TURNS = [
+    {"role": "agent", "text": "Hi  there.\nFilms?"},
+    {"role": "user", "text": "What is on at the Café?"},
+    {"role": "agent", "api": {"find_movies": {"name.theater": "Café"}}},
+    {"role": "api", "response": {"find_movies": {"name.movie": ["Scream"]}}},
+]
+
+
+def published(**changes):
+    """A row as published."""
+    row = {
+        "conversation_id": "dlg-1",
+        "context": json.dumps(TURNS),
+        "generation": json.dumps({"role": "agent", "text": "Scream."}),
+        "reward": 1.0,
+    }
+    return {**row, **changes}
+
+
+def load(path, max_bad_rows=0.0, **options):
+    tally = Tally(source=str(path), max_bad_rows=max_bad_rows)
+    return load_taskmaster(path, tally, **options), tally
+
+
+def test_a_context_is_lines_with_speakers(tmp_path):
+    call = json.dumps({"role": "agent", "api": {"book": {"n": 2}}})
+    path = write_lines(tmp_path / "a.jsonl", published(), published(generation=call, reward=0))
+    rows, tally = load(path)
+    assert rows[0].prompt == (
+        "agent: Hi there. Films?\n"
+        "user: What is on at the Café?\n"
+        'agent: {"find_movies": {"name.theater": "Café"}}\n'
+        'api: {"find_movies": {"name.movie": ["Scream"]}}\n'
+        "agent:"
+    )
+    assert [(row.completion, row.label) for row in rows] == [(" Scream.", True), (' {"book": {"n": 2}}', False)]
+    assert (rows[0].group, rows[1].place) == ("dlg-1", f"{path}:2")
+    assert tally.report().is_plain
+
+
+@pytest.mark.parametrize(("k", "lines"), [(1, 2), (2, 3), (4, 5), (9, 5)])
+def test_the_last_turns_alone(tmp_path, k, lines):
+    rows, _ = load(write_lines(tmp_path / "a.jsonl", published()), last_turns=k)
+    assert len(rows[0].prompt.split("\n")) == lines
+    assert rows[0].prompt.endswith('"name.movie": ["Scream"]}}\nagent:')
+
+
+def test_last_turns_below_one(tmp_path):
+    with pytest.raises(ConfigError, match="last_turns: expected at least 1, or none for all, got 0"):
+        load(tmp_path, last_turns=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["x"], "expected a JSON object, got list"),
+        (published(conversation_id=None), "a string in column 'conversation_id', got None"),
+        (published(context=TURNS), r"a JSON string in column 'context', got \["),
+        (published(context="["), "a JSON string in column 'context', got Expecting value"),
+        (published(context="[]"), r"a list of turns in column 'context', got \[\]"),
+        (published(context='{"role": "user"}'), "a list of turns in column 'context', got"),
+        (published(context='["hi"]'), "turns {role, text or api or response}, got 'hi'"),
+        (published(context='[{"role": "user"}]'), r"one of text, api and response in a turn, got \['role'\]"),
+        (published(context='[{"role": "user", "text": 1}]'), "a string as text of a turn, got 1"),
+        (published(generation='{"role": "user", "text": "x"}'), "a turn of the agent in column 'generation'"),
+        (published(generation='{"role": "agent", "text": "\\ud800"}'), "Unicode text in column 'text'"),
+        (published(reward=float("nan")), "1 or 0 in column 'reward', got nan"),
+        (published(reward=0.5), "1 or 0 in column 'reward', got 0.5"),
+        (published(reward="1"), "1 or 0 in column 'reward', got '1'"),
+    ],
+)
+def test_rows_of_another_kind_are_bad(tmp_path, row, message):
+    path = write_lines(tmp_path / "a.jsonl", row, published())
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+    rows, tally = load(path, max_bad_rows=0.5)
+    assert (len(rows), tally.n_bad) == (1, 1)
+
+
+def test_turns_with_two_contents_are_none():
+    with pytest.raises(RowError, match="one of text, api and response"):
+        render_turn({"role": "agent", "text": "x", "api": {}})
+
+
+# ---- the published data ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real():
+    if not FOLDER.is_dir():
+        pytest.skip("the reward files of Taskmaster-3 are not beside the checkout (shared/data/taskmaster-ticketing)")
+    return load(FOLDER)
+
+
+def test_the_published_files_are_read_whole(real):
+    rows, tally = real
+    assert (len(rows), sum(row.label for row in rows), tally.read, tally.n_bad) == (3667, 573, 3667, 0)
+    assert len({row.group for row in rows}) == 3667  # one judged turn of each conversation
+    assert rows[0].place == f"{FOLDER / 'reward_00.json.gz'}: row 0"
+    assert rows[-1].place == f"{FOLDER / 'reward_07.json.gz'}: row 166"
+    assert sum(row.completion.startswith(' {"') for row in rows) == 1972 + 26  # calls, and calls published as text
+    assert sum(row.completion == " " for row in rows) == 4  # published without text
+
+
+def test_every_line_of_a_published_prompt_has_a_speaker(real):
+    rows, _ = real
+    speakers = {line.split(":")[0] for row in rows for line in row.prompt.split("\n")}
+    assert speakers == {"agent", "user", "api"}
+    assert all(row.prompt.endswith("\nagent:") and row.completion.startswith(" ") for row in rows)
+
+
+def test_published_conversations_are_split_by_group(real):
+    rows, _ = real
+    split = split_by_group(rows, share=0.1, seed=0)
+    assert not {row.group for row in split.train} & {row.group for row in split.held_out}
+    assert len(split.train) + len(split.held_out) == 3667
+    assert 0.08 < split.share < 0.12  # four standard deviations of 3,667 coins
+    positive = [sum(row.label for row in part) / len(part) for part in (split.train, split.held_out)]
+    assert positive == pytest.approx([573 / 3667] * 2, abs=0.08)

@@ -1,0 +1,179 @@
+"""Rows as tokens: strings as before, conversations by the chat template, and every way of being too long."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, plain_text, tokenize_row, tokenize_rows
+from rlhf_engine.data.report import RowError
+from rlhf_engine.data.tokenize import _ended
+from rlhf_engine.demo_task import build_tokenizer
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.tokenizing import encode_completion, encode_prompt
+from tests.data.texts import CHATML, chat_tokenizer, said
+
+WORDS = build_tokenizer(["one two three four five six seven eight"])
+CHAT = chat_tokenizer()
+ASK, BLUE, GREEN = said("user", "Sky?"), said("assistant", "blue"), said("assistant", "green\n")
+
+
+def row(kind="preference", **columns):
+    return parse_row(columns, kind, place="a.jsonl:1")
+
+
+PAIR = row(prompt="one two three", chosen="four five", rejected="six")  # 4 tokens with <bos>; 3 and 2 with <eos>
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_strings_are_tokens_as_ever():
+    found = tokenize_row(PAIR, WORDS)
+    assert found.prompt == encode_prompt(WORDS, "one two three")
+    assert found.answers == (encode_completion(WORDS, "four five"), encode_completion(WORDS, "six"))
+    assert found.n_tokens == 2 * 4 + 3 + 2
+    assert tokenize_row(row("prompt_only", prompt="one"), WORDS).answers == ()
+    assert tokenize_row(row("prompt_only", prompt="one"), WORDS).n_tokens == 2
+    liked = row("unpaired_preference", prompt="one", completion="two", label=1)
+    assert tokenize_row(liked, WORDS).answers == (encode_completion(WORDS, "two"),)
+
+
+def test_conversations_are_the_template_s_text():
+    found = tokenize_row(row(prompt=[ASK], chosen=[BLUE], rejected=[GREEN]), CHAT)
+    assert CHAT.decode(found.prompt) == "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"
+    # up to the end token, without the line feed after it; a rollout stops there, too
+    assert [CHAT.decode(a) for a in found.answers] == ["blue<|im_end|>", "green\n<|im_end|>"]
+    assert found.answers[0].count(CHAT.eos_token_id) == 1
+    assert plain_text(CHAT, (ASK,)) == CHAT.decode(found.prompt)
+    assert plain_text(CHAT, "as it is") == "as it is"
+
+
+def test_the_template_writes_special_tokens_itself():
+    """A tokenizer that begins texts with <bos> must not write a second one before the template's."""
+    tokenizer = build_tokenizer(["one two user assistant"])
+    tokenizer.chat_template = (
+        "{{ bos_token }} {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    talk = row("prompt_completion", prompt=[said("user", "one")], completion=[said("assistant", "two")])
+    found = tokenize_row(talk, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(found.prompt) == ["<bos>", "user", "one", "assistant"]
+    assert tokenizer.convert_ids_to_tokens(found.answers[0]) == ["two", "<eos>"]  # added, as the template has none
+
+
+def test_where_an_answer_ends():
+    decode = lambda ids: "".join({9: "\n", 1: "a"}.get(i, "?") for i in ids)  # noqa: E731 - 7 is the end token
+    assert _ended([1, 7, 9], 7, decode) == [1, 7]
+    assert _ended([1, 7], 7, decode) == [1, 7]
+    assert _ended([1, 9], 7, decode) == [1, 9, 7]  # no end token of its own
+    assert _ended([1, 7, 1, 7, 9, 9], 7, decode) == [1, 7, 1, 7]
+    assert _ended([7, 1], 7, decode) == [7, 1, 7]  # an end token inside ends nothing
+    assert _ended([], 7, decode) == [7]
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected a tokenizer with a chat template for rows of mess"):
+        tokenize_rows(
+            [row("prompt_only", prompt=[ASK])], WORDS, Tally(source="s", read=1, max_bad_rows=1), max_length=9
+        )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # the generation prompt thinks, the answer does not: as with templates that strip thoughts
+        (
+            CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"),
+            "begins with .*, got other tokens from",
+        ),
+        ("{{ messages | length }}" + CHATML, "begins with that of the prompt, got other tokens from token 0 on"),
+        ("{{ raise_exception('no system here') }}", "messages that the chat template takes, got no system here"),
+        ("{{ messages[5]['role'] }}", "messages that the chat template takes, got "),
+        ("{{ 'x' + messages[0] }}", "messages that the chat template takes, got "),
+    ],
+)
+def test_rows_that_a_template_does_not_fit_are_bad(template, message):
+    tally = Tally(source="s", read=2, max_bad_rows=1)
+    talk = row("prompt_completion", prompt=[ASK], completion=[BLUE])
+    kept = tokenize_rows(
+        [talk, row("prompt_completion", prompt="a", completion="b")], chat_tokenizer(template), tally, max_length=99
+    )
+    assert len(kept) == 1
+    assert tally.report().n_bad == 1
+    with pytest.raises(RowError, match=message):
+        tokenize_row(talk, chat_tokenizer(template))
+
+
+def test_a_prompt_without_tokens_is_bad():
+    with pytest.raises(RowError, match="a prompt of at least one token, got"):
+        tokenize_row(PromptOnly(prompt="", group="", place="p"), CHAT)
+    with pytest.raises(RowError, match="a prompt of at least one token, got"):
+        tokenize_row(row("prompt_only", prompt=[ASK]), chat_tokenizer("{# nothing #}"))
+
+
+# ---- too long --------------------------------------------------------------------------------------------------------
+
+WHOLE = tokenize_row(PAIR, WORDS)
+
+
+def cut(max_length, truncation, tokens=WHOLE):
+    return fit_to_length(tokens, max_length, truncation, "tokens of prompt and answer")
+
+
+@pytest.mark.parametrize("truncation", ["error", "drop", "keep_end", "keep_start"])
+def test_what_fits_is_left_alone(truncation):
+    assert cut(7, truncation) is WHOLE  # the prompt and the longer answer
+
+
+def test_error_says_how_long_it_is():
+    with pytest.raises(RowError, match=r"^expected at most 6 tokens of prompt and answer, got 7$"):
+        cut(6, "error")
+
+
+def test_drop_drops():
+    assert cut(6, "drop") is None
+
+
+def test_keep_end_takes_the_oldest_tokens_of_the_prompt():
+    for length in (6, 5, 4):
+        found = cut(length, "keep_end")
+        assert (found.prompt, found.answers, found.truncated) == (WHOLE.prompt[7 - length :], WHOLE.answers, True)
+    with pytest.raises(RowError, match="expected at most 3 tokens"):
+        cut(3, "keep_end")  # the answer alone would fill it
+
+
+def test_keep_start_takes_the_last_tokens_of_the_answers():
+    found = cut(6, "keep_start")
+    assert (found.prompt, found.answers) == (WHOLE.prompt, (WHOLE.answers[0][:2], WHOLE.answers[1]))
+    assert found.answers[0][-1] != WORDS.eos_token_id  # a cut answer does not claim to have ended
+    assert cut(5, "keep_start").answers == (WHOLE.answers[0][:1], WHOLE.answers[1][:1])
+    with pytest.raises(RowError, match="expected at most 4 tokens"):
+        cut(4, "keep_start")  # the prompt alone would fill it
+
+
+def test_prompts_alone():
+    prompt = tokenize_row(row("prompt_only", prompt="one two three"), WORDS)
+    assert cut(2, "keep_end", prompt).prompt == prompt.prompt[-2:]
+    for length, truncation in ((0, "keep_end"), (-3, "keep_end"), (2, "keep_start"), (2, "error")):
+        with pytest.raises(RowError):
+            cut(length, truncation, prompt)
+
+
+def test_nothing_is_cut_or_dropped_without_being_counted():
+    rows = [row("prompt_completion", prompt="one two", completion=answer) for answer in ("three", "four five six")]
+    for truncation, n, dropped, truncated, text in (
+        ("drop", 1, 1, 0, "s: 2 rows read, 1 used, 1 dropped as too long"),
+        ("keep_end", 2, 0, 1, "s: 2 rows read, 2 used, 1 truncated"),
+        ("keep_start", 2, 0, 1, "s: 2 rows read, 2 used, 1 truncated"),
+    ):
+        tally = Tally(source="s", read=2)
+        found = tokenize_rows(rows, WORDS, tally, max_length=5, truncation=truncation)
+        report = tally.report()
+        assert (len(found), report.used, report.dropped, report.truncated) == (n, n, dropped, truncated)
+        assert report.text() == text
+        assert not report.is_plain
+        assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 5
+    with pytest.raises(ConfigError, match=r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7$"):
+        tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=5)
+    with pytest.raises(ConfigError, match=r"expected at least one row in 's', got .*0 used, 2 dropped as too long"):
+        tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=3, truncation="drop")
