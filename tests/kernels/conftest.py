@@ -1,4 +1,4 @@
-"""Where tests of the CUDA kernels run: on a GPU, and as fibers on the CPU.
+"""Where tests of the CUDA kernels run: on a GPU, and as fibers on the CPU; where those of the Triton kernels run.
 
 The `host` runs build csrc/cuda with g++ and tests/kernels/cuda_on_host/cuda_runtime.h in place of NVIDIA's header. All
 but the device is as on a GPU: kernels, C functions, argument lists, public functions.
@@ -14,7 +14,33 @@ from pathlib import Path
 import pytest
 from rlhf_kernels import cuda_native, cuda_support
 
+from tests.kernels.interpreter import TEST, InterpretedTests
+
 ROOT = Path(__file__).resolve().parents[2]
+_running: list[InterpretedTests] = []
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the interpreter's tests before the first test if one of this session asks for their result."""
+    wanted = [item for item in session.items if item.name == TEST]
+    if wanted and len(session.items) > len(wanted) and not session.config.option.collectonly:
+        skipped = [mark for mark in wanted[0].iter_markers("skipif") if mark.args[0]]
+        if not skipped:
+            _running.append(InterpretedTests())
+
+
+def pytest_sessionfinish() -> None:
+    """A session that is stopped leaves nothing behind."""
+    while _running:
+        _running.pop().end()
+
+
+@pytest.fixture
+def interpreted() -> InterpretedTests:
+    """The interpreter's tests, started now unless they are under way."""
+    if not _running:
+        _running.append(InterpretedTests())
+    return _running[0]
 
 
 @pytest.fixture(scope="session")
