@@ -110,6 +110,7 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     seconds_rl = time.perf_counter() - rl_began
     after = _answers(trainer, heldout, role="actor")
     held = trainer.model.held_parameters()
+    base = sum(p.numel() for _, p in trainer.model.backbone().base_parameters())
     result = DemoResult(
         win_rate=_mean(
             [prefer(p, a, b) for p, a, b in zip(after.prompts, after.completions, before.completions, strict=True)]
@@ -125,7 +126,7 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
         seconds_rl=seconds_rl,
         peak_memory_bytes=peak_memory_bytes(trainer.model.device),
         parameters_held=sum(held.values()),
-        parameters_four_models=4 * held["backbones"] + held["heads"],
+        parameters_four_models=4 * base + 2 * (size.hidden_size + 1),
         trainable_parameters=sum(p.numel() for g in trainer.optimizer.groups.values() for p in g.values()),
         output_dir=str(output),
     )
