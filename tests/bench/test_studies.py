@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.conftest import SHARED
 from tests.training.test_data import write_model, write_prompts, write_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,3 +164,21 @@ def test_ppo_beside_remax(tmp_path):
     assert 0.4 < remax["state"] / ppo["state"] < 0.52  # one adapter and no head, of two and one
     assert remax["beyond_base"] < ppo["beyond_base"]
     assert "| remax / ppo |" in shown
+
+
+@pytest.mark.long
+def test_perl_on_real_thumbs_goes_on_where_it_stopped(tmp_path):
+    data = SHARED / "data" / "taskmaster-ticketing"
+    if not data.is_dir():
+        pytest.skip("Taskmaster's reward files are not beside the checkout")
+    arguments = ["--data", data, "--out", tmp_path / "out", "--work", tmp_path / "work", "--quick"]
+    shown = run("perl_taskmaster.py", *arguments).stdout
+    assert "| lora_r1 | 0.00" in shown
+    assert "| full | 0.0003 |" in shown
+    records = sorted((tmp_path / "out").rglob("*seed-*.json"))
+    assert len(records) == 7  # 2 + 1 rates with the first seed, the best with the second; two policies
+    before = records[0].stat().st_mtime_ns
+    records[-1].unlink()
+    assert run("perl_taskmaster.py", *arguments).stdout == shown
+    assert records[0].stat().st_mtime_ns == before
+    assert records[-1].is_file()
