@@ -14,7 +14,6 @@ from rlhf_engine.errors import ConfigError
 Algorithm = Literal["ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"]
 
 _GENERATIONS = {"ppo": 1, "reinforce": 1, "remax": 2}
-_LEAST_GENERATIONS = {"ppo": 1, "reinforce": 1}
 _LOSS_TYPES = {
     "rloo": ("proximal", "vanilla"),
     "grpo": ("grpo", "bnpo", "dr_grpo"),
@@ -133,7 +132,7 @@ class AlgorithmOptions(Options):
     def check_algorithm(self) -> None:
         """Raise ConfigError for options that contradict the algorithm or that it does not read."""
         name = self.algorithm
-        least = _LEAST_GENERATIONS.get(name, 2)
+        least = 1 if self.has_critic else 2
         if self.generations < least:
             raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
         if name == "remax" and self.generations != 2:

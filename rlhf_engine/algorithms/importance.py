@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.hydra import PackedBatch
 
 Mode = Literal["token_truncate", "sequence_truncate"]
@@ -32,7 +33,7 @@ Mode = Literal["token_truncate", "sequence_truncate"]
 def sequence_log_ratio(log_ratio_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Σ_t log ratio of each answer, [N]."""
     _check(log_ratio_M, batch)
-    return log_ratio_M.new_zeros(batch.n_sequences).index_add(0, batch.sequence_of_M, log_ratio_M)
+    return sequence_sums(log_ratio_M, batch)
 
 
 def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> torch.Tensor:
