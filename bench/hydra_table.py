@@ -37,7 +37,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, advantages, ppo_update, token_kl, token_rewards
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions, advantages, token_kl, token_rewards
+from rlhf_engine.algorithms.update import Schedule, update
 from rlhf_engine.bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
 from rlhf_engine.config import parse_size
 from rlhf_engine.devices import DTYPES
@@ -138,18 +139,10 @@ class Method:
 
     def update(self, experience: Experience) -> None:
         """All epochs; every minibatch is the whole batch."""
-        options = UpdateOptions(
-            num_ppo_epochs=self.arguments.epochs,
-            num_mini_batches=1,
-            micro_batch_size=self.micro,
-            cliprange=0.2,
-            cliprange_value=0.2,
-            vf_coef=0.1,
-            entropy_coef=0.0,
-            temperature=1.0,
-            target_kl=None,
-        )
-        found = ppo_update(self.model.train(), experience, options, self.optimizer.step, seed=0)
+        options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
+        objective = PpoObjective(experience, options)
+        schedule = Schedule(num_epochs=self.arguments.epochs, num_mini_batches=1, micro_batch_size=self.micro)
+        found = update(self.model.train(), objective, schedule, self.optimizer.step, seed=0)
         self.model.eval()
         if found["micro_batch_size"] < self.micro:
             raise MemoryError(f"micro: expected {self.micro} sequences to fit, {found['micro_batch_size']} did")

@@ -24,7 +24,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.update import Schedule, update
 from rlhf_engine.bench.memory import _status, set_up_malloc
 from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
 from rlhf_engine.planning.phases import Setting, build_model
@@ -100,19 +101,10 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
         advantages_M=per_token,
         returns_M=per_token,
     )
-    options = UpdateOptions(
-        num_ppo_epochs=1,
-        num_mini_batches=s.num_mini_batches,
-        micro_batch_size=s.micro_batch,
-        cliprange=0.2,
-        cliprange_value=0.2,
-        vf_coef=0.1,
-        entropy_coef=0.0,
-        temperature=1.0,
-        target_kl=None,
-    )
+    options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
+    schedule = Schedule(num_epochs=1, num_mini_batches=s.num_mini_batches, micro_batch_size=s.micro_batch)
     model.train()
-    ppo_update(model, experience, options, optimizer.step, seed=0)
+    update(model, PpoObjective(experience, options), schedule, optimizer.step, seed=0)
 
 
 def measure(phase: str, method: str, shape: str, device: str) -> int:

@@ -14,6 +14,9 @@ own; the first step of each warms up.
                 straight from and to the system; CUDA: torch's allocator)
     state       of that, what stays between steps, counted from the tensors
 
+PPO's two lanes go through the trunk together up to --token_budget tokens, which is faster and holds the activations of
+both; above it one after another. So the micro-batch decides what ReMax's single lane saves.
+
 The paper's figures are of whole models: four A100-80GB and DeepSpeed, where PPO holds a critic of the policy's size.
 """
 
@@ -47,16 +50,17 @@ TINY = {**QUICK, "layers": 1, "vocab": 32, "batch": 4, "prompt_tokens": 4, "answ
 PAPER = "memory −46 %, about 2 × faster (2.8 h against 6.0 h with offload), Llama-2-7B, four A100-80GB"
 
 
-def trainer_of(algorithm: str, setting: Setting, folder: Path, output: Path, device: str, dtype: str) -> PpoTrainer:
+def trainer_of(request: dict[str, Any], setting: Setting, folder: Path, output: Path) -> PpoTrainer:
     """As `rlhf-engine train` makes it."""
     return PpoTrainer(
         PPOConfig(
             model_name_or_path=str(folder),
             dataset_name=str(folder / PROMPTS_FILE),
             output_dir=str(output),
-            algorithm=algorithm,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
-            device=device,
+            algorithm=request["algorithm"],
+            dtype=request["dtype"],
+            device=request["device"],
+            gradient_checkpointing=request["gradient_checkpointing"],
             lora_r=setting.lora_r,
             lora_alpha=float(setting.lora_alpha),
             generation_batch_size=setting.batch,
@@ -77,11 +81,10 @@ def trainer_of(algorithm: str, setting: Setting, folder: Path, output: Path, dev
 def work(request: dict[str, Any]) -> dict[str, Any]:
     """Seconds per step and phase, or the peak in bytes."""
     setting, folder = Setting(**request["setting"]), Path(request["folder"])
-    arguments = (request["algorithm"], setting, folder, Path(request["scratch"]), request["device"], request["dtype"])
     if request["what"] == "memory":
-        return _memory(request, arguments)
+        return _memory(request, setting, folder)
     keep_freed_memory()
-    trainer = trainer_of(*arguments)
+    trainer = trainer_of(request, setting, folder, Path(request["scratch"]))
     steps = [trainer.step() for _ in range(setting.steps)][1:]
     trained = request["setting"]["batch"] // (2 if request["algorithm"] == "remax" else 1)
     return {
@@ -91,17 +94,16 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(request: dict[str, Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _memory(request: dict[str, Any], setting: Setting, folder: Path) -> dict[str, Any]:
     on_cpu = request["device"] == "cpu"
     if on_cpu:
         set_up_malloc()
     with tempfile.TemporaryDirectory() as tiny:  # what a process gets once: code, threads, buffers of libraries
-        setting = Setting(**TINY)
-        prepare(setting, Path(tiny))
-        trainer_of(arguments[0], setting, Path(tiny), Path(tiny) / "run", arguments[4], arguments[5]).step()
+        prepare(Setting(**TINY), Path(tiny))
+        trainer_of(request, Setting(**TINY), Path(tiny), Path(tiny) / "run").step()
     gc.collect()
     before = _status("VmRSS") if on_cpu else torch.cuda.memory_allocated()
-    trainer = trainer_of(*arguments)
+    trainer = trainer_of(request, setting, folder, Path(request["scratch"]))
     if on_cpu:
         Path("/proc/self/clear_refs").write_text("5")
     else:
@@ -123,7 +125,8 @@ def _memory(request: dict[str, Any], arguments: tuple[Any, ...]) -> dict[str, An
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def measure(what: str, algorithm: str, setting: Setting, folder: Path, device: str, dtype: str) -> dict[str, Any]:
+def measure(what: str, algorithm: str, setting: Setting, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """One measurement of an arm. options: device, dtype, gradient_checkpointing."""
     with tempfile.TemporaryDirectory() as scratch:
         request = {
             "what": what,
@@ -131,8 +134,7 @@ def measure(what: str, algorithm: str, setting: Setting, folder: Path, device: s
             "setting": dataclasses.asdict(setting),
             "folder": str(folder),
             "scratch": str(Path(scratch) / "run"),
-            "device": device,
-            "dtype": dtype,
+            **options,
         }
         done = subprocess.run(
             [sys.executable, __file__, "--request", json.dumps(request)], stdout=subprocess.PIPE, check=True, text=True
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     for field in dataclasses.fields(Setting):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=field.metadata["help"])
@@ -190,7 +193,9 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(setting, Path(folder))
-        common = (setting, Path(folder), arguments.device, arguments.dtype)
+        names = ("device", "dtype", "gradient_checkpointing")
+        options = {name: getattr(arguments, name) for name in names}
+        common = (setting, Path(folder), options)
         for name in ALGORITHMS:
             found[name] = measure("memory", name, *common)
         for i in range(arguments.rounds):
@@ -212,7 +217,7 @@ def main() -> None:
         backends=registry.report(torch.device(arguments.device).type, getattr(torch, arguments.dtype)),
         device=arguments.device,
     )
-    record |= {"dtype": arguments.dtype, "medians": found, "rounds": rounds, "paper": PAPER}
+    record |= {**options, "medians": found, "rounds": rounds, "paper": PAPER}
     write_json_atomic(arguments.out / "ppo_vs_remax.json", record)
     text = table(found)
     (arguments.out / "ppo_vs_remax.md").write_text(f"# ReMax beside PPO\n\n{text}\n\nThe paper: {PAPER}.\n")

@@ -206,6 +206,7 @@ def _generate(argv: Sequence[str]) -> int:
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         session = AnswerSession(config)
+    _say_what_was_left_out([session.report])
     return show_answers(session)
 
 

@@ -31,6 +31,7 @@ from rlhf_engine.config_base import (
     check_device,
     not_empty,
 )
+from rlhf_engine.config_data import SOURCES, SUFFIXES, RowOptions
 from rlhf_engine.config_parser import Options, option, parse_config, parse_size, required
 from rlhf_engine.config_reward import RewardConfig
 from rlhf_engine.config_rollout import EngineConfig, RolloutOptions
@@ -112,11 +113,7 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
             )
-        if self.truncation == "keep_start":
-            raise ConfigError(
-                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
-                "answered, got 'keep_start'"
-            )
+        self.check_prompts_kept()
         self._check_method()
         self.check_algorithm()
         self._check_correction()
@@ -218,14 +215,14 @@ class SFTConfig(SupervisedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(EngineConfig, ModelOptions):
+class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
     prompt: list[str] | None = option(None, "prompts, each one argument")
-    prompt_file: str | None = option(
-        None, "text file with one prompt a line, or JSONL with `prompt`; - reads lines from standard input"
-    )
+    prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")
+    dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
     best_of: int | None = option(None, "draw so many answers per prompt and keep the one with the highest reward", ge=2)
     reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
@@ -271,10 +268,7 @@ class GenerateConfig(EngineConfig, ModelOptions):
             not_empty("out", self.out)
         if not all(self.stop):
             raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
-        if not self.prompt and self.prompt_file is None:
-            raise ConfigError("prompt: expected at least one prompt, or a prompt_file, got neither")
-        if self.prompt and self.prompt_file is not None:
-            raise ConfigError("prompt_file: expected either prompt or prompt_file, got both")
+        self._check_prompts()
         for name in ("reward_adapter", "reward_model_path"):
             if getattr(self, name) is not None and self.best_of is None:
                 raise ConfigError(f"{name}: expected it together with best_of, got no best_of")
@@ -286,6 +280,25 @@ class GenerateConfig(EngineConfig, ModelOptions):
         if self.greedy and self.num_generations > 1:
             raise ConfigError(
                 f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
+            )
+
+    @property
+    def prompt_source(self) -> tuple[str, str]:
+        """(the option that names the prompts, what messages call them)"""
+        given = {"prompt_file": self.prompt_file, "dataset_name": self.dataset_name, "prompt": "prompt"}
+        return next((name, value) for name, value in given.items() if value is not None)
+
+    def _check_prompts(self) -> None:
+        """One source of prompts, and nothing asked of it that prompts do not bear."""
+        self.check_prompts_kept()
+        given = [name for name in ("prompt", "prompt_file", "dataset_name") if getattr(self, name)]
+        if not given:
+            raise ConfigError("prompt: expected at least one prompt, a prompt_file or a dataset_name, got none of them")
+        if len(given) > 1:
+            raise ConfigError(f"{given[1]}: expected one of prompt, prompt_file and dataset_name, got {given}")
+        if self.prompt_file is not None and self.prompt_file.endswith(SUFFIXES):
+            raise ConfigError(
+                f"prompt_file: expected a text file, got {self.prompt_file!r}; dataset_name reads such files"
             )
 
 

@@ -59,6 +59,12 @@ class TrainingOptions(DataOptions, ModelOptions):
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(1.0, "largest gradient norm of a role; none: no clipping", gt=0)
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "divide a step's rows into micro-batches of at most so many tokens, and of at most per_device_train_batch_size "
+        "rows; none: by rows alone",
+        ge=1,
+    )
     logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
 
     def __post_init__(self) -> None:

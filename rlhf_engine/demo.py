@@ -20,10 +20,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.config import DemoConfig, PPOConfig, SFTConfig
+from rlhf_engine.data import PromptSet
 from rlhf_engine.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
-from rlhf_engine.training.rl import Answers, PpoTrainer, PromptSet
+from rlhf_engine.training.rl import Answers, PpoTrainer
 from rlhf_engine.training.sft import SftTrainer
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]

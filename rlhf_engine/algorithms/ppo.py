@@ -1,4 +1,4 @@
-"""PPO for language models: token rewards, advantages, the update. Pure functions and one step.
+"""PPO for language models: token rewards, advantages, and the objective of an update.
 
 Per token t of an answer, with policy π, reference π_ref, score R of the whole answer (Hydra-RLHF, arXiv 2309.00754 §3;
 PPO, arXiv 1707.06347; GAE, arXiv 1506.02438):
@@ -12,7 +12,7 @@ Legend: N sequences, M completion tokens packed, C the longest completion ([N, C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
-from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Schedule, Term, update
-from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, ValueLoss
+from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Term
+from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,19 +40,15 @@ class Experience:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """How an update goes over its experience."""
+class PpoOptions:
+    """The numbers in the loss."""
 
-    num_ppo_epochs: int
-    num_mini_batches: int
-    micro_batch_size: int
-    """Sequences per forward and backward."""
     cliprange: float
     cliprange_value: float
     vf_coef: float
     entropy_coef: float
     temperature: float
-    target_kl: float | None
+    """That answers were drawn at."""
     train_actor: bool = True
     """False while only the critic warms up."""
 
@@ -104,28 +100,10 @@ def advantages(
     return batch.unpad(advantage_NC), batch.unpad(return_NC)
 
 
-def ppo_update(
-    model: HydraModel,
-    experience: Experience,
-    options: UpdateOptions,
-    step: Callable[[], Mapping[str, float]],
-    *,
-    seed: int,
-) -> dict[str, float]:
-    """`algorithms.update.update` by PPO's objective; with `target_kl`, its epochs end early."""
-    schedule = Schedule(
-        num_epochs=options.num_ppo_epochs,
-        num_mini_batches=options.num_mini_batches,
-        micro_batch_size=options.micro_batch_size,
-        target_kl=options.target_kl,
-    )
-    return update(model, PpoObjective(experience, options), schedule, step, seed=seed)
-
-
 class PpoObjective(Objective):
     """Clipped policy loss of the actor and clipped value loss of the critic."""
 
-    def __init__(self, experience: Experience, options: UpdateOptions) -> None:
+    def __init__(self, experience: Experience, options: PpoOptions) -> None:
         self.batch = experience.batch
         self._experience, self._options = experience, options
         # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move

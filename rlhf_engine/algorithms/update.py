@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_engine.data import pack
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, Output, PackedBatch
@@ -29,7 +30,9 @@ class Schedule:
     num_mini_batches: int
     """Optimizer steps per epoch."""
     micro_batch_size: int
-    """Answers per forward and backward."""
+    """Most answers per forward and backward."""
+    max_tokens: int | None = None
+    """Most tokens per forward and backward, prompts included; None for any number."""
     target_kl: float | None = None
     """A minibatch whose approximate KL to the policy before exceeds it is not applied, and ends the update."""
 
@@ -176,12 +179,13 @@ def _accumulate_in_memory(
     """`_accumulate`, with smaller micro-batches until it fits; the statistics, and the schedule that fitted."""
     least = objective.answers_per_unit
     while True:
+        parts = _micro_batches(objective, indices, schedule)
         try:
-            return _accumulate(model, objective, indices, schedule.micro_batch_size, dropout_seed), schedule
+            return _accumulate(model, objective, indices, parts, dropout_seed), schedule
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            size = min(schedule.micro_batch_size, len(indices))
+            size = max(map(len, parts))
             if size <= least:
                 model.zero_grad(set_to_none=True)  # of the answers before it
                 single = "sequence" if least == 1 else f"group of {least} sequences"
@@ -195,15 +199,25 @@ def _accumulate_in_memory(
         schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
 
 
-def _accumulate(
-    model: HydraModel, objective: Objective, indices: Sequence[int], micro_batch_size: int, dropout_seed: int
-) -> dict[str, float]:
-    """Gradients of one minibatch, micro-batch by micro-batch; its metrics."""
+def _micro_batches(objective: Objective, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
+    """A minibatch's answers by micro-batch; units stay whole."""
     k = objective.answers_per_unit
-    size = max(1, micro_batch_size // k) * k
+    units = [indices[i : i + k] for i in range(0, len(indices), k)]
+    lengths = [sum(objective.batch.lengths[i] for i in unit) for unit in units]
+    parts = pack(lengths, max_rows=max(1, schedule.micro_batch_size // k), max_tokens=schedule.max_tokens)
+    return [[i for unit in part for i in units[unit]] for part in parts]
+
+
+def _accumulate(
+    model: HydraModel,
+    objective: Objective,
+    indices: Sequence[int],
+    parts: Sequence[Sequence[int]],
+    dropout_seed: int,
+) -> dict[str, float]:
+    """Gradients of one minibatch, micro-batch by micro-batch (`parts`); its metrics."""
     total = Measured()
-    for start in range(0, len(indices), size):
-        chosen = indices[start : start + size]
+    for chosen in parts:
         micro = MicroBatch(
             batch=objective.batch.select(chosen),
             indices=chosen,

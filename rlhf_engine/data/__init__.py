@@ -6,15 +6,16 @@ A tally goes with a source from its file to its tokens:
     rows = load_rows("pairs.jsonl.gz", tally, kinds=("preference", "implicit_preference"))
     split = split_by_group(rows, share=0.1)
     tokens = tokenize_rows(split.train, tokenizer, tally, max_length=1024, truncation="keep_end")
-    for batch in pack([t.n_tokens for t in tokens], 16_384, seed=0, epoch=0): …
+    for batch in pack([t.n_tokens for t in tokens], max_rows=64, max_tokens=16_384): …
     print(tally.report().text())
 """
 
 from rlhf_engine.data.load import load_rows
-from rlhf_engine.data.order import batch_indices, epoch_order, pack
+from rlhf_engine.data.order import batch_indices, epoch_order, pack, require_room
+from rlhf_engine.data.prompts import PromptSet, plain_prompts, tokenize_prompts
 from rlhf_engine.data.read import Record, read_records
 from rlhf_engine.data.report import BadRows, Report, RowError, Tally
-from rlhf_engine.data.split import Split, group_fraction, split_by_column, split_by_group
+from rlhf_engine.data.split import Split, group_fraction, split_by_group
 from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
 from rlhf_engine.data.tokenize import (
     Tokenized,
@@ -48,6 +49,7 @@ __all__ = [
     "Preference",
     "PromptCompletion",
     "PromptOnly",
+    "PromptSet",
     "Record",
     "Report",
     "Row",
@@ -67,13 +69,15 @@ __all__ = [
     "load_taskmaster",
     "pack",
     "parse_row",
+    "plain_prompts",
     "plain_text",
     "read_records",
     "recognise",
     "render_turn",
-    "split_by_column",
+    "require_room",
     "split_by_group",
     "split_prompt",
+    "tokenize_prompts",
     "tokenize_row",
     "tokenize_rows",
 ]

@@ -1,10 +1,8 @@
 """In which order rows are seen, and which of them go through the model together: functions of (seed, epoch).
 
-`batch_indices` walks through shuffled epochs in batches of so many rows. `pack` makes micro-batches of at most so many
-tokens, for long and short rows side by side; in a `PackedBatch`, which has no padding, tokens are what costs:
-
-    the epoch's rows in shuffled order, each into the first micro-batch that has room for it (first fit),
-    then the micro-batches in shuffled order, because first fit leaves the long rows to the last ones
+`batch_indices` walks through shuffled epochs in batches of so many rows, the rows of an optimizer step. `pack` divides
+these into micro-batches of at most so many tokens: in a `PackedBatch`, which has no padding, tokens are what costs. The
+sum over micro-batches is the step's loss and gradient however they are divided.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from rlhf_engine.errors import ConfigError
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
@@ -33,33 +33,43 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     return found
 
 
-def pack(lengths: Sequence[int], token_budget: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """An epoch's micro-batches: every row once, none with more than token_budget tokens. O(n log n).
+def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
+    """Places of rows, in the order given, as micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
 
-    lengths: tokens of each row, of all its sequences together. Raises ValueError for no rows, a row without tokens, and
-    one that alone is over the budget.
+    Each row goes into the first micro-batch that has room for it (first fit); without max_tokens these are consecutive
+    runs of max_rows. lengths: tokens of each row, of all its sequences together. Raises ValueError for a row without
+    tokens, one that alone has more than max_tokens, and bounds below 1.
     """
-    if not lengths:
-        raise ValueError("lengths: expected at least one row, got none")
+    for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
+        if bound is not None and bound < 1:
+            raise ValueError(f"{name}: expected at least 1, got {bound}")
+    n, most = len(lengths), sum(lengths) if max_tokens is None else max_tokens
     for i, length in enumerate(lengths):
-        if not 1 <= length <= token_budget:
-            raise ValueError(f"lengths[{i}]: expected 1 to {token_budget} tokens, the token_budget, got {length}")
-    n = len(lengths)
-    leaves = 1 << (n - 1).bit_length()
+        if length < 1 or length > most:
+            bounds = "at least 1 token" if length < 1 else f"at most {most} tokens, those of a micro-batch"
+            raise ValueError(f"lengths[{i}]: expected {bounds}, got {length}")
+    leaves = 1 << max(0, n - 1).bit_length()
     # room[leaves + b]: of micro-batch b, all of them empty at first; above, the most of both halves
-    room = [token_budget] * (2 * leaves)
+    room = [most] * (2 * leaves)
     batches: list[list[int]] = []
-    for row in epoch_order(n, seed, epoch):
+    for row, length in enumerate(lengths):
         node = 1
         while node < leaves:
-            node = 2 * node if room[2 * node] >= lengths[row] else 2 * node + 1
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
         if node - leaves == len(batches):
             batches.append([])
         batches[node - leaves].append(row)
-        room[node] -= lengths[row]
+        room[node] = room[node] - length if len(batches[node - leaves]) < max_rows else 0
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    torch.randperm(n, generator=generator)  # spent on the rows
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    return batches
+
+
+def require_room(longest: int, max_tokens: int | None) -> None:
+    """Raise ConfigError if micro-batches of at most max_tokens cannot hold what has to stay together."""
+    if max_tokens is not None and longest > max_tokens:
+        raise ConfigError(
+            f"max_tokens_per_micro_batch: expected at least {longest}, the tokens of the longest row (of both "
+            f"answers of a pair), got {max_tokens}"
+        )

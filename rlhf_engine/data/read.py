@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf_engine.config_data import SUFFIXES
 from rlhf_engine.data.report import RowError, shown
 from rlhf_engine.errors import ConfigError
 
-_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 _HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 _INSTALL = "pip install 'rlhf-engine[data]' has it"
 _BOM = b"\xef\xbb\xbf"
@@ -60,7 +60,7 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
     name = os.fspath(source)
     if name.startswith("hub:"):
         return _hub(name, argument)
-    of_hub = _HUB.fullmatch(f"hub:{name}") is not None and not name.endswith(_SUFFIXES)
+    of_hub = _HUB.fullmatch(f"hub:{name}") is not None and not name.endswith(SUFFIXES)
     hint = f"; hub:{name} would load it from the Hugging Face Hub" if of_hub else ""
     raise ConfigError(
         f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or hub:owner/name, got {name!r} "
@@ -81,9 +81,9 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
         raise ConfigError(f"{argument}: expected the folder of one split, got {str(path)!r} with the splits {splits}")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _saved_dataset(path)
-    files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(_SUFFIXES) and p.name[0] != ".")
+    files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(SUFFIXES) and p.name[0] != ".")
     if not files:
-        raise ConfigError(f"{argument}: expected files {', '.join(_SUFFIXES)} in {str(path)!r}, got none")
+        raise ConfigError(f"{argument}: expected files {', '.join(SUFFIXES)} in {str(path)!r}, got none")
     return (record for file in files for record in _file(file))
 
 

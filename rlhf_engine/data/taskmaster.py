@@ -25,9 +25,11 @@ from typing import Any
 
 from rlhf_engine.data.read import read_records
 from rlhf_engine.data.report import RowError, Tally, shown
-from rlhf_engine.data.types import UnpairedPreference, require_unicode
+from rlhf_engine.data.types import PromptOnly, Row, UnpairedPreference, require_unicode
 from rlhf_engine.errors import ConfigError
 
+COLUMNS = frozenset({"conversation_id", "context", "generation", "reward"})
+"""Rows with these columns are Taskmaster's."""
 _CONTENT = ("text", "api", "response")
 
 
@@ -47,7 +49,7 @@ def load_taskmaster(
         try:
             if record.error is not None:
                 raise record.error
-            rows.append(_row(record.value, record.place, last_turns))
+            rows.append(parse_taskmaster(record.value, place=record.place, last_turns=last_turns))
         except RowError as error:
             tally.bad(record.place, error)
     tally.check()
@@ -70,7 +72,8 @@ def render_turn(turn: Any) -> str:
     return require_unicode(f"{turn['role']}: {' '.join(content.split())}", "text")
 
 
-def _row(value: Any, place: str, last_turns: int | None) -> UnpairedPreference:
+def parse_taskmaster(value: Any, *, place: str, last_turns: int | None = None) -> UnpairedPreference:
+    """One published row. Raises RowError, which says column, what was expected and what came."""
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
     group = value.get("conversation_id")
@@ -92,6 +95,11 @@ def _row(value: Any, place: str, last_turns: int | None) -> UnpairedPreference:
         group=group,
         place=place,
     )
+
+
+def prompt_of(row: UnpairedPreference) -> Row:
+    """The prompt alone, for a policy to answer."""
+    return PromptOnly(prompt=row.prompt, group=row.group, place=row.place)
 
 
 def _parsed(value: Any, name: str) -> Any:

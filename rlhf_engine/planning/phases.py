@@ -15,7 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.update import Schedule, update
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
@@ -198,17 +199,9 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
         advantages_M=per_token,
         returns_M=per_token,
     )
-    options = UpdateOptions(
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        micro_batch_size=rows,
-        cliprange=0.2,
-        cliprange_value=0.2,
-        vf_coef=0.1,
-        entropy_coef=0.0,
-        temperature=1.0,
-        target_kl=None,
-    )
+    options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
+    objective = PpoObjective(experience, options)
+    schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=rows)
 
     def clear() -> dict[str, float]:
         model.zero_grad(set_to_none=True)
@@ -216,7 +209,7 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
 
     model.train()
     try:
-        return traced(lambda: ppo_update(model, experience, options, clear, seed=0), _known(model), s.device_type)
+        return traced(lambda: update(model, objective, schedule, clear, seed=0), _known(model), s.device_type)
     finally:
         model.zero_grad(set_to_none=True)
         model.eval()

@@ -11,7 +11,7 @@ Peaks, each = what is resident in the phase + the traced peak of what the phase 
 
     generation   weights, adapters, heads, optimizer + `generate` of `batch` prompts: prefill and last decoding step
     inference    the same + `HydraModel.score` of these answers by all roles (the loop's "scoring")
-    update       the same + `ppo_update`: gradients, activations of a micro-batch, backward pass
+    update       the same + `algorithms.update`: gradients, activations of a micro-batch, backward pass
 """
 
 from __future__ import annotations

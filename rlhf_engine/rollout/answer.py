@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import GenerateConfig
+from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.hydra.loading import read_config
+from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import collect
 from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig
 from rlhf_engine.rollout.stopping import StopTexts
 from rlhf_engine.rollout.verify import RolloutCheck, check_rollout
-from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
 
 class AnswerSession:
@@ -35,14 +36,27 @@ class AnswerSession:
 
     def __init__(self, config: GenerateConfig) -> None:
         self.config = config
-        prompts = read_prompts(config)
-        self.texts = [prompt for prompt in prompts for _ in range(config.num_generations)]
+        argument, source = config.prompt_source
+        tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
+        rows = read_prompts(config, tally)
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        prompts = tokenize_prompts(
+            rows,
+            self.tokenizer,
+            tally,
+            context_length=read_context_length(config.model_name_or_path),
+            max_completion_length=config.max_completion_length,
+            max_prompt_length=config.max_prompt_length,
+            truncation=config.truncation,
+        )
+        self.report = tally.report()
+        """What became of the prompts."""
+        self.texts = [text for text in prompts.prompts for _ in range(config.num_generations)]
         self._out = None
         if config.out is not None:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
             vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
             require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
@@ -64,7 +78,7 @@ class AnswerSession:
         self._requests = [
             Request(prompt=prompt, sample_id=i * self._each + j, greedy=config.greedy)
             for i in self._places
-            for prompt in [tuple(encode_prompt(self.tokenizer, self.texts[i]))]
+            for prompt in [tuple(prompts.ids[i // config.num_generations])]
             for j in range(self._each)
         ]
         self._engine = self._make_engine() if self._requests else None
@@ -209,7 +223,8 @@ class _AnswerFile:
             file.write(json.dumps({**row, "settings": self._settings}, ensure_ascii=False) + "\n")
 
 
-_ASKED = {"prompt", "prompt_file", "num_generations", "out", "resume", "json", "verify_rollout"}
+_PROMPTS = {"prompt", "prompt_file", "dataset_name", "max_bad_rows"}
+_ASKED = {*_PROMPTS, "num_generations", "out", "resume", "json", "verify_rollout"}
 _HOW = {"max_rows", "kv_cache_memory", "decode_step", "batch_invariant", "device", "kernels"}
 """Options that say which answers are asked for; those that change them by rounding at most."""
 
@@ -230,36 +245,31 @@ def summary(session: AnswerSession) -> str:
     )
 
 
-def read_prompts(config: GenerateConfig) -> list[str]:
-    """Prompts of the command line or of the prompt file. Raises ConfigError for none, or an empty one."""
+def read_prompts(config: GenerateConfig, tally: Tally) -> list[Row]:
+    """Prompts that the request names. Raises ConfigError for none, an empty one, and as `load_rows` does."""
+    if config.dataset_name is not None:
+        return load_rows(config.dataset_name, tally, kinds=("prompt_only",))
     if config.prompt_file is None:
         prompts = list(config.prompt or ())
-    elif config.prompt_file == "-":
-        prompts = [line.rstrip("\r") for line in sys.stdin.read().split("\n") if line.strip()]
     else:
-        path = Path(config.prompt_file)
-        if not path.is_file():
-            raise ConfigError(f"prompt_file: expected a file, got {str(path)!r} which is not one")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"prompt_file: expected text in UTF-8 in {str(path)!r}, got {error}") from error
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        as_json = path.suffix == ".jsonl"
-        prompts = [_prompt_of(path, i, line) if as_json else line.rstrip("\r") for i, line in lines]
+        prompts = [line.rstrip("\r") for line in _text_of(config.prompt_file).split("\n") if line.strip()]
     for i, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ConfigError(f"prompt: expected text, got an empty prompt at place {i}")
     if not prompts:
         raise ConfigError(f"prompt_file: expected at least one prompt in {config.prompt_file!r}, got none")
-    return prompts
+    tally.read = len(prompts)
+    return plain_prompts(prompts, tally.source)
 
 
-def _prompt_of(path: Path, number: int, line: str) -> str:
+def _text_of(name: str) -> str:
+    """Standard input or a text file."""
+    if name == "-":
+        return sys.stdin.read()
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"prompt_file: expected a file, got {name!r} which is not one")
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{number}: expected a JSON object, got {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ConfigError(f"{path}:{number}: expected an object with a string 'prompt', got {line[:60]!r}")
-    return str(row["prompt"])
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt_file: expected text in UTF-8 in {name!r}, got {error}") from error

@@ -13,7 +13,7 @@ from rlhf_engine.algorithms.grpo import GrpoObjective
 from rlhf_engine.algorithms.online_dpo import DpoObjective
 from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
 from rlhf_engine.algorithms.policy_objective import PolicySample
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, UpdateOptions, advantages, token_rewards
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions, advantages, token_rewards
 from rlhf_engine.algorithms.reinforce import ReinforceObjective
 from rlhf_engine.algorithms.rloo import ProximalObjective
 from rlhf_engine.algorithms.sequences import spread
@@ -60,16 +60,12 @@ def ppo_experience(config: PPOConfig, scored: ScoredRollout) -> Experience:
 
 
 def _ppo(config: PPOConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
-    options = UpdateOptions(
-        num_ppo_epochs=config.epochs,
-        num_mini_batches=config.mini_batches,
-        micro_batch_size=config.per_device_train_batch_size,
+    options = PpoOptions(
         cliprange=config.cliprange,
         cliprange_value=config.cliprange_value,
         vf_coef=config.vf_coef,
         entropy_coef=config.entropy_coef,
         temperature=config.temperature,
-        target_kl=config.target_kl,
         train_actor=train_actor,
     )
     return Lesson(PpoObjective(ppo_experience(config, scored), options), {})

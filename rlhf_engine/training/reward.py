@@ -26,7 +26,7 @@ import torch
 from rlhf_kernels import registry
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.data import Report, Tally, batch_indices
+from rlhf_engine.data import Report, Tally, batch_indices, pack, require_room, split_by_group
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import reward_model
@@ -38,8 +38,8 @@ from rlhf_engine.training import reward_metrics
 from rlhf_engine.training.checkpoint import load_checkpoint, resolve_resume, save_checkpoint
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
-from rlhf_engine.training.reward_data import RewardExample, count_labels, load_examples, split
-from rlhf_engine.training.reward_lane import build_reward_model, pack, reward_loss, write_reward_model
+from rlhf_engine.training.reward_data import RewardExample, count_labels, load_examples
+from rlhf_engine.training.reward_lane import build_reward_model, packed_batch, reward_loss, write_reward_model
 from rlhf_engine.training.run_folder import (
     CURVES_FILE,
     FINAL_FOLDER,
@@ -93,6 +93,7 @@ class RewardTrainer:
         self.objective = "pairwise" if self.train_set[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
+        require_room(max(example.tokens for example in self.train_set), config.max_tokens_per_micro_batch)
         self.notes = self._notes()
         """What a person should know before the run starts, one sentence each."""
         self.model = build_reward_model(config)
@@ -175,13 +176,18 @@ class RewardTrainer:
         rows = [self.train_set[i] for i in batch_indices(len(self.train_set), self.rows_per_step, step, config.seed)]
         totals: dict[str, torch.Tensor] = {}
         self.model.train()
-        for start in range(0, len(rows), config.per_device_train_batch_size):
+        parts = pack(
+            [row.tokens for row in rows],
+            max_rows=config.per_device_train_batch_size,
+            max_tokens=config.max_tokens_per_micro_batch,
+        )
+        for part in parts:
             loss, stats = reward_loss(
                 self.model,
-                rows[start : start + config.per_device_train_batch_size],
+                [rows[i] for i in part],
                 denom=float(len(rows)),
                 dropout_seed=config.seed * 1_000_003 + step,
-                first_id=start,
+                places=part,
                 pos_weight=self.pos_weight,
                 center=config.center_rewards_coefficient or 0.0,
             )
@@ -220,7 +226,7 @@ class RewardTrainer:
         size, parts = self.config.per_device_eval_batch_size, []
         for start in range(0, len(examples), size):
             some = examples[start : start + size]
-            found = self.model.score(pack(some, self.model.device), ("reward",)).rewards_N
+            found = self.model.score(packed_batch(some, self.model.device), ("reward",)).rewards_N
             assert found is not None
             parts.append(found.cpu().view(-1, len(some)).T)
         rewards = torch.cat(parts)
@@ -258,7 +264,8 @@ class RewardTrainer:
         config = self.config
         train = self._load_examples("dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
-            return split(train, share=config.eval_share, seed=config.seed)
+            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
+            return split.train, split.held_out
         if config.eval_dataset_name is None:
             return train, []
         objective = "pairwise" if train[0].label is None else "pointwise"

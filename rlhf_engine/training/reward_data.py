@@ -1,11 +1,7 @@
-"""Rows of reward models: which of the two kinds they are, their labels and tokens, and a split that keeps groups whole.
+"""Rows of reward models: which of the two kinds they are, their labels and tokens.
 
-    pairwise    {"prompt", "chosen", "rejected"}
-    pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
-
-A group (a conversation, a prompt) is held out as a whole: if `data.group_fraction` of it is below the share. So a row's
-side depends on nothing but its own group: not on order, not on the other rows, and more data of the same kind leave it
-where it was.
+pairwise    {"prompt", "chosen", "rejected"}
+pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from rlhf_engine.data import (
     Tally,
     Truncation,
     UnpairedPreference,
-    group_fraction,
     load_rows,
     tokenize_rows,
 )
@@ -95,26 +90,6 @@ def _label(row: Row) -> bool | None:
         return row.label
     assert isinstance(row, Preference)
     return None
-
-
-def held_out(group: str, *, share: float, seed: int) -> bool:
-    """Whether a group is held out: a function of (seed, group) and the share alone."""
-    return group_fraction(group, seed) < share
-
-
-def split(
-    examples: Sequence[RewardExample], *, share: float, seed: int
-) -> tuple[list[RewardExample], list[RewardExample]]:
-    """(training rows, held-out rows), each in the order given. Raises ConfigError if one of the two is empty."""
-    train = [e for e in examples if not held_out(e.group, share=share, seed=seed)]
-    held = [e for e in examples if held_out(e.group, share=share, seed=seed)]
-    if not train or not held:
-        n = len({e.group for e in examples})
-        raise ConfigError(
-            f"eval_share: expected a share that leaves groups on both sides, got {share:g} with {n} groups of which "
-            f"{'all' if held else 'none'} are held out"
-        )
-    return train, held
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:

@@ -71,17 +71,20 @@ def build_reward_model(config: RewardConfig) -> HydraModel:
     return model
 
 
-def pack(examples: Sequence[RewardExample], device: torch.device, *, first_id: int = 0) -> PackedBatch:
+def packed_batch(
+    examples: Sequence[RewardExample], device: torch.device, *, places: Sequence[int] | None = None
+) -> PackedBatch:
     """Answers of some rows as one batch: all first answers, then all second ones (of pairs).
 
-    first_id: place of the first row in its optimizer step, so that no micro-batch changes the dropout masks.
+    places: of the rows in their optimizer step, so that no micro-batch changes the dropout masks; default 0…n−1.
     """
     n_answers = len(examples[0].answers)
+    ids = range(len(examples)) if places is None else places
     return PackedBatch.from_lists(
         [e.prompt for _ in range(n_answers) for e in examples],
         [e.answers[a] for a in range(n_answers) for e in examples],
         device=device,
-        sample_ids=[2 * (first_id + i) + a for a in range(n_answers) for i in range(len(examples))],
+        sample_ids=[2 * i + a for a in range(n_answers) for i in ids],
     )
 
 
@@ -91,7 +94,7 @@ def reward_loss(
     *,
     denom: float,
     dropout_seed: int,
-    first_id: int = 0,
+    places: Sequence[int] | None = None,
     pos_weight: float = 1.0,
     center: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -99,7 +102,7 @@ def reward_loss(
 
     denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
     """
-    n, batch = len(examples), pack(examples, model.device, first_id=first_id)
+    n, batch = len(examples), packed_batch(examples, model.device, places=places)
     output: PairwiseRewardLoss | PointwiseRewardLoss
     if examples[0].label is None:
         index = torch.arange(2 * n, device=model.device)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from rlhf_kernels import registry
 
+from rlhf_engine.algorithms.online_dpo import DpoObjective
 from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import PPOConfig
-from rlhf_engine.data import Report, Row, Tally, batch_indices, load_rows, plain_text, tokenize_rows
+from rlhf_engine.data import PromptSet, Report, Tally, batch_indices, load_rows, require_room, tokenize_prompts
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
@@ -54,25 +55,6 @@ from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 
 SAMPLES_FILE = "samples.md"
 _BEFORE_FILE = "samples_before.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """Prompts of a data file, tokenized."""
-
-    rows: list[Row]
-    prompts: list[str]
-    """As text: of messages, what the chat template makes of them. Whole, even where tokens were cut."""
-    ids: list[list[int]]
-
-    def columns(self, indices: list[int]) -> dict[str, list[Any]]:
-        """The data's other columns of some rows, for reward functions."""
-        names = [n for n in self.rows[0].columns if n not in ("prompts", "completions", "completion_ids")]
-        return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
-
-    def texts(self, indices: list[int]) -> list[str]:
-        """Prompts of some rows."""
-        return [self.prompts[i] for i in indices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +94,9 @@ class PpoTrainer:
             self.eval_set = self._load_prompts("eval_dataset_name", config.eval_dataset_name, context)
         some = list(range(min(2, len(self.train_set.rows))))
         self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
+        together = DpoObjective.answers_per_unit if config.algorithm == "online_dpo" else 1
+        longest = max(map(len, self.train_set.ids)) + config.max_completion_length
+        require_room(together * longest, config.max_tokens_per_micro_batch)
         prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
         server = find_server(config, prompts)
         self.model: HydraModel = build_ppo_model(config)
@@ -318,26 +303,24 @@ class PpoTrainer:
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
             micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
+            max_tokens=config.max_tokens_per_micro_batch,
             target_kl=config.target_kl,
         )
 
     def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        rows = load_rows(path, tally, kinds=("prompt_only",), limit=limit)
-        room = context - config.max_completion_length
-        longest, limit_name = room, f"tokens (context {context} − max_completion_length {config.max_completion_length})"
-        if config.max_prompt_length is not None and config.max_prompt_length <= room:
-            longest, limit_name = config.max_prompt_length, "tokens (max_prompt_length)"
-        found = tokenize_rows(
-            rows, self.tokenizer, tally, max_length=longest, truncation=config.truncation, limit_name=limit_name
+        found = tokenize_prompts(
+            load_rows(path, tally, kinds=("prompt_only",), limit=limit),
+            self.tokenizer,
+            tally,
+            context_length=context,
+            max_completion_length=config.max_completion_length,
+            max_prompt_length=config.max_prompt_length,
+            truncation=config.truncation,
         )
         self.reports[argument] = tally.report()
-        return PromptSet(
-            rows=[t.row for t in found],
-            prompts=[plain_text(self.tokenizer, t.row.prompt) for t in found],
-            ids=[t.prompt for t in found],
-        )
+        return found
 
     def _write_record(self) -> None:
         device = self.model.device

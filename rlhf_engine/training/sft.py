@@ -19,7 +19,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
-from rlhf_engine.data import Preference, PromptCompletion, Report, Row, Tally, Truncation, batch_indices, load_rows
+from rlhf_engine.data import (
+    Preference,
+    PromptCompletion,
+    Report,
+    Row,
+    Tally,
+    Truncation,
+    batch_indices,
+    load_rows,
+    pack,
+    require_room,
+)
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
@@ -48,6 +59,12 @@ class Example:
     chosen: list[int]
     rejected: list[int] | None
     """None for rows without a pair."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model, a pair's prompt twice."""
+        answers = [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
+        return sum(len(self.prompt) + len(answer) for answer in answers)
 
 
 def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
@@ -141,6 +158,7 @@ class SftTrainer:
             truncation=config.truncation,
         )
         self.reports: tuple[Report, ...] = (tally.report(),)
+        require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),
@@ -183,15 +201,19 @@ class SftTrainer:
         chosen = [self.examples[i] for i in indices]
         tokens = float(sum(len(e.chosen) for e in chosen))
         totals: dict[str, torch.Tensor] = {}
-        for start in range(0, len(chosen), config.per_device_train_batch_size):
-            part = chosen[start : start + config.per_device_train_batch_size]
+        parts = pack(
+            [example.tokens for example in chosen],
+            max_rows=config.per_device_train_batch_size,
+            max_tokens=config.max_tokens_per_micro_batch,
+        )
+        for part in parts:
             loss, stats = sft_loss(
                 self.model,
-                part,
+                [chosen[i] for i in part],
                 gamma=config.gamma,
                 tokens=tokens,
                 pairs=float(len(chosen)),
-                dropout_seed=config.seed + step * self.rows_per_step + start,
+                dropout_seed=config.seed + step * self.rows_per_step + part[0],
             )
             loss.backward()
             for name, value in {"loss": loss.detach(), **stats}.items():

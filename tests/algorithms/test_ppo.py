@@ -7,13 +7,13 @@ import torch
 
 from rlhf_engine.algorithms.ppo import (
     Experience,
-    UpdateOptions,
+    PpoObjective,
+    PpoOptions,
     advantages,
-    ppo_update,
     token_kl,
     token_rewards,
 )
-from rlhf_engine.algorithms.update import minibatches
+from rlhf_engine.algorithms.update import Schedule, minibatches, update
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.training.optimizer import RoleOptimizer
 from tests.conftest import build, random_batch
@@ -87,35 +87,28 @@ def experience(model, batch) -> Experience:
     )
 
 
-def options(**changes) -> UpdateOptions:
-    return UpdateOptions(
-        **{
-            "num_ppo_epochs": 1,
-            "num_mini_batches": 1,
-            "micro_batch_size": 99,
-            "cliprange": 0.2,
-            "cliprange_value": 0.2,
-            "vf_coef": 0.5,
-            "entropy_coef": 0.01,
-            "temperature": 1.0,
-            "target_kl": None,
-            **changes,
-        }
-    )
+def objective(made: Experience, **changes) -> PpoObjective:
+    options = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5, "entropy_coef": 0.01, "temperature": 1.0}
+    return PpoObjective(made, PpoOptions(**{**options, **changes}))
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3])
+def schedule(**changes) -> Schedule:
+    return Schedule(**{"num_epochs": 1, "num_mini_batches": 1, "micro_batch_size": 99, **changes})
+
+
+@pytest.mark.parametrize("micro", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"max_tokens": 12}])
 def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
     model, batch = build(), random_batch()
+    assert max(batch.lengths) <= 12 < batch.n_tokens
     found = []
-    for size in (99, micro):
+    for sizes in ({}, micro):
 
         def step():
             found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
             model.zero_grad(set_to_none=True)
             return {}
 
-        ppo_update(model, experience(model, batch), options(micro_batch_size=size), step, seed=0)
+        update(model, objective(experience(model, batch)), schedule(**sizes), step, seed=0)
     whole, parts = found
     assert whole.keys() == parts.keys()
     for name, gradient in whole.items():
@@ -126,7 +119,7 @@ def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
 def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-3, "critic": 5e-3})
-    metrics = ppo_update(model, experience(model, batch), options(num_ppo_epochs=3), optimizer.step, seed=0)
+    metrics = update(model, objective(experience(model, batch)), schedule(num_epochs=3), optimizer.step, seed=0)
     assert metrics["mismatch/update_max"] < 1e-4
     assert metrics["approx_kl"] > 0
     assert metrics["optimizer_steps"] == 3
@@ -135,9 +128,8 @@ def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
 def test_target_kl_stops_before_the_step_that_exceeds_it():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-2, "critic": 5e-2})
-    metrics = ppo_update(
-        model, experience(model, batch), options(num_ppo_epochs=50, target_kl=1e-3), optimizer.step, seed=0
-    )
+    many = schedule(num_epochs=50, target_kl=1e-3)
+    metrics = update(model, objective(experience(model, batch)), many, optimizer.step, seed=0)
     assert metrics["stopped_by_target_kl"] == 1.0
     assert 1 <= metrics["optimizer_steps"] < 50
     assert all(p.grad is None for p in model.parameters())
@@ -147,7 +139,7 @@ def test_critic_warm_up_leaves_the_actor_alone():
     model, batch = build(), random_batch()
     before = {n: p.detach().clone() for n, p in model.trainable_parameters("actor").items()}
     optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2}, weight_decay=0.1)
-    ppo_update(model, experience(model, batch), options(train_actor=False), optimizer.step, seed=0)
+    update(model, objective(experience(model, batch), train_actor=False), schedule(), optimizer.step, seed=0)
     assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters("actor").items())
 
 
@@ -159,5 +151,5 @@ def test_a_loss_that_is_not_finite_is_named_and_not_applied(field, culprit):
     getattr(made, field)[3] = float("nan")
     optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
     with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
-        ppo_update(model, made, options(), optimizer.step, seed=0)
+        update(model, objective(made), schedule(), optimizer.step, seed=0)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

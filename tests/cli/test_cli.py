@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -357,17 +359,56 @@ def test_prompt_files(capsys, model, tmp_path):
     code, out, _ = run(capsys, *common, str(text))
     assert (code, [json.loads(line)["prompt"] for line in out.splitlines()]) == (0, ["red cat", "blue dog"])
     lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "red cat"}\n\n{"prompt": "blue\u2028dog"}\n', encoding="utf-8")
-    answers = run(capsys, *common, str(lines))[1].strip().split("\n")
-    assert [json.loads(line)["prompt"] for line in answers] == ["red cat", "blue\u2028dog"]
-    lines.write_text('{"prompt": "red cat"}\n\n{"text": "blue"}\n')
-    assert "prompts.jsonl:3: expected an object with a string 'prompt', got" in refused(capsys, *common, str(lines))
-    lines.write_text('\n{"prompt": \n')
-    assert "prompts.jsonl:2: expected a JSON object, got" in refused(capsys, *common, str(lines))
+    lines.write_text('{"prompt": "red cat"}\n')
+    line = refused(capsys, *common, str(lines))
+    assert "prompt_file: expected a text file, got" in line
+    assert "dataset_name reads such files" in line
     text.write_text("\n \n")
     assert "prompt_file: expected at least one prompt in" in refused(capsys, *common, str(text))
     assert "prompt_file: expected a file, got" in refused(capsys, *common, str(tmp_path / "none"))
     assert "prompt: expected text, got an empty prompt at place 0" in refused(capsys, *common[:-1], "--prompt", " ")
+
+
+def test_prompts_from_data(capsys, model, tmp_path):
+    common = ["generate", "--model_name_or_path", str(model), "--device", "cpu"]
+    common += ["--max_completion_length", "5", "--json", "--dataset_name"]
+    lines = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(lines, "wt", encoding="utf-8") as file:
+        file.write('{"prompt": "red cat"}\n\n{"prompt": "blue\u2028dog"}\n')
+    answers = run(capsys, *common, str(lines))[1].strip().split("\n")
+    assert [json.loads(line)["prompt"] for line in answers] == ["red cat", "blue\u2028dog"]
+    lines = tmp_path / "prompts.jsonl"
+    rows = ['{"prompt": "red cat"}', '{"prompt": ', '{"prompt": "the dog runs and the cat runs"}', '{"prompt": ""}']
+    lines.write_text("\n".join(rows))
+    assert "prompts.jsonl:2: expected a JSON object" in refused(capsys, *common, str(lines))
+    options = ["--max_bad_rows", "2", "--max_prompt_length", "3", "--truncation", "drop"]
+    code, out, err = run(capsys, *common, str(lines), *options)
+    assert (code, [json.loads(line)["prompt"] for line in out.splitlines()]) == (0, ["red cat"])
+    assert "4 rows read, 1 used, 2 bad" in err
+    assert "1 dropped as too long" in err
+    cut = run(capsys, *common, str(lines), *options[:-1], "keep_end")[1].splitlines()
+    whole = [*common[:-1], "--prompt", "red cat", "and the cat runs"]
+    alone = [json.loads(line) for line in run(capsys, *whole)[1].splitlines()]
+    assert json.loads(cut[1])["prompt"] == "the dog runs and the cat runs"  # shown whole
+    assert len(cut) == len(alone) == 2
+    assert "truncation: expected error, drop or keep_end" in refused(
+        capsys, *common, str(lines), "--truncation", "keep_start"
+    )
+
+
+def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}the{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    talk = tmp_path / "talk.jsonl"
+    messages = [{"role": "user", "content": "red cat"}]
+    talk.write_text(json.dumps({"prompt": messages}) + "\n")
+    common = ["generate", "--model_name_or_path", str(folder), "--device", "cpu", "--max_completion_length", "5"]
+    (row,) = [json.loads(line) for line in run(capsys, *common, "--json", "--dataset_name", str(talk))[1].splitlines()]
+    assert row["prompt"] == "red cat the"
+    plain = ["generate", "--model_name_or_path", str(model), *common[3:]]
+    assert "expected a tokenizer with a chat template" in refused(capsys, *plain, "--dataset_name", str(talk))
 
 
 # ---- exit code 2: the request ----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
         adam_epsilon=1e-8, max_grad_norm=1.0, critic_warmup_steps=0, token_budget=None,
         gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
+        max_tokens_per_micro_batch=None,
         max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
         save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
         overwrite_output_dir=False, device="auto",
@@ -60,7 +61,8 @@ def test_defaults_and_flag_names_of_reward() -> None:
         gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0,
-        gradient_checkpointing=False, logging_steps=1, dtype="float32", device="auto", kernels="auto", seed=0,
+        gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
+        kernels="auto", seed=0,
     )  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def test_python_construction_is_held_to_the_same_rules() -> None:
 def test_generate_needs_exactly_one_source_of_prompts() -> None:
     with pytest.raises(ConfigError, match=r"prompt: expected at least one prompt"):
         GenerateConfig(model_name_or_path="m")
-    with pytest.raises(ConfigError, match=r"prompt_file: expected either"):
+    with pytest.raises(ConfigError, match=r"prompt_file: expected one of prompt, prompt_file and dataset_name, got"):
         GenerateConfig(model_name_or_path="m", prompt=["a"], prompt_file="b")
     with pytest.raises(ConfigError, match=r"num_generations: expected 1 with greedy"):
         GenerateConfig(model_name_or_path="m", prompt=["a"], greedy=True, num_generations=2)

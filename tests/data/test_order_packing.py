@@ -1,4 +1,4 @@
-"""The order of rows and their micro-batches are functions of (seed, epoch)."""
+"""The order of rows is a function of (seed, epoch); micro-batches are what fits."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def lengths(n: int, seed: int = 0) -> list[int]:
     return [min(512, 1 + int(generator.expovariate(1 / 60))) for _ in range(n)]
 
 
-def first_fit(sizes: list[int], order: list[int], budget: int) -> list[list[int]]:
+def first_fit(sizes: list[int], max_rows: int, budget: float) -> list[list[int]]:
     """The definition, in quadratic time."""
     batches: list[list[int]] = []
-    for row in order:
-        home = next((b for b in batches if sum(sizes[i] for i in b) + sizes[row] <= budget), None)
+    for row, size in enumerate(sizes):
+        homes = (b for b in batches if len(b) < max_rows and sum(sizes[i] for i in b) + size <= budget)
+        home = next(homes, None)
         if home is None:
             batches.append([row])
         else:
@@ -45,16 +46,22 @@ def first_fit(sizes: list[int], order: list[int], budget: int) -> list[list[int]
     return batches
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 300])
-def test_packing_is_first_fit_over_the_epoch_s_order(n):
+@pytest.mark.parametrize("max_rows", [1, 5, 400])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 64, 65, 300])
+def test_packing_is_first_fit(n, max_rows):
     sizes = lengths(n)
-    found = pack(sizes, 512, seed=5, epoch=2)
-    assert sorted(found) == sorted(first_fit(sizes, epoch_order(n, 5, 2), 512))
+    assert pack(sizes, max_rows=max_rows, max_tokens=512) == first_fit(sizes, max_rows, 512)
+
+
+@pytest.mark.parametrize(("n", "max_rows"), [(7, 3), (6, 3), (2, 9), (5, 1)])
+def test_without_a_bound_on_tokens_rows_stay_in_order(n, max_rows):
+    found = pack(lengths(n), max_rows=max_rows)
+    assert found == [list(range(n))[i : i + max_rows] for i in range(0, n, max_rows)]
 
 
 def test_every_row_once_within_the_budget():
     sizes = lengths(1000)
-    found = pack(sizes, 512, seed=0, epoch=0)
+    found = pack(sizes, max_rows=1000, max_tokens=512)
     assert sorted(i for batch in found for i in batch) == list(range(1000))
     assert max(sum(sizes[i] for i in batch) for batch in found) <= 512
     # first fit is near what cannot be done better; a fixed number of rows is not
@@ -65,47 +72,29 @@ def test_every_row_once_within_the_budget():
 
 def test_micro_batches_are_packed_batches_of_so_many_tokens():
     sizes = [5, 3, 4, 2, 6, 1]
-    for batch in pack(sizes, 8, seed=1, epoch=0):
+    for batch in pack(sizes, max_rows=3, max_tokens=8):
         packed = PackedBatch.from_lists(
             [[1] * (sizes[i] - 1) or [1] for i in batch], [[2] * (sizes[i] > 1) for i in batch]
         )
         assert packed.n_tokens == sum(sizes[i] for i in batch) <= 8
 
 
-def test_packing_is_a_function_of_seed_and_epoch_alone():
-    sizes = lengths(200)
-    random.seed(0)
-    first = pack(sizes, 512, seed=1, epoch=3)
-    random.seed(1)
-    pack(sizes, 512, seed=1, epoch=4)
-    assert pack(sizes, 512, seed=1, epoch=3) == first
-    others = [pack(sizes, 512, seed=s, epoch=e) for s, e in ((1, 4), (2, 3), (1, 2))]
-    assert all(other != first for other in others)
-
-
-def test_the_last_micro_batches_are_not_the_long_rows():
-    """First fit opens its last ones for rows that fit nowhere: unshuffled, those of the last ten are 15 % longer."""
-    sizes = lengths(2000)
-    last = [sizes[i] for epoch in range(30) for batch in pack(sizes, 512, seed=0, epoch=epoch)[-10:] for i in batch]
-    # the mean of 2,500 lengths, each about as far from the mean as it is large
-    assert sum(last) / len(last) == pytest.approx(sum(sizes) / len(sizes), rel=0.06)
-
-
 def test_a_hundred_thousand_rows_take_a_second_or_so():
     sizes = lengths(100_000)
     began = time.process_time()
-    pack(sizes, 4096, seed=0, epoch=0)
+    pack(sizes, max_rows=1000, max_tokens=4096)
     assert time.process_time() - began < 20  # n² would take minutes
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("sizes", "bounds", "message"),
     [
-        ([], "lengths: expected at least one row, got none"),
-        ([3, 9], r"lengths\[1\]: expected 1 to 8 tokens, the token_budget, got 9"),
-        ([0], r"lengths\[0\]: expected 1 to 8 tokens"),
+        ([3, 9], {"max_tokens": 8}, r"lengths\[1\]: expected at most 8 tokens, those of a micro-batch, got 9"),
+        ([0], {}, r"lengths\[0\]: expected at least 1 token, got 0"),
+        ([1], {"max_rows": 0}, "max_rows: expected at least 1, got 0"),
+        ([1], {"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_packed(sizes, message):
+def test_what_cannot_be_packed(sizes, bounds, message):
     with pytest.raises(ValueError, match=message):
-        pack(sizes, 8, seed=0, epoch=0)
+        pack(sizes, **{"max_rows": 4, **bounds})

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhf_engine.data import RowError, Tally, load_taskmaster, render_turn, split_by_group
+from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, render_turn, split_by_group
 from rlhf_engine.errors import ConfigError
 from tests.conftest import SHARED
 from tests.data.texts import write_lines
@@ -50,6 +50,24 @@ def test_a_context_is_lines_with_speakers(tmp_path):
     assert [(row.completion, row.label) for row in rows] == [(" Scream.", True), (' {"book": {"n": 2}}', False)]
     assert (rows[0].group, rows[1].place) == ("dlg-1", f"{path}:2")
     assert tally.report().is_plain
+
+
+def test_published_rows_are_known_by_their_columns(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", published(), published(reward=0), {"prompt": "x"})
+    expected, _ = load(path, max_bad_rows=1)
+    kinds = ("preference", "unpaired_preference", "implicit_preference")
+    tally = Tally(source=str(path), max_bad_rows=1)
+    assert load_rows(path, tally, kinds=kinds) == expected
+    assert tally.report().bad[0].places == (f"{path}:3",)
+    prompts = load_rows(path, Tally(source=str(path), max_bad_rows=1), kinds=("prompt_only",))
+    assert {type(row) for row in prompts} == {PromptOnly}
+    assert [(row.prompt, row.group) for row in prompts] == [(row.prompt, "dlg-1") for row in expected]
+    alone = write_lines(tmp_path / "b.jsonl", published())
+    with pytest.raises(ConfigError, match=r"expected the columns \(prompt, chosen, rejected\) or"):
+        load_rows(alone, Tally(source=str(alone)), kinds=("preference", "prompt_completion"))
+    mixed = write_lines(tmp_path / "c.jsonl", published(), {"prompt": "x"}, {"prompt": "y"})
+    with pytest.raises(ConfigError, match=f"{mixed}:1: expected a string or a list of messages in column 'prompt'"):
+        load_rows(mixed, Tally(source=str(mixed)))
 
 
 @pytest.mark.parametrize(("k", "lines"), [(1, 2), (2, 3), (4, 5), (9, 5)])
@@ -128,6 +146,6 @@ def test_published_conversations_are_split_by_group(real):
     split = split_by_group(rows, share=0.1, seed=0)
     assert not {row.group for row in split.train} & {row.group for row in split.held_out}
     assert len(split.train) + len(split.held_out) == 3667
-    assert 0.08 < split.share < 0.12  # four standard deviations of 3,667 coins
+    assert 0.08 < len(split.held_out) / 3667 < 0.12  # four standard deviations of 3,667 coins
     positive = [sum(row.label for row in part) / len(part) for part in (split.train, split.held_out)]
     assert positive == pytest.approx([573 / 3667] * 2, abs=0.08)

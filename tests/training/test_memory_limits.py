@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-from rlhf_engine.algorithms.ppo import Experience, UpdateOptions, ppo_update
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.update import Schedule
+from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
@@ -21,17 +23,8 @@ from tests.training.test_data import ppo_config, write_model
 
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
 TOKENS = sum(p + c for p, c in LENGTHS)
-OPTIONS = UpdateOptions(
-    num_ppo_epochs=1,
-    num_mini_batches=1,
-    micro_batch_size=7,
-    cliprange=0.2,
-    cliprange_value=0.2,
-    vf_coef=0.1,
-    entropy_coef=0.01,
-    temperature=1.0,
-    target_kl=None,
-)
+OPTIONS = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.01, temperature=1.0)
+SCHEDULE = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=7)
 
 
 class LimitedMemory:
@@ -77,7 +70,7 @@ def make() -> tuple[HydraModel, Experience]:
     return model.train(), experience
 
 
-def update(model: HydraModel, experience: Experience, options=OPTIONS):
+def update(model: HydraModel, experience: Experience, schedule: Schedule = SCHEDULE):
     """Gradients of one minibatch over all sequences, with LoRA dropout, and the update's statistics."""
     found: dict[str, torch.Tensor] = {}
 
@@ -86,7 +79,7 @@ def update(model: HydraModel, experience: Experience, options=OPTIONS):
         model.zero_grad(set_to_none=True)
         return {}
 
-    stats = ppo_update(model, experience, options, step, seed=0)
+    stats = learn(model, PpoObjective(experience, OPTIONS), schedule, step, seed=0)
     return found, stats
 
 
@@ -103,6 +96,15 @@ def test_a_halved_micro_batch_gives_the_same_gradient_and_masks(monkeypatch, in_
     for name, gradient in expected.items():
         assert gradient.any()
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+def test_micro_batches_of_few_tokens_are_halved_by_what_was_in_them(monkeypatch):
+    model, experience = make()
+    LimitedMemory(monkeypatch, limit=45)  # two lanes of the longest sequence are 40 tokens
+    found, stats = update(model, experience, dataclasses.replace(SCHEDULE, max_tokens=30))
+    assert stats["micro_batch_size"] == 1  # at most 3 sequences have 30 tokens: 7, 4, then nothing in between
+    expected, _ = update(model, experience, dataclasses.replace(SCHEDULE, micro_batch_size=1))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_lanes_that_run_apart_give_the_same_gradient_with_one_graph_at_a_time(monkeypatch):
@@ -148,7 +150,7 @@ def test_other_errors_are_not_taken_for_it(monkeypatch):
 
     monkeypatch.setattr(Backbone, "run", fails)
     with pytest.raises(RuntimeError, match="expected scalar type"):
-        update(model, experience, dataclasses.replace(OPTIONS, micro_batch_size=4))
+        update(model, experience, dataclasses.replace(SCHEDULE, micro_batch_size=4))
 
 
 def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):

@@ -29,8 +29,8 @@ from rlhf_engine.training.build import build_ppo_model
 from rlhf_engine.training.checkpoint import TrainerState, load_checkpoint
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.reward import RewardState, RewardTrainer
-from rlhf_engine.training.reward_data import RewardExample, held_out
-from rlhf_engine.training.reward_lane import pack, reward_loss, reward_roles
+from rlhf_engine.training.reward_data import RewardExample
+from rlhf_engine.training.reward_lane import packed_batch, reward_loss, reward_roles
 from rlhf_engine.training.rl import PpoTrainer
 from tests.conftest import tiny_llama
 from tests.training.test_data import WORDS, ppo_config, write_model, write_pairs, write_rows
@@ -167,7 +167,7 @@ def test_the_loss_that_the_paper_prints_is_another_one():
 
 
 def test_one_label_per_sequence():
-    batch = pack(SINGLE, torch.device("cpu"))
+    batch = packed_batch(SINGLE, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"label_N: expected 3 labels, one per sequence, got shape \(1,\)"):
         make()(batch, (PointwiseRewardLoss(label_N=torch.tensor([1]), denom=1.0),))
 
@@ -191,7 +191,7 @@ def test_the_pairwise_loss_with_centering_by_hand():
     assert reward_loss(model, PAIRS, denom=3.0, dropout_seed=0)[1]["reward_accuracy"].item() == 0.5  # all tied
     index = torch.tensor([0])
     output = PairwiseRewardLoss(chosen_P=index, rejected_P=index, denom=1.0)
-    assert model(pack(SINGLE, torch.device("cpu")), (output,))[0].n_tied == 1
+    assert model(packed_batch(SINGLE, torch.device("cpu")), (output,))[0].n_tied == 1
 
 
 @pytest.mark.parametrize("examples", [PAIRS, SINGLE], ids=["pairs", "single"])
@@ -200,10 +200,9 @@ def test_micro_batches_add_up_under_dropout(examples):
     loss, _ = reward_loss(whole, examples, denom=3.0, dropout_seed=5, pos_weight=2.0)
     loss.backward()
     total = 0.0
-    for start, size in ((0, 2), (2, 1)):
-        part, _ = reward_loss(
-            parts, examples[start : start + size], denom=3.0, dropout_seed=5, first_id=start, pos_weight=2.0
-        )
+    for places in ((0, 2), (1,)):
+        some = [examples[i] for i in places]
+        part, _ = reward_loss(parts, some, denom=3.0, dropout_seed=5, places=places, pos_weight=2.0)
         part.backward()
         total += part.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)
@@ -274,15 +273,6 @@ def test_groups_stay_whole(trained):
     assert (record["rows"]["train"], record["rows"]["eval"]) == (len(trained.train_set), len(trained.eval_set))
     positives = record["rows"]["train_true"]
     assert record["pos_weight"] == (len(trained.train_set) - positives) / positives
-
-
-def test_the_split_is_a_function_of_seed_and_group():
-    groups = [str(i) for i in range(4000)]
-    first = [held_out(g, share=0.25, seed=1) for g in groups]
-    assert sum(first) / len(first) == pytest.approx(0.25, abs=0.03)
-    assert first != [held_out(g, share=0.25, seed=2) for g in groups]
-    wider = [held_out(g, share=0.5, seed=1) for g in groups]
-    assert all(b for a, b in zip(first, wider, strict=True) if a)  # a larger share keeps what was held out
 
 
 def test_rows_of_one_prompt_stay_together_without_a_group_column(base, tmp_path):
@@ -765,3 +755,22 @@ def test_epochs_become_steps(base, tmp_path):
 
     assert steps() == 12  # 96 rows in batches of 8
     assert steps(num_train_epochs=0.5, gradient_accumulation_steps=4) == 2
+
+
+@pytest.mark.parametrize("rows", [toy_rows(16), toy_pairs(16)], ids=["thumbs", "pairs"])
+def test_micro_batches_of_so_many_tokens_are_the_same_step(base, tmp_path, rows):
+    def steps(tokens: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        config = reward_config(base, tmp_path / str(tokens) / "run", rows, lora_dropout=0.2, max_steps=2)
+        trainer = RewardTrainer(dataclasses.replace(config, max_tokens_per_micro_batch=tokens, adam_epsilon=1e-3))
+        losses = [trainer.step()["reward_loss"] for _ in range(2)]
+        return losses, trainer.model.trainable_parameters("reward")
+
+    whole, parts = steps(None), steps(30)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, p in whole[1].items():
+        torch.testing.assert_close(parts[1][name], p, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_micro_batches_that_cannot_hold_a_row(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the long"):
+        RewardTrainer(reward_config(base, tmp_path / "run", max_tokens_per_micro_batch=2))

@@ -186,6 +186,23 @@ def test_checkpoints_may_come_before_the_first_line_of_metrics(model, tmp_path):
     assert (trainer.output / "curves.png").is_file()
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
+def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, algorithm):
+    many = {"num_generations": 4} if algorithm == "online_dpo" else {}
+    found = []
+    for tokens in (None, 40):
+        config = ppo_config(model, tmp_path / str(tokens), algorithm=algorithm, max_steps=1, adam_epsilon=1e-3, **many)
+        config = dataclasses.replace(config, per_device_train_batch_size=8, max_tokens_per_micro_batch=tokens)
+        trainer = PpoTrainer(config)
+        update = trainer.step()
+        assert update["optimizer_steps"] == 2
+        found.append((update["loss"], trained(trainer)))
+    (loss, whole), (packed_loss, parts) = found
+    assert packed_loss == pytest.approx(loss, rel=1e-4)
+    for name, p in whole.items():
+        torch.testing.assert_close(parts[name], p, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_evaluation_and_samples(model, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
     options = {"max_steps": 2, "eval_steps": 2, "eval_dataset_name": str(heldout), "num_samples": 2}
@@ -362,6 +379,16 @@ def test_found_before_the_model_is_loaded(tmp_path, options, message):
     with pytest.raises((ConfigError, ValueError, TypeError, RewardError), match=message):
         PpoTrainer(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("algorithm", "least"), [("ppo", 14), ("online_dpo", 28)])
+def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path, algorithm, least):
+    rows = write_rows(tmp_path / "p.jsonl", [{"prompt": "red cat"}, {"prompt": "the dog runs and the"}])
+    many = {"num_generations": 4} if algorithm == "online_dpo" else {}
+    options = {"algorithm": algorithm, "dataset_name": str(rows), **many}
+    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
+        PpoTrainer(ppo_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
+    PpoTrainer(ppo_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
 
 
 def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):

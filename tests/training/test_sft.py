@@ -126,16 +126,23 @@ def test_micro_batches_add_up_to_the_whole_batch(mode, sizes):
 
 def test_a_step_of_small_batches_is_a_step_of_a_large_one(base, tmp_path):
     found = {}
-    for name, size, count in (("large", 8, 1), ("small", 2, 4)):
+    for name, size, count, tokens in (("large", 8, 1, None), ("small", 2, 4, None), ("packed", 8, 1, 50)):
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "adam_epsilon": 1e-3}
+        options["max_tokens_per_micro_batch"] = tokens
         trainer = SftTrainer(sft_config(base, tmp_path / name, **options))
         trainer.model.train()
         metrics = trainer.step(0)
         found[name] = (metrics, dict(trainer.model.named_parameters()))
-    assert found["large"][0]["lm_loss"] == pytest.approx(found["small"][0]["lm_loss"], rel=1e-5)
-    assert found["large"][0]["reward_loss"] == pytest.approx(found["small"][0]["reward_loss"], rel=1e-5)
-    for name, p in found["large"][1].items():
-        torch.testing.assert_close(found["small"][1][name], p, rtol=1e-3, atol=1e-4, msg=name)
+    for other in ("small", "packed"):
+        assert found["large"][0]["lm_loss"] == pytest.approx(found[other][0]["lm_loss"], rel=1e-5)
+        assert found["large"][0]["reward_loss"] == pytest.approx(found[other][0]["reward_loss"], rel=1e-5)
+        for name, p in found["large"][1].items():
+            torch.testing.assert_close(found[other][1][name], p, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_micro_batches_that_cannot_hold_the_longest_row(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the long"):
+        SftTrainer(sft_config(base, tmp_path / "out", max_tokens_per_micro_batch=3))
 
 
 # ---- what it writes --------------------------------------------------------------------------------------------------
