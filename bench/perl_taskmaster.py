@@ -11,7 +11,9 @@ a process of its own through `rlhf-engine`, with a record per run, so that a stu
 
 1. reward models, pointwise: LoRA on the attention projections at several ranks, and full tuning; every arm over its
    own learning rates with the first seed, then its best rate (by AUC on the held-out conversations) with the others;
-2. RL by REINFORCE with a learned baseline against the best LoRA reward model: four roles on one base.
+2. RL by REINFORCE with a learned baseline against the best LoRA reward model: four roles on one base;
+3. what a reward model costs: a few steps of LoRA and of full tuning on a larger decoder of random weights, because the
+   study's own is so small that peak memory is the process and its activations.
 
 Classes are unbalanced (573 of 3,667 thumbs up), hence AUC and balanced accuracy. What the paper reports for reward
 models: accuracy on par with full tuning, 43 to 74 % of its memory, 1.15 to 1.9 times as fast; for RL 74 to 80 % and
@@ -60,12 +62,18 @@ class Study:
     reward_steps: int = 300
     reward_batch: int = 32
     ranks: tuple[int, ...] = (1, 4, 16)
-    lora_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    full_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    lora_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
+    full_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
     rl_steps: int = 60
     rl_batch: int = 64
     answer_tokens: int = 32
+    cost_hidden: int = 512
+    cost_layers: int = 8
+    cost_steps: int = 6
+    cost_rank: int = 4
+    cost_tokens: int = 2048
+    """Most tokens of a micro-batch."""
 
 
 QUICK = Study(
@@ -82,6 +90,10 @@ QUICK = Study(
     rl_steps=2,
     rl_batch=8,
     answer_tokens=4,
+    cost_hidden=64,
+    cost_layers=2,
+    cost_steps=2,
+    cost_rank=1,
 )
 
 
@@ -122,24 +134,8 @@ def prepare(study: Study, data: Path, folder: Path) -> None:
         folder / "dialogues.jsonl",
         [dict(zip(("prompt", "completion"), text.split("\n", 1), strict=True)) for text in texts if "\n" in text],
     )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=study.hidden,
-            intermediate_size=study.hidden * 5 // 2,
-            num_hidden_layers=study.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=1024,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=True,
-        )
-    )
-    model.save_pretrained(folder / "init")
-    tokenizer.save_pretrained(folder / "init")
+    _save_decoder(folder / "init", tokenizer, hidden=study.hidden, layers=study.layers)
+    _save_decoder(folder / "large", tokenizer, hidden=study.cost_hidden, layers=study.cost_layers)
     engine(
         "sft",
         {
@@ -159,6 +155,26 @@ def prepare(study: Study, data: Path, folder: Path) -> None:
             "warmup_steps": study.lm_steps // 20,
         },
     )
+
+
+def _save_decoder(folder: Path, tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int) -> None:
+    """A Llama of random weights with its tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _train_tokenizer(study: Study, texts: list[str]) -> PreTrainedTokenizerFast:
@@ -203,6 +219,11 @@ def arms(study: Study) -> dict[str, tuple[float, ...]]:
     return {**{f"lora_r{r}": study.lora_rates for r in study.ranks}, "full": study.full_rates}
 
 
+def cost_arms(study: Study) -> tuple[str, ...]:
+    """Arms whose cost is measured on the larger decoder."""
+    return (f"lora_r{study.cost_rank}", "full")
+
+
 def reward_runs(study: Study, out: Path) -> Iterator[RewardRun]:
     """Every arm's rates with the first seed, then its best rate with the others."""
     for arm, rates in arms(study).items():
@@ -227,52 +248,82 @@ def read(out: Path, run: RewardRun) -> dict[str, Any]:
 def train_reward(study: Study, run: RewardRun, folder: Path, out: Path) -> None:
     """One reward model and its record."""
     output = folder / "reward" / run.name
-    flags: dict[str, Any] = {
-        "full" if run.arm == "full" else "lora": None,
+    flags = _reward_flags(study, run.arm, folder) | {
         "model_name_or_path": folder / "lm",
-        "dataset_name": folder / "thumbs_train.jsonl",
         "eval_dataset_name": folder / "thumbs_heldout.jsonl",
         "output_dir": output,
-        "max_length": study.max_length,
-        "truncation": "keep_end",
-        "max_bad_rows": 0.02,
         "max_steps": study.reward_steps,
         "eval_steps": max(1, study.reward_steps // 10),
-        "save_steps": 0,
-        "per_device_train_batch_size": study.reward_batch,
-        "pos_weight": "balanced",
         "learning_rate": run.rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": study.reward_steps // 20,
         "seed": run.seed,
         "resume_from_checkpoint": "auto",
     }
-    if run.arm != "full":
-        flags |= {"lora_r": int(run.arm[6:]), "lora_alpha": 2 * int(run.arm[6:]), "lora_target_modules": ATTENTION}
     began = time.perf_counter()
     command = engine("reward", flags)
     seconds = time.perf_counter() - began
-    rows, record = read_metrics(output / "metrics.jsonl"), json.loads((output / "run.json").read_text())
-    chosen = next(row for row in rows if row["step"] == record["result"]["final_step"])
-    shown = command.replace(str(folder), "DIR")
+    final_step = json.loads((output / "run.json").read_text())["result"]["final_step"]
+    chosen = next(row for row in read_metrics(output / "metrics.jsonl") if row["step"] == final_step)
     write_json_atomic(
         out / "reward" / f"{run.name}.json",
         {
             **{name: value for name, value in chosen.items() if name.startswith("eval/")},
             "best_step": chosen["step"],
-            "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
-            "seconds_per_step": statistics.median(study.reward_batch / row["samples_per_second"] for row in rows),
             "seconds": seconds,
-            "trained_parameters": record["trained_parameters"],
-            "base_parameters": record["base_parameters"],
-            "git_commit": record["git_commit"],
-            "versions": record["versions"],
-            "device": record["device_name"],
-            "command": shown,
+            **_cost(study, output, command.replace(str(folder), "DIR")),
         },
     )
     if run.arm == "full":  # a whole model each; of the adapters one is used below
         shutil.rmtree(output)
+
+
+def measure_cost(study: Study, arm: str, folder: Path, out: Path) -> None:
+    """A few steps of an arm on the larger decoder, and the record of what they took."""
+    output = folder / "cost" / arm
+    flags = _reward_flags(study, arm, folder) | {
+        "model_name_or_path": folder / "large",
+        "output_dir": output,
+        "overwrite_output_dir": "true",
+        "max_steps": study.cost_steps,
+        "max_tokens_per_micro_batch": study.cost_tokens,
+    }
+    command = engine("reward", flags)
+    write_json_atomic(out / "cost" / f"{arm}.json", _cost(study, output, command.replace(str(folder), "DIR")))
+    shutil.rmtree(output)
+
+
+def _reward_flags(study: Study, arm: str, folder: Path) -> dict[str, Any]:
+    """What all reward models have in common."""
+    flags: dict[str, Any] = {
+        "full" if arm == "full" else "lora": None,
+        "dataset_name": folder / "thumbs_train.jsonl",
+        "max_length": study.max_length,
+        "truncation": "keep_end",
+        "max_bad_rows": 0.02,
+        "save_steps": 0,
+        "per_device_train_batch_size": study.reward_batch,
+        "pos_weight": "balanced",
+    }
+    if arm == "full":
+        return flags
+    rank = int(arm.removeprefix("lora_r"))
+    return flags | {"lora_r": rank, "lora_alpha": 2 * rank, "lora_target_modules": ATTENTION}
+
+
+def _cost(study: Study, output: Path, command: str) -> dict[str, Any]:
+    """What a run's steps took."""
+    rows, record = read_metrics(output / "metrics.jsonl"), json.loads((output / "run.json").read_text())
+    return {
+        "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
+        "seconds_per_step": statistics.median(study.reward_batch / row["samples_per_second"] for row in rows),
+        "trained_parameters": record["trained_parameters"],
+        "base_parameters": record["base_parameters"],
+        "git_commit": record["git_commit"],
+        "versions": record["versions"],
+        "device": record["device_name"],
+        "command": command,
+    }
 
 
 # ---- RL --------------------------------------------------------------------------------------------------------------
@@ -349,6 +400,9 @@ def table(study: Study, out: Path) -> str:
         seconds = statistics.median(row["seconds_per_step"] for row in found)
         lines.append(f"| {arm} | {rate:g} | {' | '.join(cells)} | {share:.3g} | {memory:.0f} | {seconds:.3f} |")
     lines += ["", "AUC by rate, first seed: " + "; ".join(_rates(study, out, arm) for arm in arms(study)) + "."]
+    costs = {arm: out / "cost" / f"{arm}.json" for arm in cost_arms(study)}
+    if all(path.is_file() for path in costs.values()):
+        lines += ["", *_cost_table({arm: json.loads(path.read_text()) for arm, path in costs.items()})]
     policies = [json.loads(path.read_text()) for path in sorted((out / "rl").glob("*.json"))]
     if policies:
         before, after = ([p["curves"]["reward"][i] for p in policies] for i in (0, -1))
@@ -360,6 +414,20 @@ def table(study: Study, out: Path) -> str:
             "per answer.",
         ]
     return "\n".join(lines)
+
+
+def _cost_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    millions = found["full"]["base_parameters"] / 1e6
+    lines = [
+        f"| {millions:.1f} M parameters, random weights | trained, % of the base | peak memory, MiB | s per step |",
+        "|---|---|---|---|",
+    ]
+    for arm, row in found.items():
+        share = 100 * row["trained_parameters"] / row["base_parameters"]
+        lines.append(
+            f"| {arm} | {share:.3g} | {row['peak_memory_bytes'] / 2**20:.0f} | {row['seconds_per_step']:.2f} |"
+        )
+    return lines
 
 
 def _rates(study: Study, out: Path, arm: str) -> str:
@@ -383,7 +451,7 @@ def main() -> None:
     study, out = QUICK if arguments.quick else Study(), arguments.out
     folder = arguments.work / ("quick" if arguments.quick else "full")
     if not arguments.table:
-        for name in ("reward", "rl"):
+        for name in ("reward", "rl", "cost"):
             (out / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "lm" / "config.json").is_file():
             prepare(study, arguments.data, folder)
@@ -391,6 +459,10 @@ def main() -> None:
             if not (out / "reward" / f"{run.name}.json").is_file():
                 print(f"reward model {run.name}", file=sys.stderr)
                 train_reward(study, run, folder, out)
+        for arm in cost_arms(study):
+            if not (out / "cost" / f"{arm}.json").is_file():
+                print(f"cost of {arm}", file=sys.stderr)
+                measure_cost(study, arm, folder, out)
         for seed in study.seeds:
             if not (out / "rl" / f"seed-{seed}.json").is_file():
                 print(f"policy, seed {seed}", file=sys.stderr)
