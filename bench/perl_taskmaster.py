@@ -6,11 +6,14 @@
     python bench/perl_taskmaster.py --data DIR --out DIR2 --table                   # only the table of what is there
 
 DIR holds Taskmaster-3's published reward files. Everything is made from them: a byte-level BPE tokenizer and a small
-decoder, trained on the dialogues of the training side; conversations are on one side of the split only. Then, each in
-a process of its own through `rlhf-engine`, with a record per run, so that a study stopped at any point goes on:
+decoder, trained on dialogues. Conversations are divided into three: rows to train on, rows to choose by (a run's best
+step, an arm's best rate), and rows to report, of which nothing else, the tokenizer and the decoder included, has seen
+anything. Then, each in a process of its own through `rlhf-engine`, with a record per run, so that a study stopped at
+any point goes on:
 
 1. reward models, pointwise: LoRA on the attention projections at several ranks, and full tuning; every arm over its
-   own learning rates with the first seed, then its best rate (by AUC on the held-out conversations) with the others;
+   own learning rates with the first seed, then its best rate with the others. What is reported are the rewards of the
+   exported models in plain transformers;
 2. RL by REINFORCE with a learned baseline against the best LoRA reward model: four roles on one base;
 3. what a reward model costs: a few steps of LoRA and of full tuning on a larger decoder of random weights, because the
    study's own is so small that peak memory is the process and its activations.
@@ -37,13 +40,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import AutoPeftModelForSequenceClassification
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_engine.data import Tally, load_taskmaster, split_by_group
+from rlhf_engine.data import Tally, load_rows, load_taskmaster, split_by_group, tokenize_rows
 from rlhf_engine.training.metrics import read_metrics, write_json_atomic
+from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 WORK = Path("runs/perl_taskmaster")
+PENALTY = 1.0
+"""Of an answer without an end."""
+CURVES = ("step", "reward", "kl", "completions/mean_length", "completions/unfinished_ratio")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -57,13 +65,16 @@ class Study:
     last_turns: int = 6
     """Turns of the context that a prompt keeps."""
     max_length: int = 320
-    held_out: float = 0.2
+    reported: float = 0.2
+    """Share of the conversations to report."""
+    chosen_by: float = 0.15
+    """Share of the rest to choose by."""
     lm_steps: int = 600
     reward_steps: int = 300
     reward_batch: int = 32
     ranks: tuple[int, ...] = (1, 4, 16)
     lora_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    full_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
+    full_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
     rl_steps: int = 60
     rl_batch: int = 64
@@ -119,9 +130,10 @@ def prepare(study: Study, data: Path, folder: Path) -> None:
     """Rows of both sides, the tokenizer, and the decoder before and after its training on dialogues."""
     tally = Tally(source=str(data), argument="--data")
     rows = load_taskmaster(str(data), tally, last_turns=study.last_turns)
-    sides = split_by_group(rows, share=study.held_out, seed=0)
+    sides = split_by_group(rows, share=study.reported, seed=0)
+    inner = split_by_group(sides.train, share=study.chosen_by, seed=1)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, side in (("train", sides.train), ("heldout", sides.held_out)):
+    for name, side in (("train", inner.train), ("choose", inner.held_out), ("report", sides.held_out)):
         _write(
             folder / f"thumbs_{name}.jsonl",
             [{"prompt": r.prompt, "completion": r.completion, "label": r.label, "conversation": r.group} for r in side],
@@ -234,9 +246,9 @@ def reward_runs(study: Study, out: Path) -> Iterator[RewardRun]:
 
 
 def best_rate(study: Study, out: Path, arm: str) -> float:
-    """By AUC on held-out conversations, with the first seed."""
+    """By AUC on the rows to choose by, with the first seed."""
     first = [RewardRun(arm=arm, rate=rate, seed=study.seeds[0]) for rate in arms(study)[arm]]
-    return max(first, key=lambda run: read(out, run)["eval/auc"]).rate
+    return max(first, key=lambda run: read(out, run)["choose/auc"]).rate
 
 
 def read(out: Path, run: RewardRun) -> dict[str, Any]:
@@ -250,10 +262,10 @@ def train_reward(study: Study, run: RewardRun, folder: Path, out: Path) -> None:
     output = folder / "reward" / run.name
     flags = _reward_flags(study, run.arm, folder) | {
         "model_name_or_path": folder / "lm",
-        "eval_dataset_name": folder / "thumbs_heldout.jsonl",
+        "eval_dataset_name": folder / "thumbs_choose.jsonl",
         "output_dir": output,
         "max_steps": study.reward_steps,
-        "eval_steps": max(1, study.reward_steps // 10),
+        "eval_steps": max(1, study.reward_steps // 5),
         "learning_rate": run.rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": study.reward_steps // 20,
@@ -268,7 +280,8 @@ def train_reward(study: Study, run: RewardRun, folder: Path, out: Path) -> None:
     write_json_atomic(
         out / "reward" / f"{run.name}.json",
         {
-            **{name: value for name, value in chosen.items() if name.startswith("eval/")},
+            **{f"choose/{name[5:]}": value for name, value in chosen.items() if name.startswith("eval/")},
+            **{f"report/{name}": value for name, value in reported(study, run, folder, output / "final").items()},
             "best_step": chosen["step"],
             "seconds": seconds,
             **_cost(study, output, command.replace(str(folder), "DIR")),
@@ -276,6 +289,23 @@ def train_reward(study: Study, run: RewardRun, folder: Path, out: Path) -> None:
     )
     if run.arm == "full":  # a whole model each; of the adapters one is used below
         shutil.rmtree(output)
+
+
+def reported(study: Study, run: RewardRun, folder: Path, final: Path) -> dict[str, float | None]:
+    """Metrics of the rows to report, by the exported model in plain transformers, one row at a time."""
+    tally = Tally(source=str(folder / "thumbs_report.jsonl"), max_bad_rows=0.02)
+    rows = load_rows(tally.source, tally, kinds=("unpaired_preference",))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "init")
+    tokens = tokenize_rows(rows, tokenizer, tally, max_length=study.max_length, truncation="keep_end")
+    if run.arm == "full":
+        model = AutoModelForSequenceClassification.from_pretrained(final, num_labels=1)
+    else:
+        model = AutoPeftModelForSequenceClassification.from_pretrained(final / "sequence_classification", num_labels=1)
+    with torch.no_grad():
+        rewards = [float(model.eval()(torch.tensor([t.prompt + t.answers[0]])).logits) for t in tokens]
+    labels = torch.tensor([t.row.label for t in tokens])
+    record = json.loads((final.parent / "run.json").read_text())
+    return pointwise_metrics(torch.tensor(rewards), labels, pos_weight=record["pos_weight"])
 
 
 def measure_cost(study: Study, arm: str, folder: Path, out: Path) -> None:
@@ -334,7 +364,7 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
     lora = [
         RewardRun(arm=f"lora_r{r}", rate=best_rate(study, out, f"lora_r{r}"), seed=study.seeds[0]) for r in study.ranks
     ]
-    best = max(lora, key=lambda run: read(out, run)["eval/auc"])
+    best = max(lora, key=lambda run: read(out, run)["choose/auc"])
     output = folder / "rl" / f"seed-{seed}"
     command = engine(
         "train",
@@ -343,7 +373,7 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
             "model_name_or_path": folder / "lm",
             "reward_adapter": folder / "reward" / best.name / "final",
             "dataset_name": folder / "prompts_train.jsonl",
-            "eval_dataset_name": folder / "prompts_heldout.jsonl",
+            "eval_dataset_name": folder / "prompts_report.jsonl",
             "output_dir": output,
             "lora_r": 4,
             "lora_alpha": 8,
@@ -354,7 +384,7 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
             "max_completion_length": study.answer_tokens,
             "temperature": 0.7,
             "beta": 0.05,
-            "missing_eos_penalty": 1.0,
+            "missing_eos_penalty": PENALTY,
             "generation_batch_size": study.rl_batch,
             "max_steps": study.rl_steps,
             "eval_steps": study.rl_steps,
@@ -370,9 +400,7 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
         out / "rl" / f"seed-{seed}.json",
         {
             "reward_model": best.name,
-            "curves": {
-                name: [row.get(name) for row in rows] for name in ("step", "reward", "kl", "completions/mean_length")
-            },
+            "curves": {name: [row.get(name) for row in rows] for name in CURVES},
             "final": {name: rows[-1][name] for name in ("eval/reward", "eval/kl", "peak_memory_bytes")},
             "git_commit": record["git_commit"],
             "versions": record["versions"],
@@ -387,30 +415,35 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
 def table(study: Study, out: Path) -> str:
     """Markdown of the records that are there."""
     lines = [
-        "| arm | best rate | AUC | balanced accuracy | trained, % of the base | peak memory, MiB | s per step |",
-        "|---|---|---|---|---|---|---|",
+        "| arm | best rate | AUC | balanced accuracy | Brier score | trained, % of the base | peak, MiB | s per step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for arm in arms(study):
         rate = best_rate(study, out, arm)
         paths = [out / "reward" / f"{RewardRun(arm=arm, rate=rate, seed=seed).name}.json" for seed in study.seeds]
         found = [json.loads(path.read_text()) for path in paths if path.is_file()]
-        cells = [_spread([row["eval/auc"] for row in found]), _spread([row["eval/balanced_accuracy"] for row in found])]
+        cells = [_spread([row[f"report/{name}"] for row in found]) for name in ("auc", "balanced_accuracy", "brier")]
         share = 100 * found[0]["trained_parameters"] / found[0]["base_parameters"]
         memory = statistics.median(row["peak_memory_bytes"] for row in found) / 2**20
         seconds = statistics.median(row["seconds_per_step"] for row in found)
         lines.append(f"| {arm} | {rate:g} | {' | '.join(cells)} | {share:.3g} | {memory:.0f} | {seconds:.3f} |")
-    lines += ["", "AUC by rate, first seed: " + "; ".join(_rates(study, out, arm) for arm in arms(study)) + "."]
+    rates = "; ".join(_rates(study, out, arm) for arm in arms(study))
+    lines += ["", f"AUC by rate on the rows to choose by, first seed: {rates}."]
     costs = {arm: out / "cost" / f"{arm}.json" for arm in cost_arms(study)}
     if all(path.is_file() for path in costs.values()):
         lines += ["", *_cost_table({arm: json.loads(path.read_text()) for arm, path in costs.items()})]
     policies = [json.loads(path.read_text()) for path in sorted((out / "rl").glob("*.json"))]
     if policies:
-        before, after = ([p["curves"]["reward"][i] for p in policies] for i in (0, -1))
+        # with the penalty for answers without an end taken out again, as in evaluation
+        before, after = (
+            [p["curves"]["reward"][i] + PENALTY * p["curves"]["completions/unfinished_ratio"][i] for p in policies]
+            for i in (0, -1)
+        )
         kl = [p["final"]["eval/kl"] for p in policies]
         lines += [
             "",
             f"RL against {policies[0]['reward_model']}: reward in training {_spread(before)} → {_spread(after)}, on "
-            f"held-out prompts {_spread([p['final']['eval/reward'] for p in policies])} at a KL of {_spread(kl)} nats "
+            f"reported prompts {_spread([p['final']['eval/reward'] for p in policies])} at a KL of {_spread(kl)} nats "
             "per answer.",
         ]
     return "\n".join(lines)
@@ -432,12 +465,22 @@ def _cost_table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _rates(study: Study, out: Path, arm: str) -> str:
     runs = [RewardRun(arm=arm, rate=rate, seed=study.seeds[0]) for rate in arms(study)[arm]]
-    return f"{arm} " + ", ".join(f"{run.rate:g}: {read(out, run)['eval/auc']:.3f}" for run in runs)
+    return f"{arm} " + ", ".join(f"{run.rate:g}: {read(out, run)['choose/auc']:.3f}" for run in runs)
 
 
 def _spread(values: list[float]) -> str:
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{deviation}"
+
+
+def _same_study(study: Study, out: Path) -> None:
+    """Records of other settings are not taken for these."""
+    path, settings = out / "study.json", json.loads(json.dumps(dataclasses.asdict(study)))
+    if not path.is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, settings)
+    elif json.loads(path.read_text()) != settings:
+        raise SystemExit(f"--out: expected records of the same study, got those of other settings in {path}")
 
 
 def main() -> None:
@@ -451,6 +494,7 @@ def main() -> None:
     study, out = QUICK if arguments.quick else Study(), arguments.out
     folder = arguments.work / ("quick" if arguments.quick else "full")
     if not arguments.table:
+        _same_study(study, out)
         for name in ("reward", "rl", "cost"):
             (out / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "lm" / "config.json").is_file():
@@ -467,7 +511,6 @@ def main() -> None:
             if not (out / "rl" / f"seed-{seed}.json").is_file():
                 print(f"policy, seed {seed}", file=sys.stderr)
                 train_policy(study, folder, out, seed)
-        write_json_atomic(out / "study.json", dataclasses.asdict(study))
     text = table(study, out)
     (out / "table.md").write_text(f"# PERL on Taskmaster-3's thumbs\n\n{text}\n")
     print(text)

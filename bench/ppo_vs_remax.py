@@ -39,10 +39,10 @@ from rlhf_kernels import registry
 from trl_ppo_arms import PHASES, PROMPTS_FILE, Setting, prepare
 
 from rlhf_engine.bench.memory import _status, set_up_malloc
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.training.metrics import run_record, write_json_atomic
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 
 ALGORITHMS = ("ppo", "remax")
 QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 8, "prompt_tokens": 8, "answer_tokens": 8, "micro_batch": 4}
@@ -50,10 +50,10 @@ TINY = {**QUICK, "layers": 1, "vocab": 32, "batch": 4, "prompt_tokens": 4, "answ
 PAPER = "memory −46 %, about 2 × faster (2.8 h against 6.0 h with offload), Llama-2-7B, four A100-80GB"
 
 
-def trainer_of(request: dict[str, Any], setting: Setting, folder: Path, output: Path) -> PpoTrainer:
+def trainer_of(request: dict[str, Any], setting: Setting, folder: Path, output: Path) -> RlTrainer:
     """As `rlhf-engine train` makes it."""
-    return PpoTrainer(
-        PPOConfig(
+    return RlTrainer(
+        TrainConfig(
             model_name_or_path=str(folder),
             dataset_name=str(folder / PROMPTS_FILE),
             output_dir=str(output),

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from rlhf_engine.config import PPOConfig, parse_config
+from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.report import TrainingProgress
 from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
-from rlhf_engine.training.rl import CURVES_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE, Answers, PpoTrainer
+from rlhf_engine.training.rl import CURVES_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE, Answers, RlTrainer
 from rlhf_engine.training.scoring import mean_or_none
 
 CONFIG = "examples/stories260k.yaml"
@@ -46,7 +46,7 @@ def describe(answers: Answers) -> dict[str, float | None]:
 def run(model: str, seed: int, folder: Path, output: Path) -> dict[str, object]:
     """One seed: train in `folder`, keep metrics, curves, samples and the record in `output`."""
     argv = ["--config", CONFIG, "--model_name_or_path", model, "--output_dir", str(folder), "--seed", str(seed)]
-    trainer = PpoTrainer(parse_config(PPOConfig, argv))
+    trainer = RlTrainer(parse_config(TrainConfig, argv))
     prompts = trainer.train_set
     indices = list(range(len(prompts.rows)))
     before = trainer.answer(prompts, indices, role="reference", seed=SAMPLING_SEED)

@@ -141,18 +141,18 @@ def prepare(setting: Setting, folder: Path) -> None:
 
 
 def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[str, Any]:
-    """`PpoTrainer`, as `rlhf-engine train` runs it, with the kernels that `auto` picks."""
+    """`RlTrainer`, as `rlhf-engine train` runs it, with the kernels that `auto` picks."""
     import torch
     from rlhf_kernels import registry
 
-    from rlhf_engine.config import PPOConfig
+    from rlhf_engine.config import TrainConfig
     from rlhf_engine.devices import DTYPES, keep_freed_memory
     from rlhf_engine.training.metrics import git_commit
-    from rlhf_engine.training.rl import PpoTrainer
+    from rlhf_engine.training.rl import RlTrainer
 
     keep_freed_memory()
-    trainer = PpoTrainer(
-        PPOConfig(
+    trainer = RlTrainer(
+        TrainConfig(
             model_name_or_path=str(folder),
             dataset_name=str(folder / PROMPTS_FILE),
             output_dir=str(scratch),

@@ -19,9 +19,9 @@ from rlhf_engine.config import (
     DemoConfig,
     GenerateConfig,
     PlanConfig,
-    PPOConfig,
     RewardConfig,
     SFTConfig,
+    TrainConfig,
     parse_config,
 )
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
@@ -31,7 +31,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   demo       train and judge a small model from scratch in a minute or two on a CPU
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
   reward     a reward model: --lora on a slot of the frozen base, --full for comparison
-  train      Hydra-PPO: actor, critic, reference and reward on one frozen backbone
+  train      RL: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
   doctor     versions, device, and which kernel backend serves which op
@@ -115,15 +115,15 @@ _SHORT_CUTS = ("decode_step", "lora_decode_delta")
 
 
 def _train(argv: Sequence[str]) -> int:
-    config = parse_config(PPOConfig, argv, prog="rlhf-engine train")
+    config = parse_config(TrainConfig, argv, prog="rlhf-engine train")
     _prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.report import TrainingProgress
-    from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, PpoTrainer
+    from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
 
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        trainer = PpoTrainer(config)
+        trainer = RlTrainer(config)
     if trainer.finished():
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
         return 0

@@ -1,6 +1,6 @@
 """Every option of every command, as flat frozen dataclasses; names as in TRL where TRL has the option.
 
-    PPOConfig       rlhf-engine train       PPO by the five methods of the Hydra paper, Hydra-PPO by default
+    TrainConfig     rlhf-engine train      RL by any algorithm and method, Hydra-PPO by default
     SFTConfig       rlhf-engine sft        joint language-model and reward training
     RewardConfig    rlhf-engine reward     a reward model on an adapter slot and a head, or whole
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
@@ -42,10 +42,10 @@ __all__ = [
     "DemoConfig",
     "GenerateConfig",
     "Kernels",
-    "PPOConfig",
     "PlanConfig",
     "RewardConfig",
     "SFTConfig",
+    "TrainConfig",
     "parse_config",
     "parse_size",
 ]
@@ -54,7 +54,7 @@ Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hyd
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
+class TrainConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     method: Method = option(
@@ -140,8 +140,8 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
             raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
         if "lane" not in self.reward_funcs and self.method == "dynamic_lora_ppo":
             raise ConfigError(
-                "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward "
-                f"model, got {self.reward_funcs}"
+                "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose second backbone is the reward "
+                f"model's, got {self.reward_funcs}"
             )
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
@@ -167,6 +167,11 @@ class PPOConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
 
     def _check_correction(self) -> None:
         """Whether the algorithm can learn from the answers of another engine as configured."""
+        if self.rollout_backend != "local" and self.algorithm == "remax" and self.temperature != 1:
+            raise ConfigError(
+                "temperature: expected 1 for remax with rollout_backend 'vllm', which reports the log-probs of greedy "
+                f"tokens at that temperature alone, got {self.temperature:g}"
+            )
         if self.rollout_backend == "local" or not self.vllm_importance_sampling_correction:
             return
         if self.algorithm in ("online_dpo", "best_of_n"):

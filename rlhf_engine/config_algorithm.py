@@ -25,6 +25,7 @@ _USED_BY = {
     "beta": ("ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo"),
     "gamma": ("ppo", "reinforce", "remax"),
     "lam": ("ppo",),
+    "kl_estimator": ("ppo", "remax", "rloo", "reinforce"),
     "cliprange": ("ppo", "rloo", "grpo"),
     "cliprange_value": ("ppo",),
     "vf_coef": _WITH_CRITIC,
@@ -56,16 +57,21 @@ class AlgorithmOptions(Options):
     )
     beta: float = option(
         0.05,
-        "KL coefficient: the token reward is -beta * KL to the reference; online_dpo: temperature of its loss",
+        "KL coefficient: of -beta * KL in a token's reward, for grpo (and kl_in loss) of a term of the loss; "
+        "reinforce: the reward counts 1-beta; online_dpo: temperature of its loss",
         ge=0,
     )
-    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL per token")
+    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL in the reward, per token")
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
     cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
     cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
     vf_coef: float = option(0.1, "weight of the value loss", ge=0)
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    entropy_coef: float = option(
+        0.0,
+        "weight of the entropy bonus, a mean per token; the loss of remax, rloo and reinforce is a sum per answer",
+        ge=0,
+    )
     whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
     loss_type: Literal["proximal", "vanilla", "grpo", "bnpo", "dr_grpo", "sigmoid", "ipo"] | None = option(
@@ -77,15 +83,22 @@ class AlgorithmOptions(Options):
     kl_in: Literal["to_go", "local", "loss"] = option(
         "to_go", "remax: a token answers for its KL and that of all after it, or its own alone, or the loss has a term"
     )
-    advantage_clip: float | None = option(None, "remax: largest score over the greedy answer's; none: any", gt=0)
+    advantage_clip: float | None = option(
+        None, "remax: largest difference, up or down, to the greedy answer's score; none: any", gt=0
+    )
     divide_by_own_length: bool = option(False, "remax: divide an answer's loss by its own length, which is biased")
     target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
 
     generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
     num_mini_batches: int | None = option(
-        None, "optimizer steps per epoch over the batch; none: 4 for ppo, 1 for the others", ge=1
+        None,
+        "optimizer steps per epoch over the batch; none: 4 for ppo, 1 for the others: remax, reinforce and vanilla "
+        "rloo have no ratio that would correct the steps after the first",
+        ge=1,
     )
-    num_ppo_epochs: int | None = option(None, "epochs over each batch; none: 4 for ppo, 1 for the others", ge=1)
+    num_ppo_epochs: int | None = option(
+        None, "epochs over each batch; none: 4 for ppo, 1 for the others, for the same reason", ge=1
+    )
     per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
 
     @property
@@ -102,6 +115,13 @@ class AlgorithmOptions(Options):
     def least_drawn(self) -> int:
         """Scored answers that a prompt needs to be learned from."""
         return 1 if self.algorithm in ("ppo", "reinforce", "remax", "best_of_n") else 2
+
+    @property
+    def reward_weight(self) -> float | None:
+        """What the score counts beside beta times the KL; None where no such sum is maximised."""
+        if self.algorithm in ("online_dpo", "best_of_n"):
+            return None
+        return 1 - self.beta if self.algorithm == "reinforce" else 1.0
 
     @property
     def prompts_per_step(self) -> int:
@@ -158,10 +178,17 @@ class AlgorithmOptions(Options):
             raise ConfigError(
                 f"beta: expected at most 1 for reinforce, which maximises (1-beta) reward - beta KL, got {self.beta}"
             )
+        if name == "online_dpo" and self.beta == 0:
+            raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for option_name, algorithms in _USED_BY.items():
+        readers = {option_name: (name in algorithms, algorithms) for option_name, algorithms in _USED_BY.items()}
+        if self.chosen_loss_type == "vanilla":
+            readers["cliprange"] = (False, ("ppo", "proximal rloo", "grpo"))
+        if self.kl_in == "loss":
+            readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
+        for option_name, (is_read, algorithms) in readers.items():
             value = getattr(self, option_name)
-            if name not in algorithms and value != defaults[option_name]:
+            if not is_read and value != defaults[option_name]:
                 raise ConfigError(
                     f"{option_name}: expected it unset for {name}, which does not read it "
                     f"({', '.join(algorithms)}), got {value!r}"

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.config import DemoConfig, PPOConfig, SFTConfig
+from rlhf_engine.config import DemoConfig, SFTConfig, TrainConfig
 from rlhf_engine.data import PromptSet
 from rlhf_engine.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
-from rlhf_engine.training.rl import Answers, PpoTrainer
+from rlhf_engine.training.rl import Answers, RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
@@ -102,7 +102,7 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     sft_metrics = sft.run(lambda step, metrics: on_step("sft", step, size.sft_steps, metrics))
     seconds_sft = time.perf_counter() - began
     del sft
-    trainer = PpoTrainer(_rl_config(config, size, output, paths))
+    trainer = RlTrainer(_rl_config(config, size, output, paths))
     heldout = trainer.eval_set
     assert heldout is not None
     before = _answers(trainer, heldout, role="reference")
@@ -147,7 +147,7 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 """What each algorithm needs beside the rest, which is the same for all; found on seeds that no table shows."""
 
 
-def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str, Path]) -> PPOConfig:
+def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str, Path]) -> TrainConfig:
     common: dict[str, Any] = {
         "model_name_or_path": str(output / "sft"),
         "output_dir": str(output / "rl"),
@@ -172,10 +172,10 @@ def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str
     }
     if config.algorithm != "best_of_n":
         common["beta"] = 0.1
-    return PPOConfig(**{**common, **_ALGORITHMS[config.algorithm]})
+    return TrainConfig(**{**common, **_ALGORITHMS[config.algorithm]})
 
 
-def _answers(trainer: PpoTrainer, prompts: PromptSet, *, role: str) -> Answers:
+def _answers(trainer: RlTrainer, prompts: PromptSet, *, role: str) -> Answers:
     return trainer.answer(prompts, list(range(len(prompts.rows))), role=role, seed=trainer.config.seed + 1)
 
 

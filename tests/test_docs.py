@@ -18,9 +18,9 @@ from rlhf_engine.config import (
     DemoConfig,
     GenerateConfig,
     PlanConfig,
-    PPOConfig,
     RewardConfig,
     SFTConfig,
+    TrainConfig,
     parse_config,
 )
 from rlhf_engine.config_parser import Options
@@ -38,7 +38,7 @@ DOCS = [README, VLLM, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
-    "train": PPOConfig,
+    "train": TrainConfig,
     "generate": GenerateConfig,
     "demo": DemoConfig,
     "bench": BenchConfig,

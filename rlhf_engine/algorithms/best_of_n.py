@@ -11,7 +11,6 @@ Legend: N sequences in groups of one prompt.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -28,13 +27,6 @@ def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
         if group not in chosen or scores[i] > scores[chosen[group]]:
             chosen[group] = i
     return list(chosen.values())
-
-
-def kl_bound(n: int) -> float:
-    """log n − (n−1)/n, nats per answer. Raises ValueError for n < 1."""
-    if n < 1:
-        raise ValueError(f"n: expected at least 1 answer, got {n}")
-    return math.log(n) - (n - 1) / n
 
 
 class SupervisedLoss(NamedTuple):

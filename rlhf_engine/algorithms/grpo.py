@@ -10,8 +10,8 @@ For k answers to each prompt with scores r_i, m their mean and s their standard 
     bnpo       L = Σ_i Σ_t ℓ_{i,t} / Σ_i T_i              every token counts the same
     dr_grpo    L = Σ_i Σ_t ℓ_{i,t} / (n · T_max)          T_max: max_completion_length, a constant
 
-With `none` and `dr_grpo` the first update's gradient is RLOO's times (k−1) / (k T_max); division by s or by T_i makes
-it that of something else.
+With `none`, `dr_grpo` and β = 0 the first update's gradient is RLOO's times (k−1) / (k T_max); division by s or by T_i
+makes it that of something else.
 
 Legend: N sequences in groups of one prompt, M completion tokens packed.
 """

@@ -118,4 +118,6 @@ class PolicyGradientObjective(PolicyObjective):
         return GradientLoss(loss + self._kl_coef * kl, kl.detach())
 
     def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        return {} if found.kl is None else {"kl_loss": found.kl}
+        if found.kl is None:
+            return {}
+        return {"kl_loss": found.kl * len(micro.minibatch) / self.n_tokens(micro)}  # per token, as elsewhere

@@ -20,6 +20,7 @@ import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
+from rlhf_engine.algorithms.policy_gradient import k3
 from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Term
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
@@ -68,7 +69,7 @@ def token_kl(
     if estimator == "k1":
         return k1
     if estimator == "k3":
-        return torch.expm1(-k1) + k1
+        return k3(logprobs_M, ref_logprobs_M)
     raise ValueError(f"estimator: expected 'k1', 'k3' or 'exact', got {estimator!r}")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from rlhf_engine.data import pack
 from rlhf_engine.devices import is_out_of_memory, release_memory
-from rlhf_engine.errors import MemoryLimitError, NonFiniteError
+from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, Output, PackedBatch
 
 
@@ -33,6 +33,8 @@ class Schedule:
     """Most answers per forward and backward."""
     max_tokens: int | None = None
     """Most tokens per forward and backward, prompts included; None for any number."""
+    max_mismatch: float | None = None
+    """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
     target_kl: float | None = None
     """A minibatch whose approximate KL to the policy before exceeds it is not applied, and ends the update."""
 
@@ -115,9 +117,9 @@ def update(
     step: clips and applies the accumulated gradients, clears them, returns gradient norms by role.
 
     A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
-    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises
-    NonFiniteError, before the minibatch is applied, naming the loss that is not finite, and MemoryLimitError where not
-    even one answer fits.
+    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises, before the
+    minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for `max_mismatch`, and
+    MemoryLimitError where not even one answer fits.
     """
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
@@ -137,6 +139,7 @@ def update(
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
                 first_mismatch = stats.get("mismatch", 0.0)
+                _require_agreement(model, first_mismatch, schedule.max_mismatch)
             if schedule.target_kl is not None and stats["approx_kl"] > schedule.target_kl:
                 model.zero_grad(set_to_none=True)
                 stopped = True
@@ -258,3 +261,12 @@ def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -
         if name in stats and not math.isfinite(stats[name]):
             model.zero_grad(set_to_none=True)  # nobody may step on what this minibatch left behind
             raise NonFiniteError(f"{name} is {stats[name]} at {where}; nothing of this minibatch was applied")
+
+
+def _require_agreement(model: HydraModel, mismatch: float, bound: float | None) -> None:
+    if bound is not None and not mismatch <= bound:
+        model.zero_grad(set_to_none=True)
+        raise MismatchError(
+            f"log-probs of the update's first forward differ by up to {mismatch:.3g} from those that the answers were "
+            f"scored with, at equal weights; expected at most {bound:g} (rollout_mismatch_bound)"
+        )

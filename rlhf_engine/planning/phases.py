@@ -30,7 +30,7 @@ ROLES = ("actor", "reference", "critic", "reward")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a plan is made for; names as in PPOConfig."""
+    """What a plan is made for; names as in TrainConfig."""
 
     config: PreTrainedConfig
     dtype: torch.dtype

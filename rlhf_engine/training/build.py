@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.config_base import TrainingOptions
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
@@ -29,7 +29,7 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
     return SlotConfig(r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, target_modules=targets)
 
 
-def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:
+def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
     """The role table of the configured method; critic and reward role only where they are asked for."""
     roles = METHODS[config.method](
         reference_slot="sft" if config.reference_adapter else OFF,
@@ -42,8 +42,8 @@ def ppo_roles(config: PPOConfig) -> dict[str, RoleSpec]:
     return roles
 
 
-def build_ppo_model(config: PPOConfig) -> HydraModel:
-    """Backbones, slots and heads for PPO. Raises ConfigError, where possible before any weights are read.
+def build_policy_model(config: TrainConfig) -> HydraModel:
+    """Backbones, slots and heads of an RL run. Raises ConfigError, where possible before any weights are read.
 
     With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
     the base model, not the policy that supervised training made.
@@ -89,7 +89,11 @@ class _Sources:
 
 
 def _sources(
-    config: PPOConfig, roles: dict[str, RoleSpec], dtype: torch.dtype, device: torch.device, quantization: Quantization
+    config: TrainConfig,
+    roles: dict[str, RoleSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
 ) -> _Sources:
     base = config.model_name_or_path
     reward = config.reward_model_path
@@ -116,7 +120,7 @@ def _sources(
     return _Sources(base=plain, others={"reward": other}, roles=roles)
 
 
-def _slots(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfig]:
+def _slots(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfig]:
     """Shapes and origins of the slots that the role table uses."""
     slots: dict[str, SlotConfig] = {}
     if config.reference_adapter is not None:
@@ -143,7 +147,7 @@ def _slots(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfi
     return slots
 
 
-def _reward_head(config: PPOConfig, roles: dict[str, RoleSpec]) -> dict[str, torch.Tensor] | None:
+def _reward_head(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, torch.Tensor] | None:
     """The trained reward head that the learned reward needs; None if the learned reward is not asked for."""
     if "reward" not in roles:
         return None
@@ -168,13 +172,13 @@ def _head(model: HydraModel, name: str) -> ScalarHead:
     return head
 
 
-def _quantization(config: PPOConfig) -> Quantization:
+def _quantization(config: TrainConfig) -> Quantization:
     if config.load_in_4bit:
         return "4bit"
     return "8bit" if config.load_in_8bit else "none"
 
 
-def check_sources(config: PPOConfig) -> None:
+def check_sources(config: TrainConfig) -> None:
     """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
     base = read_config(config.model_name_or_path)
     require_lm_head(base, config.model_name_or_path)
@@ -186,7 +190,7 @@ def check_sources(config: PPOConfig) -> None:
     _check_adapters(config)
 
 
-def _check_adapters(config: PPOConfig) -> None:
+def _check_adapters(config: TrainConfig) -> None:
     """Adapters must all be of one base: by its hash where they have recorded one, else by the last part of its name."""
     given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter", "reward_adapter")}
     recorded = {option: peft_io.recorded_base(folder) for option, folder in given.items() if folder is not None}

@@ -56,6 +56,8 @@ class TrainerState:
     """Steps done."""
     seed: int
     """Seed that every random number of the run is a function of."""
+    algorithm: str | None = None
+    """That trains the policy; None in checkpoints written before it was recorded."""
     samples: int
     """Answers generated so far; the next one gets this id."""
     policy_version: int
@@ -101,19 +103,28 @@ def load_checkpoint(
 
     Raises ConfigError for a folder that is no checkpoint, or one of another kind of run.
     """
-    folder = _require_checkpoint(Path(folder))
-    fields = _fields(folder)
+    folder = Path(folder)
+    state = read_counters(folder, kind)
+    try:
+        load_into(model, folder)
+        optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
+    except ValueError as error:
+        raise ConfigError(f"resume_from_checkpoint: {error}") from error
+    return state
+
+
+def read_counters(
+    folder: Path,
+    kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+) -> C:
+    """A checkpoint's counters alone. Raises ConfigError as `load_checkpoint` does."""
+    fields = _fields(_require_checkpoint(folder))
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
     if not set(fields) <= known:
         raise ConfigError(
             f"resume_from_checkpoint: expected a checkpoint of this command, with {sorted(known)}, got one with "
             f"{sorted(fields)} in {str(folder)!r}"
         )
-    try:
-        load_into(model, folder)
-    except ValueError as error:
-        raise ConfigError(f"resume_from_checkpoint: {error}") from error
-    optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
     return kind(**fields)
 
 

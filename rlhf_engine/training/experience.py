@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.importance import importance_weights, mismatch_metrics
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import sequence_sums
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
@@ -84,7 +84,7 @@ def score_rollout(
     layout: Layout,
     scorer: AnswerScorer,
     tokenizer: PreTrainedTokenizerBase,
-    config: PPOConfig,
+    config: TrainConfig,
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     *,
@@ -116,7 +116,7 @@ def score_rollout(
     scored = _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, scores.rewards_N, config)
     kept = _kept(scored.totals, layout, least=config.least_drawn)
     if not kept:
-        raise ConfigError("reward_funcs: expected a reward for at least one answer of the batch, got None for all")
+        raise ConfigError(_nothing_left(scored.totals, config))
     places = [drawn[i] for i in kept]
     rows_M = batch.select_completion_rows(kept)
     kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
@@ -154,11 +154,24 @@ def score_rollout(
             "mismatch/rollout_mean": float(log_ratio_M.abs().mean()),
             **_length_metrics(batch),
             **correction,
-            **_source_metrics(scored),
+            **_source_metrics(scored, drawn),
         },
     )
     result.metrics.update(_score_metrics(result, config))
     return result
+
+
+def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
+    """Largest mean |log ratio| per token of two computations at equal weights, by the configuration or the dtype."""
+    if config.rollout_mismatch_bound is not None:
+        return config.rollout_mismatch_bound
+    return MISMATCH_BOUND[_rounding_dtype(model)]
+
+
+def _rounding_dtype(model: HydraModel) -> torch.dtype:
+    """Quantised products round as coarsely as bf16, 8-bit ones by the batch that a row is in."""
+    base = model.backbone("base")
+    return torch.bfloat16 if base.quantized else base.dtype
 
 
 def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
@@ -175,16 +188,13 @@ def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
 
 
 def _check_agreement(
-    model: HydraModel, config: PPOConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
+    model: HydraModel, config: TrainConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
 ) -> None:
     """Rollout and training forward agree, and before the first update so do actor and reference where they must."""
-    base = model.backbone("base")
-    # quantised products round as coarsely as bf16, 8-bit ones by the batch that a row is in
-    dtype = torch.bfloat16 if base.quantized else base.dtype
     if config.rollout_backend == "local":
-        _check_mismatch(log_ratio_M.abs(), dtype, config.rollout_mismatch_bound)
+        _check_mismatch(log_ratio_M.abs(), model, config)
     if to_reference_M is not None:
-        _check_step0(to_reference_M, dtype)
+        _check_step0(to_reference_M, _rounding_dtype(model))
 
 
 def _score_answers(
@@ -196,7 +206,7 @@ def _score_answers(
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     drawn_rewards_N: torch.Tensor | None,
-    config: PPOConfig,
+    config: TrainConfig,
 ) -> ScoredAnswers:
     """Scores of all answers, greedy ones included. drawn_rewards_N: of the reward role for the drawn ones.
 
@@ -241,26 +251,39 @@ def _kept(totals: Sequence[float | None], layout: Layout, *, least: int) -> list
     return [i for i in good if counts[drawn[i][0]] >= least]
 
 
+def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
+    """Why no answer can be learned from."""
+    missing = sum(total is None for total in totals)
+    if missing == len(totals):
+        return "reward_funcs: expected a reward for at least one answer of the batch, got None for all"
+    needed = "both of its answers" if config.algorithm == "remax" else f"{config.least_drawn} of its answers"
+    return (
+        f"reward_funcs: expected for {config.algorithm} rewards of at least one prompt for {needed}, got None for "
+        f"{missing} of {len(totals)} answers and no such prompt"
+    )
+
+
 def _length_metrics(batch: PackedBatch) -> dict[str, float]:
     lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
     return {"completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max())}
 
 
-def _source_metrics(scored: ScoredAnswers) -> dict[str, float]:
-    """Mean reward of each source, where there are several."""
-    means = {name: mean_or_none(values) for name, values in scored.sources.items()}
+def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, float]:
+    """Mean reward of each source over the drawn answers, where there are several."""
+    means = {name: mean_or_none([values[i] for i in drawn]) for name, values in scored.sources.items()}
     return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
 
 
-def _score_metrics(found: ScoredRollout, config: PPOConfig) -> dict[str, float]:
+def _score_metrics(found: ScoredRollout, config: TrainConfig) -> dict[str, float]:
     kl_N = sequence_sums(found.kl_M, found.batch)
     metrics = {
         "reward": float(found.scores_N.mean()),
         "reward_std": float(found.scores_N.std(correction=0)),
         "kl": float(kl_N.mean()),
         "kl_per_token": float(found.kl_M.mean()),
-        "objective": float((found.scores_N - config.beta * kl_N).mean()),
     }
+    if config.reward_weight is not None:
+        metrics["objective"] = float((config.reward_weight * found.scores_N - config.beta * kl_N).mean())
     if found.greedy_scores_N is not None:
         metrics["reward/greedy"] = float(found.greedy_scores_N.mean())
     if found.values_M is not None:
@@ -268,11 +291,12 @@ def _score_metrics(found: ScoredRollout, config: PPOConfig) -> dict[str, float]:
     return metrics
 
 
-def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str], config: PPOConfig) -> Scores:
+def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str], config: TrainConfig) -> Scores:
     """`HydraModel.score`, with the model's token budget halved until it fits."""
+    exact_kl = config.kl_estimator == "exact" and {"actor", "reference"} <= set(roles)
     while True:
         try:
-            return model.score(batch, roles, temperature=config.temperature, exact_kl=config.kl_estimator == "exact")
+            return model.score(batch, roles, temperature=config.temperature, exact_kl=exact_kl)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -289,7 +313,7 @@ def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str]
 
 
 def _correct(
-    log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: PPOConfig
+    log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: TrainConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Weights [M] of the advantages of answers from another engine (1 without correction), and mismatch metrics.
 
@@ -311,14 +335,15 @@ def _correct(
     return importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics
 
 
-def _check_mismatch(mismatch: torch.Tensor, dtype: torch.dtype, bound: float | None) -> None:
+def _check_mismatch(mismatch: torch.Tensor, model: HydraModel, config: TrainConfig) -> None:
     """Bound the |log ratio| [M] of training forward and rollout at equal weights."""
-    limit = bound if bound is not None else MISMATCH_BOUND[dtype]
+    limit = mismatch_bound(model, config)
     mean, worst = float(mismatch.mean()), float(mismatch.max())
     if not (mean <= limit and worst <= MISMATCH_MAX_FACTOR * limit):  # also catches NaN
         raise MismatchError(
             f"rollout and training log-probs differ by {mean:.3g} on average, {worst:.3g} at most, at equal weights; "
-            f"expected at most {limit:g} and {MISMATCH_MAX_FACTOR * limit:g} in {dtype} (rollout_mismatch_bound)"
+            f"expected at most {limit:g} and {MISMATCH_MAX_FACTOR * limit:g} in {_rounding_dtype(model)} "
+            "(rollout_mismatch_bound)"
         )
 
 

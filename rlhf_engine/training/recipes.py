@@ -18,7 +18,7 @@ from rlhf_engine.algorithms.reinforce import ReinforceObjective
 from rlhf_engine.algorithms.rloo import ProximalObjective
 from rlhf_engine.algorithms.sequences import spread
 from rlhf_engine.algorithms.update import Objective
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.training.experience import ScoredRollout
 
@@ -31,14 +31,14 @@ class Lesson(NamedTuple):
     metrics: dict[str, float]
 
 
-def make_lesson(config: PPOConfig, scored: ScoredRollout, *, train_actor: bool = True) -> Lesson:
+def make_lesson(config: TrainConfig, scored: ScoredRollout, *, train_actor: bool = True) -> Lesson:
     """The configured algorithm's objective for these answers. train_actor: False while only a critic warms up."""
     if config.has_critic:
         return _WITH_CRITIC[config.algorithm](config, scored, train_actor)
     return _RECIPES[config.algorithm](config, scored)
 
 
-def ppo_experience(config: PPOConfig, scored: ScoredRollout) -> Experience:
+def ppo_experience(config: TrainConfig, scored: ScoredRollout) -> Experience:
     """Advantages and returns by PPO's token rewards."""
     assert scored.values_M is not None
     advantages_M, returns_M = advantages(
@@ -59,7 +59,7 @@ def ppo_experience(config: PPOConfig, scored: ScoredRollout) -> Experience:
     )
 
 
-def _ppo(config: PPOConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
+def _ppo(config: TrainConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
     options = PpoOptions(
         cliprange=config.cliprange,
         cliprange_value=config.cliprange_value,
@@ -71,7 +71,7 @@ def _ppo(config: PPOConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
     return Lesson(PpoObjective(ppo_experience(config, scored), options), {})
 
 
-def _reinforce(config: PPOConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
+def _reinforce(config: TrainConfig, scored: ScoredRollout, train_actor: bool) -> Lesson:
     assert scored.values_M is not None
     returns_M = reinforce.returns(scored.scores_N, scored.kl_M, scored.batch, beta=config.beta, gamma=config.gamma)
     objective = ReinforceObjective(
@@ -85,7 +85,7 @@ def _reinforce(config: PPOConfig, scored: ScoredRollout, train_actor: bool) -> L
     return Lesson(objective, {})
 
 
-def _remax(config: PPOConfig, scored: ScoredRollout) -> Lesson:
+def _remax(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     assert scored.greedy_scores_N is not None
     advantages_M = remax.advantages(
         scored.scores_N,
@@ -107,7 +107,7 @@ def _remax(config: PPOConfig, scored: ScoredRollout) -> Lesson:
     return Lesson(objective, {"advantage_std": float((scored.scores_N - scored.greedy_scores_N).std(correction=0))})
 
 
-def _rloo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
+def _rloo(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     returns_N = rloo.returns(scored.scores_N, scored.kl_M, scored.batch, beta=config.beta)
     advantages_N = rloo.leave_one_out(returns_N, scored.groups_N)
     metrics = {"advantage_std": float(advantages_N.std(correction=0))}
@@ -121,7 +121,7 @@ def _rloo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
     return Lesson(ProximalObjective(sample, advantages_N, clip_low=clip, clip_high=clip), metrics)
 
 
-def _grpo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
+def _grpo(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     advantages_N = grpo.advantages(scored.scores_N, scored.groups_N, scale_rewards=config.scale_rewards)
     objective = GrpoObjective(
         _sample(config, scored),
@@ -136,7 +136,7 @@ def _grpo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
     return Lesson(objective, {"advantage_std": float(advantages_N.std(correction=0))})
 
 
-def _online_dpo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
+def _online_dpo(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     pairs = online_dpo.best_and_worst(scored.scores_N, scored.groups_N)
     prompts = len(set(scored.groups_N.tolist()))
     metrics = {"pairs/tied_ratio": 1 - len(pairs) / prompts}
@@ -154,14 +154,17 @@ def _online_dpo(config: PPOConfig, scored: ScoredRollout) -> Lesson:
     return Lesson(objective, {**metrics, "pairs/score_gap": sum(gap) / len(gap)})
 
 
-def _best_of_n(config: PPOConfig, scored: ScoredRollout) -> Lesson:
+def _best_of_n(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     chosen = best_of_n.best(scored.scores_N, scored.groups_N)
     best_N = scored.scores_N[chosen]
     return Lesson(BestObjective(_sample(config, scored, chosen)), {"reward/best": float(best_N.mean())})
 
 
-_WITH_CRITIC: Mapping[str, Callable[[PPOConfig, ScoredRollout, bool], Lesson]] = {"ppo": _ppo, "reinforce": _reinforce}
-_RECIPES: Mapping[str, Callable[[PPOConfig, ScoredRollout], Lesson]] = {
+_WITH_CRITIC: Mapping[str, Callable[[TrainConfig, ScoredRollout, bool], Lesson]] = {
+    "ppo": _ppo,
+    "reinforce": _reinforce,
+}
+_RECIPES: Mapping[str, Callable[[TrainConfig, ScoredRollout], Lesson]] = {
     "remax": _remax,
     "rloo": _rloo,
     "grpo": _grpo,
@@ -170,7 +173,7 @@ _RECIPES: Mapping[str, Callable[[PPOConfig, ScoredRollout], Lesson]] = {
 }
 
 
-def _sample(config: PPOConfig, scored: ScoredRollout, chosen: list[int] | None = None) -> PolicySample:
+def _sample(config: TrainConfig, scored: ScoredRollout, chosen: list[int] | None = None) -> PolicySample:
     batch: PackedBatch = scored.batch
     logprobs_M = scored.logprobs_M
     if chosen is not None:

@@ -22,7 +22,7 @@ from rlhf_kernels import registry
 from rlhf_engine.algorithms.online_dpo import DpoObjective
 from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, batch_indices, load_rows, require_room, tokenize_prompts
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.folders import put_in_place
@@ -31,14 +31,21 @@ from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.training.build import build_ppo_model, check_sources
+from rlhf_engine.training.build import build_policy_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     load_checkpoint,
+    read_counters,
     resolve_resume,
     save_checkpoint,
 )
-from rlhf_engine.training.experience import Layout, decode_answers, score_rollout
+from rlhf_engine.training.experience import (
+    MISMATCH_MAX_FACTOR,
+    Layout,
+    decode_answers,
+    mismatch_bound,
+    score_rollout,
+)
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.training.recipes import make_lesson
@@ -67,10 +74,10 @@ class Answers:
     rollout: Rollout
 
 
-class PpoTrainer:
+class RlTrainer:
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.output = Path(config.output_dir)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
@@ -80,6 +87,8 @@ class PpoTrainer:
             checkpoint=resume,
             overwrite=config.overwrite_output_dir,
         )
+        if resume is not None:
+            _check_same_run(resume, config)
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
@@ -99,7 +108,7 @@ class PpoTrainer:
         require_room(together * longest, config.max_tokens_per_micro_batch)
         prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
         server = find_server(config, prompts)
-        self.model: HydraModel = build_ppo_model(config)
+        self.model: HydraModel = build_policy_model(config)
         self.rollouts = make_rollouts(config, self.model, server, prompts)
         rates = {"actor": config.learning_rate}
         if config.has_critic:
@@ -114,17 +123,16 @@ class PpoTrainer:
             max_grad_norm=config.max_grad_norm,
         )
         self.model.eval()
-        self.state = TrainerState(step=0, seed=config.seed, samples=0, policy_version=0)
+        self.state = TrainerState(step=0, seed=config.seed, algorithm=config.algorithm, samples=0, policy_version=0)
         if resume is not None:
-            self.state = load_checkpoint(resume, self.model, self.optimizer)
-            if self.state.seed != config.seed:
-                raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+            self.state = replace(load_checkpoint(resume, self.model, self.optimizer), algorithm=config.algorithm)
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
-        self._watch: dict[str, list[int]] | None = None
+        self._unmoved = set(self.optimizer.groups)
+        """Roles of which no update has been seen to change anything yet."""
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -205,7 +213,7 @@ class PpoTrainer:
             total_steps=config.max_steps,
         )
         self.optimizer.set_lr_factor(factor)
-        self._begin_watch(factor)
+        before = self._fingerprints()
         self.model.train()
         schedule = self._schedule()
         update = nothing_learned(schedule)
@@ -213,7 +221,7 @@ class PpoTrainer:
             seed = config.seed * 1_000_003 + state.step
             update = learn(self.model, lesson.objective, schedule, self.optimizer.step, seed=seed)
         self.model.eval()
-        self._end_watch(update, train_actor)
+        self._check_moved(before, update)
         if config.has_critic:
             self.model.trained_heads.add("value")
         clock.lap("update")
@@ -304,6 +312,8 @@ class PpoTrainer:
             num_mini_batches=config.mini_batches,
             micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
             max_tokens=config.max_tokens_per_micro_batch,
+            # dropout masks are the update's alone
+            max_mismatch=MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config) if not config.lora_dropout else None,
             target_kl=config.target_kl,
         )
 
@@ -354,26 +364,30 @@ class PpoTrainer:
         found: dict[str, list[Any]] = json.loads(path.read_text())
         return found
 
-    def _begin_watch(self, factor: float) -> None:
-        """Before the first update: fingerprints of the trained tensors, to see that training does something."""
-        if self.state.step == 0 and factor > 0:
-            groups = self.optimizer.groups
-            self._watch = {role: [_fingerprint(p) for p in group.values()] for role, group in groups.items()}
+    def _fingerprints(self) -> dict[str, list[int]]:
+        """Of the trained tensors of every role that no update has been seen to change yet."""
+        groups = self.optimizer.groups
+        return {role: [_fingerprint(p) for p in groups[role].values()] for role in sorted(self._unmoved)}
 
-    def _end_watch(self, update: dict[str, float], train_actor: bool) -> None:
-        """After the first update: a role with a gradient and a learning rate must have moved some tensor."""
-        if self._watch is None:
-            return
-        for role, before in self._watch.items():
-            if (role == "actor" and not train_actor) or self.optimizer.learning_rates[role] == 0:
+    def _check_moved(self, before: dict[str, list[int]], update: dict[str, float]) -> None:
+        """A role's first update with a gradient and a learning rate must have changed some tensor."""
+        for role, tensors in before.items():
+            if self.optimizer.learning_rates[role] == 0 or update.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
-            if update.get(f"grad_norm/{role}", 0.0) == 0.0:
-                continue
-            if [_fingerprint(p) for p in self.optimizer.groups[role].values()] == before:
+            if [_fingerprint(p) for p in self.optimizer.groups[role].values()] == tensors:
                 raise EngineError(
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
-        self._watch = None
+            self._unmoved.remove(role)
+
+
+def _check_same_run(checkpoint: Path, config: TrainConfig) -> None:
+    """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
+    state: TrainerState = read_counters(checkpoint)
+    for name, value in (("seed", state.seed), ("algorithm", state.algorithm)):
+        # what older checkpoints do not say is taken to be so
+        if value is not None and value != getattr(config, name):
+            raise ConfigError(f"{name}: expected {value!r} as in {checkpoint}, got {getattr(config, name)!r}")
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
@@ -30,7 +30,7 @@ class Server:
     base: ServedModel
 
 
-def find_server(config: PPOConfig, prompts: Sequence[Sequence[int]]) -> Server | None:
+def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]]) -> Server | None:
     """The configured server, before any weights are read; None for local rollouts.
 
     prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
@@ -44,7 +44,7 @@ def find_server(config: PPOConfig, prompts: Sequence[Sequence[int]]) -> Server |
 
 
 def make_rollouts(
-    config: PPOConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
+    config: TrainConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
 ) -> Rollouts:
     """What draws the run's answers. prompts: of the training data; a few of them become canaries."""
     if server is None:

@@ -27,7 +27,7 @@ class ScoredAnswers:
     """Scores of N answers."""
 
     totals: list[float | None]
-    """[N], what PPO maximises; None leaves the answer out."""
+    """[N], what is to be maximised; None leaves the answer out."""
     sources: dict[str, list[float | None]]
     """By source: [N], unweighted and without penalties."""
 

@@ -189,7 +189,3 @@ def test_dpo_by_hand():
 
 def test_the_best_of_n():
     assert best_of_n.best(torch.tensor([1.0, 3.0, 3.0, 2.0, 0.0]), torch.tensor([5, 5, 5, 1, 1])) == [1, 3]
-    assert best_of_n.kl_bound(1) == 0.0
-    assert best_of_n.kl_bound(16) == pytest.approx(math.log(16) - 15 / 16)
-    with pytest.raises(ValueError, match="n: expected at least 1 answer, got 0"):
-        best_of_n.kl_bound(0)

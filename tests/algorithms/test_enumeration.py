@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_engine.algorithms import grpo, reinforce, remax, rloo
-from rlhf_engine.algorithms.policy_gradient import policy_gradient_loss
+from rlhf_engine.algorithms.policy_gradient import k3, policy_gradient_loss
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import spread
 from tests.algorithms.tabular import TabularModel
@@ -54,7 +54,10 @@ def remax_loss(model, places, *, divide_by_own_length=False, estimator="k1", bet
     scores = model.rewards_N[list(places)]
     gains = remax.advantages(scores, greedy, kl(model, places, estimator), batch, beta=beta, **options)
     logprobs = model.logprobs_M(places)
-    return policy_gradient_loss(logprobs, gains, batch, n_answers=1, divide_by_own_length=divide_by_own_length)
+    loss = policy_gradient_loss(logprobs, gains, batch, n_answers=1, divide_by_own_length=divide_by_own_length)
+    if options.get("kl_in") == "loss":
+        loss = loss + beta * k3(logprobs, model.ref_logprobs_M(places)).sum()
+    return loss
 
 
 def test_remax_is_unbiased(model):

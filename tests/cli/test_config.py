@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rlhf_kernels import registry
 
-from rlhf_engine.config import DemoConfig, GenerateConfig, Kernels, PPOConfig, RewardConfig, SFTConfig, parse_config
+from rlhf_engine.config import DemoConfig, GenerateConfig, Kernels, RewardConfig, SFTConfig, TrainConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
 ARGV = [part for name, value in REQUIRED.items() for part in (f"--{name}", value)]
 
 
-def parse(*argv: str) -> PPOConfig:
-    return parse_config(PPOConfig, [*ARGV, *argv])
+def parse(*argv: str) -> TrainConfig:
+    return parse_config(TrainConfig, [*ARGV, *argv])
 
 
 def test_defaults_and_flag_names_of_ppo() -> None:
@@ -70,7 +70,7 @@ def test_kernel_names_are_those_of_the_registry() -> None:
     assert typing.get_args(Kernels) == ("auto", *registry.BACKENDS)
 
 
-@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig])
 def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
     assert all(len(f.metadata["help"]) > 8 for f in dataclasses.fields(cls))
     demo = DemoConfig()
@@ -120,7 +120,7 @@ def test_yaml_supplies_values_that_flags_override(tmp_path: Path) -> None:
     file.write_text(
         "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nlearning_rate: 1e-5\nbeta: 1\nmax-steps: 9\n"
     )
-    config = parse_config(PPOConfig, ["--config", str(file), "--beta", "0.2"])
+    config = parse_config(TrainConfig, ["--config", str(file), "--beta", "0.2"])
     assert (config.learning_rate, config.beta, config.max_steps) == (1e-5, 0.2, 9)
 
 
@@ -142,7 +142,7 @@ def test_printed_config_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureF
     assert stop.value.code == 0
     file = tmp_path / "c.yaml"
     file.write_text(capsys.readouterr().out)
-    assert parse_config(PPOConfig, ["--config", str(file)]) == parse(*argv)
+    assert parse_config(TrainConfig, ["--config", str(file)]) == parse(*argv)
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_errors_name_the_option(argv: list[str], message: str) -> None:
 
 def test_missing_options_and_stray_words_are_named() -> None:
     with pytest.raises(ConfigError, match=r"missing required options: .*--output_dir"):
-        parse_config(PPOConfig, ["--model_name_or_path", "m", "--seed", "1"])
+        parse_config(TrainConfig, ["--model_name_or_path", "m", "--seed", "1"])
     with pytest.raises(ConfigError, match=r"unexpected argument 'word'"):
         parse_config(DemoConfig, ["word"])
 
@@ -219,13 +219,13 @@ def test_yaml_errors(tmp_path: Path, text: str, message: str) -> None:
 
 def test_python_construction_is_held_to_the_same_rules() -> None:
     with pytest.raises(ConfigError, match=r"lora_r: expected an integer >= 1, got 0"):
-        PPOConfig(**REQUIRED, lora_r=0)
+        TrainConfig(**REQUIRED, lora_r=0)
     with pytest.raises(ConfigError, match=r"lora_r: expected an integer, got 1\.5"):
-        PPOConfig(**REQUIRED, lora_r=1.5)  # type: ignore[arg-type]
+        TrainConfig(**REQUIRED, lora_r=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"output_dir: expected something that is not empty"):
-        PPOConfig(**{**REQUIRED, "output_dir": ""})
+        TrainConfig(**{**REQUIRED, "output_dir": ""})
     with pytest.raises(TypeError, match="lora_rank"):
-        PPOConfig(**REQUIRED, lora_rank=1)  # type: ignore[call-arg]
+        TrainConfig(**REQUIRED, lora_rank=1)  # type: ignore[call-arg]
 
 
 def test_generate_needs_exactly_one_source_of_prompts() -> None:

@@ -8,10 +8,10 @@ import torch
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import VOCAB, random_batch, randomise
 from tests.hydra.architectures import CONFIGS, plain_model
-from tests.training.test_data import ppo_config, write_model
+from tests.training.test_data import train_config, write_model
 
 pytestmark = pytest.mark.gpu
 
@@ -66,10 +66,10 @@ def test_generation_draws_from_the_distribution_that_training_sees(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_of_each_method(method, dtype, tmp_path):
     model = write_model(tmp_path / "m")
-    config = ppo_config(model, tmp_path / "run", method=method, device="cuda", dtype=dtype, learning_rate=1e-3)
-    trainer = PpoTrainer(config)
+    config = train_config(model, tmp_path / "run", method=method, device="cuda", dtype=dtype, learning_rate=1e-3)
+    trainer = RlTrainer(config)
     first, second = trainer.step(), trainer.step()
     assert first["optimizer_steps"] == second["optimizer_steps"] == 2
     trainer.save()
-    resumed = PpoTrainer(ppo_config(model, tmp_path / "run", **{**vars(config), "resume_from_checkpoint": "auto"}))
+    resumed = RlTrainer(train_config(model, tmp_path / "run", **{**vars(config), "resume_from_checkpoint": "auto"}))
     assert resumed.state.step == 2

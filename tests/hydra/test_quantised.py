@@ -20,9 +20,9 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import VOCAB, random_batch, randomise, tiny_llama
-from tests.training.test_data import ppo_config, write_model, write_reward
+from tests.training.test_data import train_config, write_model, write_reward
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -154,7 +154,9 @@ def test_a_run_trains_adapters_on_a_quantised_base(tmp_path, bits, method):
     base = write_model(tmp_path / "m", reward_head=False, hidden_size=64, intermediate_size=128)
     reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
     quantised = {f"load_in_{bits}": True, "method": method, "reward_funcs": [reward], "max_steps": 2}
-    trainer = PpoTrainer(ppo_config(base, tmp_path / "run", **quantised, gradient_checkpointing=True, lora_dropout=0.1))
+    trainer = RlTrainer(
+        train_config(base, tmp_path / "run", **quantised, gradient_checkpointing=True, lora_dropout=0.1)
+    )
     assert all(backbone.quantized for backbone in trainer.model.backbones.values())
     before = {name: p.clone() for name, p in trainer.model.backbone().base_parameters()}
     adapters = [p.clone() for p in trainer.model.backbone().slot("actor").parameters()]

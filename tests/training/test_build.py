@@ -18,14 +18,14 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from rlhf_engine.config import PPOConfig
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, hydra_roles, load_pretrained, save_pretrained
 from rlhf_engine.tokenizing import require_same_tokens
-from rlhf_engine.training.build import build_ppo_model, check_sources
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.build import build_policy_model, check_sources
+from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import random_batch
-from tests.training.test_data import ppo_config, write_model
+from tests.training.test_data import train_config, write_model
 
 BATCH = random_batch(((3, 5), (4, 2), (1, 7)), seed=1)
 
@@ -91,7 +91,7 @@ def other_trunk(tmp_path_factory) -> Path:
 
 
 def build(model: Path, tmp_path: Path, **options) -> HydraModel:
-    return build_ppo_model(ppo_config(model, tmp_path / "run", **options)).eval()
+    return build_policy_model(train_config(model, tmp_path / "run", **options)).eval()
 
 
 METHODS = ["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
@@ -131,7 +131,7 @@ def test_a_classifier_on_other_weights_brings_its_backbone(model, other_trunk, t
     rewards = ours.score(batch, ("reward",)).rewards_N
     torch.testing.assert_close(rewards, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5)
     # and the run goes on from disk, each backbone from its own folder
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", reward_model_path=str(other_trunk), method=method))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_model_path=str(other_trunk), method=method))
     trainer.step()
     save_pretrained(trainer.model, tmp_path / "saved")
     again = load_pretrained(tmp_path / "saved").score(batch)
@@ -233,7 +233,7 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
         ),
         (
             {"method": "dynamic_lora_ppo", "reward_funcs": ["m:f"]},
-            "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose critic runs on the reward model",
+            "method: expected 'lane' among reward_funcs for dynamic_lora_ppo, whose second backbone is the rew",
         ),
         ({"critic_init": "reward", "reward_funcs": ["m:f"]}, "critic_init: expected 'lane' among reward_funcs"),
         (
@@ -247,7 +247,7 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
 )
 def test_contradictory_options(options, message):
     with pytest.raises(ConfigError, match=message):
-        PPOConfig(model_name_or_path="m", output_dir="o", dataset_name="d", **options)
+        TrainConfig(model_name_or_path="m", output_dir="o", dataset_name="d", **options)
 
 
 def broken(folder: Path, model: Path) -> Path:
@@ -309,13 +309,13 @@ def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path
         return str(folder)
 
     def check(actor: str, reward: str) -> None:
-        check_sources(ppo_config(model, tmp_path / "run", actor_adapter=actor, reward_adapter=reward))
+        check_sources(train_config(model, tmp_path / "run", actor_adapter=actor, reward_adapter=reward))
 
     of_hub, of_snapshot = adapter("a", "org/tiny", "1" * 64), adapter("b", "/cache/0f3e", "1" * 64)
     check(of_hub, of_snapshot)
     third = adapter("e", "elsewhere/0f3e", None)
     check_sources(
-        ppo_config(model, tmp_path / "run", actor_adapter=of_hub, reference_adapter=of_snapshot, reward_adapter=third)
+        train_config(model, tmp_path / "run", actor_adapter=of_hub, reference_adapter=of_snapshot, reward_adapter=third)
     )
     with pytest.raises(
         ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of hash 111"
@@ -326,8 +326,8 @@ def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path
 
 
 def test_a_reward_model_reads_the_policy_s_tokens(model, same_trunk, lora_reward, tmp_path):
-    def trainer(folder: Path, policy: Path = model) -> PpoTrainer:
-        return PpoTrainer(ppo_config(policy, tmp_path / "run", reward_model_path=str(folder)))
+    def trainer(folder: Path, policy: Path = model) -> RlTrainer:
+        return RlTrainer(train_config(policy, tmp_path / "run", reward_model_path=str(folder)))
 
     trainer(same_trunk)  # no tokenizer, a vocabulary of one size
     larger = tmp_path / "larger"

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.config import PPOConfig, SFTConfig
+from rlhf_engine.config import SFTConfig, TrainConfig
 from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import load_tokenizer
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]
@@ -74,7 +74,7 @@ def write_reward(folder: Path, body: str, name: str = "reward") -> str:
     return f"{path}:{name}"
 
 
-def ppo_config(model: Path, output: Path, **changes: Any) -> PPOConfig:
+def train_config(model: Path, output: Path, **changes: Any) -> TrainConfig:
     """A run of a few fast steps on prompts beside the output folder."""
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
@@ -94,7 +94,7 @@ def ppo_config(model: Path, output: Path, **changes: Any) -> PPOConfig:
         "num_samples": 0,
         "device": "cpu",
     }
-    return PPOConfig(**{**options, **changes})
+    return TrainConfig(**{**options, **changes})
 
 
 def sft_config(model: Path, output: Path, **changes: Any) -> SFTConfig:
@@ -139,7 +139,7 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def words(trainer: SftTrainer | PpoTrainer, ids: list[int]) -> str:
+def words(trainer: SftTrainer | RlTrainer, ids: list[int]) -> str:
     return " ".join(trainer.tokenizer.convert_ids_to_tokens(ids))
 
 
@@ -214,8 +214,8 @@ def test_rl_takes_conversations_and_reward_functions_get_their_text(base, tmp_pa
     """
     data = write_rows(tmp_path / "talks.jsonl", rows)
     reward = write_reward(tmp_path, body)
-    config = ppo_config(base, tmp_path / "run", dataset_name=str(data), reward_funcs=[reward], max_steps=1)
-    trainer = PpoTrainer(config)
+    config = train_config(base, tmp_path / "run", dataset_name=str(data), reward_funcs=[reward], max_steps=1)
+    trainer = RlTrainer(config)
     assert words(trainer, trainer.train_set.ids[0]) == "red cat <eos> and"
     trainer.run()
 
@@ -223,24 +223,24 @@ def test_rl_takes_conversations_and_reward_functions_get_their_text(base, tmp_pa
 def test_rl_cuts_prompts_and_writes_down_what_it_left_out(base, tmp_path):
     data = write_rows(tmp_path / "p.jsonl", [{"prompt": "red cat"}, {"prompt": 3}, {"prompt": "sun moon " * 40}])
     common = {"dataset_name": str(data), "max_bad_rows": 1, "max_prompt_length": 10, "num_samples": 0, "max_steps": 1}
-    trainer = PpoTrainer(ppo_config(base, tmp_path / "run", truncation="keep_end", **common))
+    trainer = RlTrainer(train_config(base, tmp_path / "run", truncation="keep_end", **common))
     assert [len(ids) for ids in trainer.train_set.ids] == [3, 10]
     assert words(trainer, trainer.train_set.ids[1]) == "sun moon " * 4 + "sun moon"
     trainer.run()
     record = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["dataset_name"]
     assert (record["read"], record["used"], record["truncated"], record["dropped"]) == (3, 2, 1, 0)
     assert record["bad"][0]["places"] == [f"{data}:2"]
-    dropping = PpoTrainer(ppo_config(base, tmp_path / "other", truncation="drop", **common))
+    dropping = RlTrainer(train_config(base, tmp_path / "other", truncation="drop", **common))
     assert len(dropping.train_set.rows) == 1
     with pytest.raises(
         ConfigError, match=r"2 of 3 rows cannot be used, .*; expected at most 10 tokens \(max_prompt_len"
     ):
-        PpoTrainer(ppo_config(base, tmp_path / "third", **common))
+        RlTrainer(train_config(base, tmp_path / "third", **common))
 
 
 def test_options_of_data_that_mean_nothing(base, tmp_path):
     with pytest.raises(ConfigError, match="truncation: expected error, drop or keep_end for prompts"):
-        ppo_config(base, tmp_path / "run", truncation="keep_start")
+        train_config(base, tmp_path / "run", truncation="keep_start")
     with pytest.raises(ConfigError, match="max_bad_rows: expected a share below 1 or a whole number of rows, got 1"):
         sft_config(base, tmp_path / "run", max_bad_rows=1.5)
     with pytest.raises(ConfigError, match="max_bad_rows: expected a number >= 0, got -1"):

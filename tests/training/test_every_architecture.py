@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.demo_task import build_tokenizer
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.hydra.architectures import CONFIGS
-from tests.training.test_data import WORDS, ppo_config, sft_config
+from tests.training.test_data import WORDS, sft_config, train_config
 
 
 def write(name: str, folder: Path) -> Path:
@@ -33,8 +33,8 @@ def write(name: str, folder: Path) -> Path:
 def test_supervised_training_then_ppo_then_going_on(name, tmp_path):
     SftTrainer(sft_config(write(name, tmp_path / "m"), tmp_path / "base", mode="full", max_steps=2)).run()
     options = {"lora_dropout": 0.1, "gradient_checkpointing": True, "learning_rate": 1e-3}
-    config = ppo_config(tmp_path / "base", tmp_path / "run", resume_from_checkpoint="auto", **options)
-    trainer = PpoTrainer(config)
+    config = train_config(tmp_path / "base", tmp_path / "run", resume_from_checkpoint="auto", **options)
+    trainer = RlTrainer(config)
     base = trainer.model.backbone().base_hash()
     before = trainer.model.backbone().slot("actor").state_dict()
     before = {key: tensor.clone() for key, tensor in before.items()}
@@ -45,7 +45,7 @@ def test_supervised_training_then_ppo_then_going_on(name, tmp_path):
     after = trainer.model.backbone().slot("actor").state_dict()
     assert not any(torch.equal(after[key], tensor) for key, tensor in before.items() if key.endswith(".B"))
     assert trainer.model.backbone().base_hash(refresh=True) == base
-    resumed = PpoTrainer(config)
+    resumed = RlTrainer(config)
     assert resumed.state.step == 1
     resumed.step()
     again = resumed.model.backbone().slot("actor").state_dict()

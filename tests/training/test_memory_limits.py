@@ -17,9 +17,9 @@ from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import random_batch, randomise, tiny_llama
-from tests.training.test_data import ppo_config, write_model
+from tests.training.test_data import train_config, write_model
 
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
 TOKENS = sum(p + c for p, c in LENGTHS)
@@ -154,16 +154,16 @@ def test_other_errors_are_not_taken_for_it(monkeypatch):
 
 
 def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
-    config = ppo_config(
+    config = train_config(
         write_model(tmp_path / "m"),
         tmp_path / "run",
         per_device_train_batch_size=4,
         generation_batch_size=8,
         resume_from_checkpoint="auto",
     )
-    roomy = PpoTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "roomy")))
+    roomy = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "roomy")))
     memory = LimitedMemory(monkeypatch, limit=36)
-    trainer = PpoTrainer(config)
+    trainer = RlTrainer(config)
     first = trainer.step()
     assert memory.refused >= 2  # the scoring pass and the first micro-batch
     assert first["micro_batch_size"] < 4
@@ -174,7 +174,7 @@ def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
     trainer.save()
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["micro_batch_size"] == first["micro_batch_size"]
-    resumed = PpoTrainer(config)
+    resumed = RlTrainer(config)
     resumed.step()
     assert memory.refused == refused
     assert resumed.model.token_budget == trainer.model.token_budget
@@ -188,11 +188,11 @@ def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
 _REAL = """
 import dataclasses, resource, sys
 import torch
-from rlhf_engine.training.rl import PpoTrainer
-from rlhf_engine.config import parse_config, PPOConfig
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.config import parse_config, TrainConfig
 
 torch.set_num_threads(1)
-trainer = PpoTrainer(parse_config(PPOConfig, sys.argv[2:], prog="t"))
+trainer = RlTrainer(parse_config(TrainConfig, sys.argv[2:], prog="t"))
 trainer.step()  # sequence by sequence; threads, libraries and arenas are there
 trainer.config = dataclasses.replace(trainer.config, per_device_train_batch_size=64)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -205,7 +205,7 @@ print("micro_batch_size", trainer.step()["micro_batch_size"])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space through Linux's setrlimit")
 def test_a_real_allocation_failure_is_survived(tmp_path):
     model = write_model(tmp_path / "m", hidden_size=192, intermediate_size=1536, num_hidden_layers=4)
-    config = ppo_config(model, tmp_path / "run")
+    config = train_config(model, tmp_path / "run")
     arguments = {
         "--model_name_or_path": config.model_name_or_path,
         "--output_dir": config.output_dir,

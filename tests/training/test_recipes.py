@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rlhf_engine.algorithms.update import Schedule, update
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.training.experience import Layout, score_rollout
 from rlhf_engine.training.recipes import make_lesson
-from rlhf_engine.training.rl import PpoTrainer
-from tests.training.test_data import ppo_config, write_model, write_reward
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
 
 ALGORITHMS = {
@@ -30,7 +30,7 @@ ALGORITHMS = {
     "reinforce": {"algorithm": "reinforce"},
     "reinforce-shared": {"algorithm": "reinforce", "method": "j_hydra_ppo"},
     "grpo": {"algorithm": "grpo", "num_mini_batches": 2, "num_ppo_epochs": 2},
-    "grpo-plain": {"algorithm": "grpo", "loss_type": "dr_grpo", "scale_rewards": "none", "kl_estimator": "k3"},
+    "grpo-plain": {"algorithm": "grpo", "loss_type": "dr_grpo", "scale_rewards": "none"},
     "online_dpo": {"algorithm": "online_dpo"},
     "online_dpo-ipo": {"algorithm": "online_dpo", "loss_type": "ipo", "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n"},
@@ -53,7 +53,7 @@ def reward(tmp_path):
 
 def config(model, folder, reward, **changes):
     options = {"num_mini_batches": None, "num_ppo_epochs": None, "reward_funcs": [reward], "generation_batch_size": 16}
-    return ppo_config(model, folder, **{**options, **changes})
+    return train_config(model, folder, **{**options, **changes})
 
 
 def lesson_of(trainer, **changes):
@@ -86,11 +86,11 @@ def lesson_of(trainer, **changes):
 @pytest.mark.parametrize("name", ["remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"])
 def test_a_stopped_run_goes_on_with_the_same_floats(name, model, reward, tmp_path):
     made = config(model, tmp_path / "run", reward, save_steps=1, **ALGORITHMS[name])
-    whole = PpoTrainer(dataclasses.replace(made, output_dir=str(tmp_path / "whole")))
+    whole = RlTrainer(dataclasses.replace(made, output_dir=str(tmp_path / "whole")))
     whole.run()
     with pytest.raises(Stop):
-        PpoTrainer(made).run(stop_after(2))
-    resumed = PpoTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
+        RlTrainer(made).run(stop_after(2))
+    resumed = RlTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
     assert resumed.state.step in (1, 2)
     resumed.run()
     assert same(trained(resumed), trained(whole))
@@ -100,7 +100,7 @@ def test_a_stopped_run_goes_on_with_the_same_floats(name, model, reward, tmp_pat
 
 @pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, reward, tmp_path):
-    trainer = PpoTrainer(config(model, tmp_path / "run", reward, **options))
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, **options))
     lesson, _, _ = lesson_of(trainer)
     found = []
 
@@ -134,7 +134,7 @@ def test_the_reward_rises(options, model, tmp_path):
         learning_rate=2e-2,
         **{"beta": 0.02, **options} if options["algorithm"] != "best_of_n" else options,
     )
-    trainer = PpoTrainer(made)
+    trainer = RlTrainer(made)
     trainer.run()
     rewards = [row["reward"] for row in metrics(trainer)]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
@@ -142,9 +142,9 @@ def test_the_reward_rises(options, model, tmp_path):
 
 @pytest.mark.parametrize("name", ["remax", "rloo", "grpo", "online_dpo", "best_of_n"])
 def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_path):
-    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm=name, max_steps=1))
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm=name, max_steps=1))
     trainer.step()
-    with_critic = PpoTrainer(config(model, tmp_path / "ppo", reward, max_steps=1))
+    with_critic = RlTrainer(config(model, tmp_path / "ppo", reward, max_steps=1))
     with_critic.step()
     held, more = trainer.model.held_parameters(), with_critic.model.held_parameters()
     assert held["backbones"] == more["backbones"]
@@ -157,7 +157,7 @@ def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_p
 
 
 def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path):
-    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
     lesson, scored, rollout = lesson_of(trainer)
     assert rollout.batch.n_sequences == 16
     assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 8
@@ -169,6 +169,104 @@ def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path)
     expected = (scored.scores_N - scored.greedy_scores_N)[scored.batch.sequence_of_M]
     assert torch.equal(lesson.objective._advantages_M, expected)
     assert torch.equal(again.objective._advantages_M, expected)
+
+
+@pytest.mark.parametrize("name", ["remax", "rloo"])
+def test_a_step_asks_for_the_greedy_answers_it_needs_and_no_others(name, model, reward, tmp_path, monkeypatch):
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm=name))
+    asked = []
+    generate = trainer.rollouts.generate
+
+    def noted(prompts, sampling, **options):
+        asked.append((prompts, options))
+        return generate(prompts, sampling, **options)
+
+    monkeypatch.setattr(trainer.rollouts, "generate", noted)
+    for step in range(2):
+        trainer.step()
+        prompts, options = asked[step]
+        assert list(options["greedy"]) == ([False, True] * 8 if name == "remax" else [False] * 16)
+        assert list(options["sample_ids"]) == list(range(16 * step, 16 * step + 16))
+        k = 2 if name == "remax" else 4
+        assert all(prompts[i] == prompts[i - i % k] for i in range(16))
+
+
+@pytest.mark.parametrize("estimator", ["exact", "k3"])
+def test_greedy_answers_are_scored_by_the_lane_with_any_estimate_of_the_kl(estimator, model, reward, tmp_path):
+    options = {"algorithm": "remax", "kl_estimator": estimator, "reward_funcs": ["lane"]}
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, **options))
+    found = trainer.step()
+    assert found["optimizer_steps"] == 1.0
+    assert found["advantage_std"] > 0
+
+
+def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp_path):
+    """The greedy answer of the second prompt has no score: the pairs after it must not move up."""
+    spec = write_reward(tmp_path, "return [None if i == 3 else float(i) for i, _ in enumerate(completion_ids)]")
+    _, scored, _ = lesson_of(RlTrainer(config(model, tmp_path / "run", spec, algorithm="remax")))
+    assert scored.scores_N.tolist() == [0.0, *(float(i) for i in range(4, 16, 2))]
+    distinct = scored.greedy_scores_N - scored.scores_N
+    assert set(distinct.tolist()) <= {0.0, 1.0}  # 0 where both answers are the same tokens
+    assert 1.0 in distinct.tolist()
+
+
+@pytest.mark.parametrize(("name", "left"), [("remax", "both of its answers"), ("rloo", "2 of its answers")])
+def test_a_batch_in_which_nothing_can_be_compared_says_so(name, left, model, tmp_path):
+    spec = write_reward(tmp_path, "return [None if i % 4 else 1.0 for i, _ in enumerate(completion_ids)]")
+    trainer = RlTrainer(config(model, tmp_path / "run", spec, algorithm=name))
+    with pytest.raises(
+        ConfigError, match=f"expected for {name} rewards of at least one prompt for {left}, got None for"
+    ):
+        trainer.step()
+
+
+@pytest.mark.parametrize(("first", "second"), [("remax", "online_dpo"), ("ppo", "reinforce"), ("ppo", "remax")])
+def test_a_run_does_not_go_on_as_another_algorithm(first, second, model, reward, tmp_path):
+    made = config(model, tmp_path / "run", reward, algorithm=first, num_mini_batches=1, save_steps=1)
+    with pytest.raises(Stop):
+        RlTrainer(made).run(stop_after(2))
+    other = dataclasses.replace(made, algorithm=second, resume_from_checkpoint="auto")
+    with pytest.raises(ConfigError, match=f"algorithm: expected '{first}' as in .*checkpoint-1, got '{second}'"):
+        RlTrainer(other)
+
+
+def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path, monkeypatch):
+    """The actor is not trained in the first step, and its update does nothing in the second."""
+    made = config(model, tmp_path / "run", reward, algorithm="reinforce", critic_warmup_steps=1, max_steps=3)
+    trainer = RlTrainer(made)
+    trainer.step()
+    assert trainer._unmoved == {"actor"}
+    step = trainer.optimizer.step
+
+    def leaves_the_actor():
+        kept = {p: p.detach().clone() for p in trainer.optimizer.groups["actor"].values()}
+        norms = step()
+        with torch.no_grad():
+            for p, before in kept.items():
+                p.copy_(before)
+        return norms
+
+    monkeypatch.setattr(trainer.optimizer, "step", leaves_the_actor)
+    with pytest.raises(EngineError, match="actor: its gradient was not zero, yet the first update changed none of its"):
+        trainer.step()
+
+
+def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model, reward, tmp_path, monkeypatch):
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="grpo"))
+    trainer._starts_as_reference = False  # which has a check of its own
+    before = trained(trainer)
+    score = trainer.model.score
+
+    def off(*args, **options):
+        found = score(*args, **options)
+        return dataclasses.replace(found, logprobs_M=found.logprobs_M + 0.005)  # within the rollout's bound of a token
+
+    monkeypatch.setattr(trainer.model, "score", off)
+    monkeypatch.setattr("rlhf_engine.training.experience._check_mismatch", lambda *_: None)
+    monkeypatch.setattr("rlhf_engine.training.rl.MISMATCH_MAX_FACTOR", 40)
+    with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
+        trainer.step()
+    assert same(trained(trainer), before)
 
 
 @pytest.mark.parametrize("lane", [False, True])
@@ -187,7 +285,7 @@ def test_a_draw_that_is_the_greedy_answer_teaches_nothing(lane, model, tmp_path,
         max_completion_length=2,
         **options,
     )
-    trainer = PpoTrainer(made)
+    trainer = RlTrainer(made)
     before = trained(trainer)
     found = trainer.step()
     assert found["advantage_std"] == 0.0
@@ -197,12 +295,12 @@ def test_a_draw_that_is_the_greedy_answer_teaches_nothing(lane, model, tmp_path,
 
 
 def test_online_dpo_starts_at_log_2_and_ties_teach_nothing(model, reward, tmp_path):
-    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="online_dpo", max_steps=2))
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="online_dpo", max_steps=2))
     found = trainer.step()
     assert found["policy/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert found["pairs/score_gap"] > 0
     constant = write_reward(tmp_path, "return [1.0 for _ in completion_ids]", name="constant")
-    tied = PpoTrainer(config(model, tmp_path / "tied", constant, algorithm="online_dpo", max_steps=2))
+    tied = RlTrainer(config(model, tmp_path / "tied", constant, algorithm="online_dpo", max_steps=2))
     before = trained(tied)
     found = tied.step()
     assert (found["optimizer_steps"], found["pairs/tied_ratio"]) == (0.0, 1.0)
@@ -214,7 +312,7 @@ def test_online_dpo_prefers_answers_that_end(model, tmp_path):
     """The penalty for a missing end decides between answers that score the same."""
     spec = write_reward(tmp_path, "return [1.0 for _ in completion_ids]")
     options = {"algorithm": "online_dpo", "missing_eos_penalty": 1.0, "max_completion_length": 12}
-    trainer = PpoTrainer(config(model, tmp_path / "run", spec, generation_batch_size=64, **options))
+    trainer = RlTrainer(config(model, tmp_path / "run", spec, generation_batch_size=64, **options))
     lesson, scored, _ = lesson_of(trainer)
     assert set(scored.scores_N.tolist()) == {0.0, 1.0}
     pairs = lesson.objective.batch
@@ -223,7 +321,7 @@ def test_online_dpo_prefers_answers_that_end(model, tmp_path):
 
 
 def test_best_of_n_learns_the_best_answer_of_each_prompt(model, reward, tmp_path):
-    trainer = PpoTrainer(config(model, tmp_path / "run", reward, algorithm="best_of_n"))
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="best_of_n"))
     lesson, scored, _ = lesson_of(trainer)
     chosen = lesson.objective.batch
     assert chosen.n_sequences == 4
@@ -243,7 +341,7 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
         tmp_path, f"return [None if i in {left_out} else float(i % 5 + i % 3) for i, _ in enumerate(completion_ids)]"
     )
     made = config(model, tmp_path / "run", spec, algorithm=name)
-    trainer = PpoTrainer(made)
+    trainer = RlTrainer(made)
     lesson, scored, _ = lesson_of(trainer)
     n_drawn = 8 if name == "remax" else 16
     assert scored.batch.n_sequences == n_drawn - skipped
@@ -277,6 +375,19 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
         ({"algorithm": "rloo", "critic_warmup_steps": 1}, "critic_warmup_steps: expected it unset for rloo"),
         ({"algorithm": "best_of_n", "beta": 0.1}, "beta: expected it unset for best_of_n"),
         ({"kl_in": "loss"}, "kl_in: expected it unset for ppo"),
+        ({"algorithm": "online_dpo", "beta": 0.0}, "beta: expected more than 0 for online_dpo"),
+        ({"algorithm": "grpo", "kl_estimator": "exact"}, "kl_estimator: expected it unset for grpo"),
+        ({"algorithm": "remax", "kl_in": "loss", "kl_estimator": "k3"}, "kl_estimator: expected it unset for remax"),
+        ({"algorithm": "rloo", "loss_type": "vanilla", "cliprange": 0.1}, "cliprange: expected it unset for rloo"),
+        (
+            {
+                "algorithm": "remax",
+                "temperature": 0.7,
+                "rollout_backend": "vllm",
+                "vllm_server_base_url": "http://localhost:1",
+            },
+            "temperature: expected 1 for remax with rollout_backend 'vllm'",
+        ),
         ({"algorithm": "reinforce", "beta": 1.5}, "beta: expected at most 1 for reinforce"),
         (
             {"algorithm": "online_dpo", "rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},

@@ -25,15 +25,15 @@ from transformers import (
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
-from rlhf_engine.training.build import build_ppo_model
+from rlhf_engine.training.build import build_policy_model
 from rlhf_engine.training.checkpoint import TrainerState, load_checkpoint
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.reward import RewardState, RewardTrainer
 from rlhf_engine.training.reward_data import RewardExample
 from rlhf_engine.training.reward_lane import packed_batch, reward_loss, reward_roles
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import tiny_llama
-from tests.training.test_data import WORDS, ppo_config, write_model, write_pairs, write_rows
+from tests.training.test_data import WORDS, train_config, write_model, write_pairs, write_rows
 from tests.training.test_every_architecture import write
 from tests.training.test_rl import Stop, same, stop_after, without_timings
 
@@ -545,7 +545,7 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
         if architecture == "llama":
             torch.testing.assert_close(their_scores(loaded, examples), ours, rtol=0, atol=1e-5)
     # the same folder serves as a reward adapter too
-    policy = build_ppo_model(ppo_config(folder, tmp_path / "ppo", reward_adapter=str(export))).eval()
+    policy = build_policy_model(train_config(folder, tmp_path / "ppo", reward_adapter=str(export))).eval()
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
     torch.testing.assert_close(policy.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
 
@@ -590,7 +590,7 @@ def test_full_training_writes_a_reward_model_path(base, tmp_path):
     examples, ours = some_sequences(trainer)
     theirs = AutoModelForSequenceClassification.from_pretrained(final)
     torch.testing.assert_close(their_scores(theirs, examples), ours, rtol=0, atol=1e-5)
-    policy = PpoTrainer(ppo_config(base, tmp_path / "ppo", reward_model_path=str(final), max_steps=1))
+    policy = RlTrainer(train_config(base, tmp_path / "ppo", reward_model_path=str(final), max_steps=1))
     assert policy.model.roles["reward"].backbone == "reward"
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
     torch.testing.assert_close(policy.model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
@@ -607,11 +607,11 @@ def storages(model: HydraModel) -> dict[int, int]:
 
 
 def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tmp_path):
-    config = ppo_config(
+    config = train_config(
         base, tmp_path / "run", reward_adapter=str(trained.output / "final"), algorithm="reinforce",
         num_mini_batches=None, num_ppo_epochs=None, max_steps=2,
     )  # fmt: skip
-    trainer = PpoTrainer(config)
+    trainer = RlTrainer(config)
     model = trainer.model
     assert set(model.backbones) == {"base"}
     assert set(model.backbone().slots) == {"actor", "critic", "reward"}
@@ -637,14 +637,14 @@ def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tm
 @pytest.mark.parametrize("method", ["dynamic_lora_ppo", "lora_ppo", "full_ppo"])
 def test_a_slot_serves_backbones_without_an_lm_head(trained, base, tmp_path, method):
     adapter = str(trained.output / "final")
-    model = build_ppo_model(ppo_config(base, tmp_path / "run", reward_adapter=adapter, method=method)).eval()
+    model = build_policy_model(train_config(base, tmp_path / "run", reward_adapter=adapter, method=method)).eval()
     assert not model.role_backbone("reward").has_lm_head
     examples, ours = some_sequences(trained)
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
     torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
     other = write_model(tmp_path / "other", seed=8)
     with pytest.raises(ValueError, match="expected an adapter of this base"):
-        build_ppo_model(ppo_config(other, tmp_path / "run", reward_adapter=adapter, method=method))
+        build_policy_model(train_config(other, tmp_path / "run", reward_adapter=adapter, method=method))
 
 
 # ---- requests that cannot be served ----------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.training.metrics import read_metrics
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
-from tests.training.test_data import PROMPTS, ppo_config, sft_config, write_model, write_reward, write_rows
+from tests.training.test_data import PROMPTS, sft_config, train_config, write_model, write_reward, write_rows
 
 TIMINGS = ("seconds/", "tokens_per_second", "samples_per_second", "peak_memory_bytes")
 
@@ -47,7 +47,7 @@ def stop_after(step: int):
     return on_step
 
 
-def trained(trainer: PpoTrainer) -> dict[str, torch.Tensor]:
+def trained(trainer: RlTrainer) -> dict[str, torch.Tensor]:
     tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     return {**tensors, **{f"optimizer {k}": t.clone() for k, t in trainer.optimizer.state_tensors().items()}}
 
@@ -60,7 +60,7 @@ def without_timings(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if not k.startswith(TIMINGS)}
 
 
-def metrics(trainer: PpoTrainer) -> list[dict[str, Any]]:
+def metrics(trainer: RlTrainer) -> list[dict[str, Any]]:
     return [without_timings(row) for row in read_metrics(trainer.output / "metrics.jsonl")]
 
 
@@ -85,18 +85,18 @@ def metrics(trainer: PpoTrainer) -> list[dict[str, Any]]:
     ids=["hydra", "j_hydra", "dynamic_lora", "lora", "full"],
 )
 def test_a_resumed_run_makes_the_same_floats(model, tmp_path, options):
-    whole = PpoTrainer(ppo_config(model, tmp_path / "whole", **options))
+    whole = RlTrainer(train_config(model, tmp_path / "whole", **options))
     rows = [{"step": step, **whole.step()} for step in (1, 2, 3, 4)]
     # killed after step 3 was logged but before it was saved, with half of a checkpoint left behind
-    config = ppo_config(model, tmp_path / "parts", save_steps=2, resume_from_checkpoint="auto", **options)
-    stopped = PpoTrainer(config)
+    config = train_config(model, tmp_path / "parts", save_steps=2, resume_from_checkpoint="auto", **options)
+    stopped = RlTrainer(config)
     assert stopped.state.step == 0  # auto with nothing to go on from starts
     with pytest.raises(Stop):
         stopped.run(stop_after(3))
     assert [row["step"] for row in metrics(stopped)] == [1, 2, 3]
     (tmp_path / "parts" / ".checkpoint-3.tmp").mkdir()
     (tmp_path / "parts" / ".checkpoint-3.tmp" / "optimizer.safetensors").write_bytes(b"half")
-    resumed = PpoTrainer(config)
+    resumed = RlTrainer(config)
     assert resumed.state.step == 2
     resumed.run()
     assert same(trained(whole), trained(resumed))
@@ -107,9 +107,9 @@ def test_a_resumed_run_makes_the_same_floats(model, tmp_path, options):
     assert all(torch.equal(p, q) for p, q in zip(final.parameters(), resumed.model.parameters(), strict=True))
 
 
-def saved_run(config, steps: int) -> PpoTrainer:
+def saved_run(config, steps: int) -> RlTrainer:
     """A run of some steps with a checkpoint after each, without the curves that take most of a short run's time."""
-    trainer = PpoTrainer(config)
+    trainer = RlTrainer(config)
     for _ in range(steps):
         trainer.step()
         trainer.save()
@@ -118,9 +118,9 @@ def saved_run(config, steps: int) -> PpoTrainer:
 
 def test_without_the_optimizer_s_state_the_floats_differ(model, tmp_path):
     # so that the equality above is not one of things that never mattered
-    whole = saved_run(ppo_config(model, tmp_path / "run"), 2)
+    whole = saved_run(train_config(model, tmp_path / "run"), 2)
     checkpoint = str(tmp_path / "run" / "checkpoint-1")
-    resumed = PpoTrainer(ppo_config(model, tmp_path / "other", resume_from_checkpoint=checkpoint))
+    resumed = RlTrainer(train_config(model, tmp_path / "other", resume_from_checkpoint=checkpoint))
     resumed.optimizer.adamw.state.clear()
     resumed.step()
     assert not same(trained(whole), trained(resumed))
@@ -128,33 +128,33 @@ def test_without_the_optimizer_s_state_the_floats_differ(model, tmp_path):
 
 def test_going_back_drops_the_steps_after(model, tmp_path):
     output = tmp_path / "run"
-    saved_run(ppo_config(model, output, save_total_limit=None), 4)
+    saved_run(train_config(model, output, save_total_limit=None), 4)
     (output / "final").mkdir()
-    back = ppo_config(model, output, resume_from_checkpoint=str(output / "checkpoint-2"))
+    back = train_config(model, output, resume_from_checkpoint=str(output / "checkpoint-2"))
     with pytest.raises(Stop):
-        PpoTrainer(back).run(stop_after(3))
+        RlTrainer(back).run(stop_after(3))
     # checkpoint-3 and -4 belong to the steps that are being made again
     assert [p.name for p in sorted(output.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-2"]
     assert not (output / "final").exists()
-    assert PpoTrainer(ppo_config(model, output, resume_from_checkpoint="auto")).state.step == 2
+    assert RlTrainer(train_config(model, output, resume_from_checkpoint="auto")).state.step == 2
 
 
 def test_auto_starts_afresh_where_the_run_stopped_before_its_first_checkpoint(model, tmp_path):
-    config = ppo_config(model, tmp_path / "run", resume_from_checkpoint="auto")
+    config = train_config(model, tmp_path / "run", resume_from_checkpoint="auto")
     with pytest.raises(Stop):
-        PpoTrainer(config).run(stop_after(1))
-    again = PpoTrainer(config)
+        RlTrainer(config).run(stop_after(1))
+    again = RlTrainer(config)
     with pytest.raises(Stop):
         again.run(stop_after(2))
     assert [row["step"] for row in metrics(again)] == [1, 2]
 
 
 def test_a_run_stopped_between_its_last_checkpoint_and_the_final_model_writes_it(model, tmp_path):
-    config = ppo_config(model, tmp_path / "run", max_steps=1, resume_from_checkpoint="auto")
-    PpoTrainer(config).run()
-    assert PpoTrainer(config).finished()
+    config = train_config(model, tmp_path / "run", max_steps=1, resume_from_checkpoint="auto")
+    RlTrainer(config).run()
+    assert RlTrainer(config).finished()
     (tmp_path / "run" / "final").rename(tmp_path / "run" / ".final.tmp")
-    again = PpoTrainer(config)
+    again = RlTrainer(config)
     assert again.state.step == 1
     assert not again.finished()
     again.run()
@@ -164,23 +164,23 @@ def test_a_run_stopped_between_its_last_checkpoint_and_the_final_model_writes_it
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(model, tmp_path):
     output = tmp_path / "run"
-    saved_run(ppo_config(model, output), 2)
+    saved_run(train_config(model, output), 2)
     (output / "final").mkdir()
     with pytest.raises(Stop):
-        PpoTrainer(ppo_config(model, output, overwrite_output_dir=True)).run(stop_after(1))
+        RlTrainer(train_config(model, output, overwrite_output_dir=True)).run(stop_after(1))
     assert not list(output.glob("checkpoint-*"))
     assert not (output / "final").exists()
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1]
 
 
 def test_a_seed_of_another_run_is_refused(model, tmp_path):
-    saved_run(ppo_config(model, tmp_path / "run"), 1)
+    saved_run(train_config(model, tmp_path / "run"), 1)
     with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-1, got 1"):
-        PpoTrainer(ppo_config(model, tmp_path / "run", resume_from_checkpoint="auto", seed=1))
+        RlTrainer(train_config(model, tmp_path / "run", resume_from_checkpoint="auto", seed=1))
 
 
 def test_checkpoints_may_come_before_the_first_line_of_metrics(model, tmp_path):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", max_steps=2, save_steps=1, logging_steps=2))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", max_steps=2, save_steps=1, logging_steps=2))
     trainer.run()
     assert [row["step"] for row in metrics(trainer)] == [2]
     assert (trainer.output / "curves.png").is_file()
@@ -191,9 +191,11 @@ def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, alg
     many = {"num_generations": 4} if algorithm == "online_dpo" else {}
     found = []
     for tokens in (None, 40):
-        config = ppo_config(model, tmp_path / str(tokens), algorithm=algorithm, max_steps=1, adam_epsilon=1e-3, **many)
+        config = train_config(
+            model, tmp_path / str(tokens), algorithm=algorithm, max_steps=1, adam_epsilon=1e-3, **many
+        )
         config = dataclasses.replace(config, per_device_train_batch_size=8, max_tokens_per_micro_batch=tokens)
-        trainer = PpoTrainer(config)
+        trainer = RlTrainer(config)
         update = trainer.step()
         assert update["optimizer_steps"] == 2
         found.append((update["loss"], trained(trainer)))
@@ -206,7 +208,7 @@ def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, alg
 def test_evaluation_and_samples(model, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
     options = {"max_steps": 2, "eval_steps": 2, "eval_dataset_name": str(heldout), "num_samples": 2}
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", **options))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
     trainer.run()
     first, second = metrics(trainer)
     assert "eval/reward" not in first
@@ -228,7 +230,7 @@ def test_lane_and_functions_are_weighted(model, tmp_path):
         "length": {"reward_funcs": [spec]},
         "both": {"reward_funcs": ["lane", spec], "reward_weights": [2.0, -0.5]},
     }.items():
-        trainer = PpoTrainer(ppo_config(model, tmp_path / name, max_steps=1, **options))
+        trainer = RlTrainer(train_config(model, tmp_path / name, max_steps=1, **options))
         assert ("reward" in trainer.model.roles) == (name != "length")
         first[name] = trainer.step()
     # the same policy and seed, so the same answers
@@ -241,8 +243,8 @@ def test_lane_and_functions_are_weighted(model, tmp_path):
 
 def test_a_function_called_lane_does_not_replace_the_lane(model, tmp_path):
     spec = write_reward(tmp_path, "return [1.0] * len(prompts)", "lane")
-    plain = PpoTrainer(ppo_config(model, tmp_path / "a", reward_funcs=["lane"])).step()
-    both = PpoTrainer(ppo_config(model, tmp_path / "b", reward_funcs=["lane", spec])).step()
+    plain = RlTrainer(train_config(model, tmp_path / "a", reward_funcs=["lane"])).step()
+    both = RlTrainer(train_config(model, tmp_path / "b", reward_funcs=["lane", spec])).step()
     assert both["reward"] == pytest.approx(plain["reward"] + 1)
     assert both["rewards/lane_function"] == 1.0
 
@@ -257,13 +259,13 @@ def test_functions_get_the_other_columns_of_their_rows(model, tmp_path):
         return [float(i) for i in columns["place"]]
         """,
     )
-    found = PpoTrainer(ppo_config(model, tmp_path / "run", reward_funcs=[spec])).step()
+    found = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec])).step()
     assert found["reward"] > 0
 
 
 def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     spec = write_reward(tmp_path, "return [None if i % 4 == 1 else 1.0 for i in range(len(prompts))]")
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", reward_funcs=[spec]))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec]))
     seen: list[int] = []
     trunk = trainer.model.backbone().trunk
     handle = trunk.register_forward_pre_hook(
@@ -276,23 +278,23 @@ def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     lengths = [len(i) for i in trainer.train_set.ids]
     # 6 sequences in two lanes, each of at least a prompt and a token
     assert 2 * 6 * (min(lengths) + 1) <= sum(seen) <= 2 * 6 * (max(lengths) + 8)
-    whole = PpoTrainer(ppo_config(model, tmp_path / "whole"))
+    whole = RlTrainer(train_config(model, tmp_path / "whole"))
     assert whole.step()["completions/skipped"] == 0
 
 
 def test_none_for_every_row_is_an_error(model, tmp_path):
     spec = write_reward(tmp_path, "return [None] * len(prompts)")
     with pytest.raises(ConfigError, match=r"reward_funcs: expected a reward for at least one answer .*got None"):
-        PpoTrainer(ppo_config(model, tmp_path / "run", reward_funcs=[spec])).step()
+        RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec])).step()
 
 
 def test_answers_that_never_end_pay_the_penalty(model, tmp_path):
     spec = write_reward(tmp_path, "return [1.0] * len(prompts)")
     options = {"reward_funcs": [spec], "max_completion_length": 2, "max_steps": 1}
-    found = PpoTrainer(ppo_config(model, tmp_path / "run", missing_eos_penalty=3.0, **options)).step()
+    found = RlTrainer(train_config(model, tmp_path / "run", missing_eos_penalty=3.0, **options)).step()
     assert 0 < found["completions/unfinished_ratio"] <= 1
     assert found["reward"] == pytest.approx(1 - 3 * found["completions/unfinished_ratio"])
-    assert PpoTrainer(ppo_config(model, tmp_path / "free", **options)).step()["reward"] == 1.0
+    assert RlTrainer(train_config(model, tmp_path / "free", **options)).step()["reward"] == 1.0
 
 
 # ---- 4 bad input, before the model is built --------------------------------------------------------------------------
@@ -375,9 +377,9 @@ def data(*rows: Any):
 )
 def test_found_before_the_model_is_loaded(tmp_path, options, message):
     (tmp_path / "given").mkdir()
-    config = ppo_config(broken_model(tmp_path / "base"), tmp_path / "run", **options(tmp_path / "given"))
+    config = train_config(broken_model(tmp_path / "base"), tmp_path / "run", **options(tmp_path / "given"))
     with pytest.raises((ConfigError, ValueError, TypeError, RewardError), match=message):
-        PpoTrainer(config)
+        RlTrainer(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -387,13 +389,13 @@ def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path, a
     many = {"num_generations": 4} if algorithm == "online_dpo" else {}
     options = {"algorithm": algorithm, "dataset_name": str(rows), **many}
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
-        PpoTrainer(ppo_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
-    PpoTrainer(ppo_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
+        RlTrainer(train_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
+    RlTrainer(train_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
 
 
 def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
     def construct(**options):
-        PpoTrainer(ppo_config(model, tmp_path / "run", **options))
+        RlTrainer(train_config(model, tmp_path / "run", **options))
 
     with pytest.raises(
         ValueError, match=r"target_modules: expected name endings among \['down_proj'.*got \['c_attn'\]"
@@ -401,32 +403,32 @@ def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
         construct(lora_target_modules=["c_attn"])
     other = write_model(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"expected an adapter of this base .* got one of another base"):
-        PpoTrainer(ppo_config(other, tmp_path / "run", reference_adapter=str(sft_adapter)))
+        RlTrainer(train_config(other, tmp_path / "run", reference_adapter=str(sft_adapter)))
     with pytest.raises(ConfigError, match=r"generation_batch_size: expected an integer >= 1, got 0"):
         construct(generation_batch_size=0)
     with pytest.raises(ConfigError, match=r"lora_r: expected an integer >= 1, got 0"):
         construct(lora_r=0)
     with pytest.raises(ValueError, match=r"model_name_or_path: .* cannot be loaded"):
-        PpoTrainer(ppo_config(broken_model(tmp_path / "broken"), tmp_path / "run"))
+        RlTrainer(train_config(broken_model(tmp_path / "broken"), tmp_path / "run"))
     with pytest.raises(ValueError, match=r"model_name_or_path: expected a model folder, got .* which holds an adapter"):
-        PpoTrainer(ppo_config(sft_adapter, tmp_path / "run"))
+        RlTrainer(train_config(sft_adapter, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_an_output_folder_with_a_run_is_left_alone(model, tmp_path):
     output = tmp_path / "run"
-    first = saved_run(ppo_config(model, output), 1)
-    saved_run(ppo_config(model, tmp_path / "other"), 1)
+    first = saved_run(train_config(model, output), 1)
+    saved_run(train_config(model, tmp_path / "other"), 1)
     for options in ({}, {"resume_from_checkpoint": str(tmp_path / "other" / "checkpoint-1")}):
         with pytest.raises(
             ConfigError, match=r"output_dir: expected one without a run, got .* \['checkpoint-1'\]; use"
         ):
-            PpoTrainer(ppo_config(model, output, **options))
-    again = PpoTrainer(ppo_config(model, output, resume_from_checkpoint="auto"))
+            RlTrainer(train_config(model, output, **options))
+    again = RlTrainer(train_config(model, output, resume_from_checkpoint="auto"))
     assert same(trained(first), trained(again))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
-        PpoTrainer(ppo_config(model, tmp_path / "file"))
+        RlTrainer(train_config(model, tmp_path / "file"))
 
 
 def test_a_tokenizer_without_a_padding_token_is_fine(tmp_path):
@@ -435,13 +437,13 @@ def test_a_tokenizer_without_a_padding_token_is_fine(tmp_path):
     found = json.loads(path.read_text())
     found.pop("pad_token")
     path.write_text(json.dumps(found))
-    trainer = PpoTrainer(ppo_config(folder, tmp_path / "run"))
+    trainer = RlTrainer(train_config(folder, tmp_path / "run"))
     assert trainer.tokenizer.pad_token is None
     assert trainer.step()["optimizer_steps"] == 2
 
 
 def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", reward_adapter=str(sft_adapter)))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_adapter=str(sft_adapter)))
     assert trainer.model.roles["reward"].slot == "reward"
     trainer.step()
     bare = tmp_path / "bare"
@@ -451,10 +453,10 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
     with pytest.raises(
         ConfigError, match=r"'lane': expected a trained reward head in heads\.safetensors of '.*bare' .*got none"
     ):
-        PpoTrainer(ppo_config(model, tmp_path / "run2", reward_adapter=str(bare)))
+        RlTrainer(train_config(model, tmp_path / "run2", reward_adapter=str(bare)))
     save_file({"value.weight": torch.ones(1, 24), "value.bias": torch.ones(1)}, bare / "heads.safetensors")
     with pytest.raises(ConfigError, match="expected a trained reward head"):
-        PpoTrainer(ppo_config(model, tmp_path / "run2", reward_adapter=str(bare)))
+        RlTrainer(train_config(model, tmp_path / "run2", reward_adapter=str(bare)))
 
 
 # ---- stops during a run ----------------------------------------------------------------------------------------------
@@ -462,7 +464,7 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
 
 def assert_stops(config, error, message, poison=None) -> None:
     """The run stops after two steps with the error, and goes on from its checkpoint of step 2."""
-    trainer = PpoTrainer(config)
+    trainer = RlTrainer(config)
     at_two: dict[str, torch.Tensor] = {}
 
     def on_step(step: int, found: dict[str, float]) -> None:
@@ -477,7 +479,7 @@ def assert_stops(config, error, message, poison=None) -> None:
         trainer.run(on_step)
     assert [row["step"] for row in metrics(trainer)] == [1, 2]
     assert all(p.grad is None for p in trainer.model.parameters())
-    resumed = PpoTrainer(dataclasses.replace(config, resume_from_checkpoint="auto", reward_funcs=["lane"]))
+    resumed = RlTrainer(dataclasses.replace(config, resume_from_checkpoint="auto", reward_funcs=["lane"]))
     assert resumed.state.step == 2
     mine = trained(resumed)
     assert all(torch.equal(mine[name], tensor) for name, tensor in at_two.items())
@@ -498,7 +500,7 @@ def assert_stops(config, error, message, poison=None) -> None:
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):
     # the first call is the dry run, so the fourth belongs to step 3
     body = f"good = [float(len(c)) for c in completions]\nreturn good if len(calls) < 4 else {late}"
-    config = ppo_config(model, tmp_path / "run", reward_funcs=["lane", write_reward(tmp_path, body)])
+    config = train_config(model, tmp_path / "run", reward_funcs=["lane", write_reward(tmp_path, body)])
     assert_stops(config, error, message)
 
 
@@ -520,18 +522,18 @@ def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path, wei
     def poison(hydra) -> None:
         weight(hydra).view(-1)[0] = float("nan")
 
-    assert_stops(ppo_config(model, tmp_path / "run"), NonFiniteError, message, poison)
+    assert_stops(train_config(model, tmp_path / "run"), NonFiniteError, message, poison)
 
 
 def test_an_optimizer_that_does_nothing_is_noticed(model, tmp_path, monkeypatch):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run"))
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
     monkeypatch.setattr(trainer.optimizer.adamw, "step", lambda: None)
     with pytest.raises(EngineError, match="actor: its gradient was not zero, yet the first update changed none of its"):
         trainer.step()
 
 
 def test_a_learning_rate_of_zero_is_allowed_to_do_nothing(model, tmp_path):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", learning_rate=0.0, critic_learning_rate=1e-3))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", learning_rate=0.0, critic_learning_rate=1e-3))
     before = trained(trainer)
     trainer.step()
     after = trained(trainer)
@@ -543,12 +545,12 @@ def test_a_learning_rate_of_zero_is_allowed_to_do_nothing(model, tmp_path):
 def test_later_steps_draw_other_answers_to_the_same_prompt(model, tmp_path):
     data = write_rows(tmp_path / "one.jsonl", [{"prompt": "red cat"}])
     options = {"dataset_name": str(data), "learning_rate": 0.0}
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", **options))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
     assert trainer.step()["reward"] != trainer.step()["reward"]
 
 
 def test_rollout_and_training_must_agree(model, tmp_path):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", rollout_mismatch_bound=1e-12))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", rollout_mismatch_bound=1e-12))
     with pytest.raises(MismatchError, match=r"rollout and training log-probs differ by .* 1e-12 and 1e-10 in torch"):
         trainer.step()
 
@@ -558,7 +560,7 @@ def test_rollout_and_training_must_agree(model, tmp_path):
 
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
 def test_with_a_reference_adapter_the_actor_starts_as_its_copy(model, tmp_path, sft_adapter, method):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", method=method, reference_adapter=str(sft_adapter)))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, reference_adapter=str(sft_adapter)))
     base = trainer.model.backbone()
     actor, reference = dict(base.slot("actor").items()), dict(base.slot("sft").items())
     assert all(torch.equal(actor[k].B, reference[k].B) and actor[k].B.any() for k in actor)
@@ -570,7 +572,7 @@ def test_with_a_reference_adapter_the_actor_starts_as_its_copy(model, tmp_path, 
 
 def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp_path, sft_adapter):
     # said to start as the reference (no actor_adapter), but moved away from it before the first step
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", reference_adapter=str(sft_adapter)))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reference_adapter=str(sft_adapter)))
     with torch.no_grad():
         for p in trainer.model.backbone().slot("sft").parameters():
             p.zero_()
@@ -579,20 +581,20 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
     ):
         trainer.step()
     # an actor that brings weights of its own may differ
-    own = PpoTrainer(ppo_config(model, tmp_path / "own", actor_adapter=str(sft_adapter)))
+    own = RlTrainer(train_config(model, tmp_path / "own", actor_adapter=str(sft_adapter)))
     assert own.step()["kl"] != 0
 
 
 def test_relative_adapter_folders_named_like_slots(model, tmp_path, sft_adapter, monkeypatch):
     shutil.copytree(sft_adapter, tmp_path / "sft")
     monkeypatch.chdir(tmp_path)
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", reference_adapter="sft"))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reference_adapter="sft"))
     assert any(p.any() for n, p in trainer.model.backbone().slot("sft").named_parameters() if n.endswith("B"))
 
 
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
 def test_critic_warm_up_leaves_the_policy_alone(model, tmp_path, method):
-    trainer = PpoTrainer(ppo_config(model, tmp_path / "run", method=method, critic_warmup_steps=2))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, critic_warmup_steps=2))
     before = trained(trainer)
     for _ in range(2):
         assert abs(trainer.step()["kl"]) < 1e-4

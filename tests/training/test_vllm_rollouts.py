@@ -15,9 +15,9 @@ from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.training.experience import Layout, _correct, score_rollout
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.recipes import ppo_experience
-from rlhf_engine.training.rl import PpoTrainer
+from rlhf_engine.training.rl import RlTrainer
 from tests.rollout.stand_in import StandIn
-from tests.training.test_data import PROMPTS, ppo_config, write_model, write_reward, write_rows
+from tests.training.test_data import PROMPTS, train_config, write_model, write_reward, write_rows
 from tests.training.test_rl import Stop, same, stop_after, trained, without_timings
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -39,14 +39,14 @@ def server(model):
 
 
 def config(model: Path, output: Path, server: StandIn, **changes: Any):
-    return ppo_config(model, output, **{"rollout_backend": "vllm", "vllm_server_base_url": server.url, **changes})
+    return train_config(model, output, **{"rollout_backend": "vllm", "vllm_server_base_url": server.url, **changes})
 
 
 def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
     options = {"eval_dataset_name": str(heldout), "eval_steps": 2, "num_samples": 2, "critic_warmup_steps": 1}
-    local = PpoTrainer(ppo_config(model, tmp_path / "local", **options))
-    remote = PpoTrainer(config(model, tmp_path / "remote", server, **options))
+    local = RlTrainer(train_config(model, tmp_path / "local", **options))
+    remote = RlTrainer(config(model, tmp_path / "remote", server, **options))
     local.run()
     remote.run()
     ours, theirs = (read_metrics(t.output / "metrics.jsonl") for t in (local, remote))
@@ -67,7 +67,7 @@ def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
 
 
 def test_local_rollouts_have_no_new_metrics(model, tmp_path):
-    found = PpoTrainer(ppo_config(model, tmp_path / "run")).step()
+    found = RlTrainer(train_config(model, tmp_path / "run")).step()
     assert not [name for name in found if name.startswith("vllm/") or name in (*MISMATCH, *SERVER, "seconds/sync")]
 
 
@@ -79,7 +79,7 @@ def test_it_learns(model, server, tmp_path):
         "    return [float(c.split().count('sun')) for c in completions]\n"
     )
     options = {"reward_funcs": [f"{reward}:sun"], "max_steps": 10, "learning_rate": 3e-2, "beta": 0.0}
-    trainer = PpoTrainer(config(model, tmp_path / "run", server, generation_batch_size=16, **options))
+    trainer = RlTrainer(config(model, tmp_path / "run", server, generation_batch_size=16, **options))
     rewards = [trainer.step()["reward"] for _ in range(10)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1
 
@@ -109,7 +109,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         vllm_canary_bound=1.0,
     )
     server.alter = off_by(-0.3)  # ratios of 1 and e^0.3 = 1.35, truncated to 1.2
-    trainer = PpoTrainer(made)
+    trainer = RlTrainer(made)
     trainer.rollouts.sync(0)
     indices = list(range(8))
     rollout = trainer.rollouts.generate([trainer.train_set.ids[i] for i in indices], trainer._sampling(0))
@@ -172,12 +172,12 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path, correc
     server.alter = alter
     made = config(model, tmp_path / "run", server, vllm_importance_sampling_correction=correction)
     with pytest.raises(MismatchError, match=r"expected finite ones, got log ratios of \[19\d\..* for 8 of \d+ tokens"):
-        PpoTrainer(made).step()
+        RlTrainer(made).step()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 90.0])
 def test_every_ratio_that_is_not_finite_is_refused(model, server, tmp_path, bad):
-    trainer = PpoTrainer(config(model, tmp_path / "run", server))
+    trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.rollouts.sync(0)
     rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
@@ -202,7 +202,7 @@ def test_answers_without_a_reward_take_their_weights_with_them(model, server, tm
 
     odd = {row_seed(0, i) for i in range(1, 8, 2)}
     server.alter = alter
-    found = PpoTrainer(config(model, tmp_path / "run", server, reward_funcs=[reward])).step()
+    found = RlTrainer(config(model, tmp_path / "run", server, reward_funcs=[reward])).step()
     assert len(seen) == 8
     assert odd < set(seen)
     assert found["completions/skipped"] == 4
@@ -213,18 +213,18 @@ def test_answers_without_a_reward_take_their_weights_with_them(model, server, tm
 def test_the_canary_stops_what_the_correction_would_hide(model, server, tmp_path):
     server.alter = off_by(-0.3)
     with pytest.raises(MismatchError, match=r"differ by 0\.1\d+ for drawn tokens"):
-        PpoTrainer(config(model, tmp_path / "run", server)).step()
+        RlTrainer(config(model, tmp_path / "run", server)).step()
 
 
 # ---- servers that fail -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
-    whole = PpoTrainer(config(model, tmp_path / "whole", server))
+    whole = RlTrainer(config(model, tmp_path / "whole", server))
     for _ in range(4):
         whole.step()
     made = config(model, tmp_path / "run", server, save_steps=2)
-    trainer = PpoTrainer(made)
+    trainer = RlTrainer(made)
 
     def on_step(step: int, found: dict[str, float]) -> None:
         if step == 2:
@@ -237,10 +237,10 @@ def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
     with pytest.raises(
         RolloutServerError, match=r"vllm_server_base_url .*: expected a vLLM server that answers /health"
     ):
-        PpoTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
+        RlTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
     with StandIn(model, name="tiny") as another:
         again = dataclasses.replace(made, resume_from_checkpoint="auto", vllm_server_base_url=another.url)
-        resumed = PpoTrainer(again)
+        resumed = RlTrainer(again)
         assert resumed.state.step == 2
         resumed.run()
     assert same(trained(whole), trained(resumed))  # the stand-in's draws depend on the request alone
@@ -249,9 +249,9 @@ def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
 def test_a_resumed_run_replaces_the_version_that_it_made_otherwise(model, server, tmp_path):
     made = config(model, tmp_path / "run", server, save_steps=1, resume_from_checkpoint="auto")
     with pytest.raises(Stop):
-        PpoTrainer(made).run(stop_after(2))
+        RlTrainer(made).run(stop_after(2))
     (left,) = server.adapters  # version 1; the checkpoint of step 2 has version 2
-    again = PpoTrainer(dataclasses.replace(made, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1")))
+    again = RlTrainer(dataclasses.replace(made, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1")))
     again.step()
     assert list(server.adapters) == [left]  # the very same weights
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_a_resumed_run_replaces_the_version_that_it_made_otherwise(model, server
 
 def test_runs_of_one_name_do_not_take_each_other_s_adapters(model, server, tmp_path):
     for place in ("a", "b"):
-        PpoTrainer(config(model, tmp_path / place / "run", server)).rollouts.sync(0)
+        RlTrainer(config(model, tmp_path / place / "run", server)).rollouts.sync(0)
     assert len(server.adapters) == 2  # of the very same weights
 
 
@@ -272,7 +272,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(model, server, tmp_pa
     (broken / "model.safetensors").write_bytes(b"never read")
 
     def construct(**changes: Any) -> None:
-        PpoTrainer(config(broken, tmp_path / "run", server, **changes))
+        RlTrainer(config(broken, tmp_path / "run", server, **changes))
 
     with pytest.raises(ConfigError, match=r"expected it to serve 'other' \(vllm_model_name\), got \['tiny of tiny'\]"):
         construct(vllm_model_name="other")
@@ -287,7 +287,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(model, server, tmp_pa
 
 def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
     with pytest.raises(ConfigError, match="lora_target_modules: expected no LM head for rollout_backend 'vllm'"):
-        PpoTrainer(config(model, tmp_path / "run", server, lora_target_modules=["q_proj", "lm_head"]))
+        RlTrainer(config(model, tmp_path / "run", server, lora_target_modules=["q_proj", "lm_head"]))
     assert server.log == []
 
 
@@ -316,11 +316,11 @@ def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
 def test_options_that_contradict_each_other(tmp_path, changes, message):
     options = {"rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1", **changes}
     with pytest.raises(ConfigError, match=message):
-        ppo_config(tmp_path / "m", tmp_path / "run", **options)
+        train_config(tmp_path / "m", tmp_path / "run", **options)
 
 
 def test_the_command_says_in_a_line_that_nobody_answers(model, tmp_path, capsys):
-    made = ppo_config(
+    made = train_config(
         model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url="http://127.0.0.1:9", num_samples=0
     )
     (tmp_path / "c.yaml").write_text(made.to_yaml())

@@ -1,0 +1,229 @@
+"""What each algorithm learns from given numbers, against its formula written out answer by answer.
+
+Everything differs from everything: policy, policy before and reference, KL, values, weights of another engine. So a
+recipe that hands on the wrong one, or leaves one out, is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.training.experience import ScoredRollout
+from rlhf_engine.training.recipes import make_lesson
+from tests.conftest import random_batch
+
+LENGTHS = ((2, 3), (2, 2), (1, 1), (1, 4))
+SCORES, GREEDY = [1.5, -0.5, 2.0, 0.25], [1.0, 1.0, -1.0, -1.0]
+BETA, CLIP, EPS = 0.3, 0.2, 1e-4
+
+
+def numbers(seed: int) -> torch.Tensor:
+    return torch.randn(10, generator=torch.Generator().manual_seed(seed))
+
+
+SCORED = ScoredRollout(
+    batch=random_batch(LENGTHS),
+    groups_N=torch.tensor([0, 0, 1, 1]),
+    scores_N=torch.tensor(SCORES),
+    greedy_scores_N=torch.tensor(GREEDY),
+    logprobs_M=-1 - 0.3 * numbers(0).abs(),
+    ref_logprobs_M=-1 - 0.3 * numbers(1).abs(),
+    kl_M=0.1 * numbers(2),
+    values_M=numbers(3),
+    weights_M=1 + 0.1 * numbers(4),
+    metrics={},
+)
+POLICY_M = SCORED.logprobs_M + 0.3 * numbers(5)
+"""Log-probs of the policy in the update."""
+
+
+class Answer:
+    """Numbers of one answer as lists, its log-probs with a gradient."""
+
+    def __init__(self, i: int, policy_M: torch.Tensor) -> None:
+        first = sum(c for _, c in LENGTHS[:i])
+        rows = slice(first, first + LENGTHS[i][1])
+        self.length, self.score, self.greedy, self.group = LENGTHS[i][1], SCORES[i], GREEDY[i], i // 2
+        self.policy = policy_M[rows]
+        self.old, self.ref, self.kl = (x[rows] for x in (SCORED.logprobs_M, SCORED.ref_logprobs_M, SCORED.kl_M))
+        self.values, self.weights = SCORED.values_M[rows], SCORED.weights_M[rows]
+        self.ratio = self.policy.sum() - self.old.sum()
+        self.to_ref = self.policy.sum() - self.ref.sum()
+        self.k3 = (self.ref - self.policy).exp() - 1 - (self.ref - self.policy)
+
+
+def clipped(gain, log_ratio):
+    ratio = torch.exp(log_ratio)
+    return torch.minimum(gain * ratio, gain * ratio.clamp(1 - CLIP, 1 + CLIP))
+
+
+def gradient_of_log(answers, gain):
+    """−mean over answers of Σ_t w_t gain(answer, t) log π_t"""
+    total = 0.0
+    for a in answers:
+        total = total - sum(a.weights[t] * gain(a, t) * a.policy[t] for t in range(a.length))
+    return total / len(answers)
+
+
+def remax(answers):
+    return gradient_of_log(answers, lambda a, t: a.score - a.greedy - BETA * a.kl[t:].sum())
+
+
+def remax_departures(answers):
+    def gain(a, t):
+        over = max(-0.75, min(0.75, a.score - a.greedy))
+        return (0.9 ** (a.length - 1 - t) * over - BETA * a.kl[t]) / a.length
+
+    return gradient_of_log(answers, gain)
+
+
+def remax_kl_in_loss(answers):
+    return gradient_of_log(answers, lambda a, t: a.score - a.greedy) + BETA * sum(a.k3.sum() for a in answers) / 4
+
+
+def reinforce(answers):
+    return gradient_of_log(answers, lambda a, t: (1 - BETA) * a.score - BETA * a.kl[t:].sum() - a.values[t])
+
+
+def over_the_other(answers, a):
+    """RLOO's advantage among two: the return less the other's."""
+    (other,) = [b for b in answers if b.group == a.group and b is not a]
+    return (a.score - BETA * a.kl.sum()) - (other.score - BETA * other.kl.sum())
+
+
+def rloo(answers):
+    return -sum(clipped(a.weights[-1] * over_the_other(answers, a), a.ratio) for a in answers) / 4
+
+
+def rloo_vanilla(answers):
+    return gradient_of_log(answers, lambda a, t: over_the_other(answers, a))
+
+
+def grpo_tokens(answers, *, scaled):
+    """Of each answer, Σ_t of −clipped gain + β k3"""
+    sums = []
+    for a in answers:
+        group = [b.score for b in answers if b.group == a.group]
+        mean = sum(group) / 2
+        gain = a.score - mean
+        if scaled:
+            gain /= math.sqrt(sum((s - mean) ** 2 for s in group)) + EPS
+        tokens = [clipped(a.weights[t] * gain, a.policy[t] - a.old[t]) for t in range(a.length)]
+        sums.append(-sum(tokens) + BETA * a.k3.sum())
+    return sums
+
+
+def grpo(answers):
+    return sum(x / a.length for x, a in zip(grpo_tokens(answers, scaled=True), answers, strict=True)) / 4
+
+
+def grpo_bnpo(answers):
+    return sum(grpo_tokens(answers, scaled=True)) / 10
+
+
+def grpo_plain(answers):
+    return sum(grpo_tokens(answers, scaled=False)) / (4 * 16)
+
+
+def pairs(answers):
+    """(better, worse) of each prompt."""
+    return [(answers[0], answers[1]), (answers[2], answers[3])]
+
+
+def online_dpo(answers):
+    return -sum(torch.log(torch.sigmoid(BETA * (w.to_ref - l.to_ref))) for w, l in pairs(answers)) / 2
+
+
+def online_dpo_ipo(answers):
+    return sum((w.to_ref - l.to_ref - 1 / (2 * BETA)) ** 2 for w, l in pairs(answers)) / 2
+
+
+def best_of_n(answers):
+    return -(answers[0].policy.sum() + answers[2].policy.sum()) / (3 + 1)
+
+
+DEPARTURES = {"gamma": 0.9, "advantage_clip": 0.75, "divide_by_own_length": True, "kl_in": "local"}
+CASES = [
+    (remax, {}),
+    (remax_departures, DEPARTURES),
+    (remax_kl_in_loss, {"kl_in": "loss"}),
+    (reinforce, {}),
+    (rloo, {"num_generations": 2}),
+    (rloo_vanilla, {"num_generations": 2, "loss_type": "vanilla"}),
+    (grpo, {}),
+    (grpo_bnpo, {"loss_type": "bnpo"}),
+    (grpo_plain, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    (online_dpo, {}),
+    (online_dpo_ipo, {"loss_type": "ipo"}),
+    (best_of_n, {}),
+]
+
+
+def config(algorithm: str, **changes) -> TrainConfig:
+    required = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "max_completion_length": 16}
+    beta = {} if algorithm == "best_of_n" else {"beta": BETA}
+    return TrainConfig(**required, **beta, algorithm=algorithm, **changes)
+
+
+def everything(objective) -> MicroBatch:
+    n = objective.batch.n_sequences
+    rows_M = torch.arange(objective.batch.n_completion_tokens)
+    return MicroBatch(batch=objective.batch, indices=range(n), rows_M=rows_M, minibatch=range(n))
+
+
+@pytest.mark.parametrize(("formula", "options"), CASES, ids=[formula.__name__ for formula, _ in CASES])
+def test_what_is_learned_from_given_numbers(formula, options):
+    name = next(n for n in ("best_of_n", "online_dpo", "reinforce", "remax", "rloo", "grpo") if n in formula.__name__)
+    leaf = POLICY_M.clone().requires_grad_()
+    formula([Answer(i, leaf) for i in range(4)]).backward()
+    expected = leaf.grad
+    objective = make_lesson(config(name, **options), SCORED).objective
+    chosen = {"best_of_n": [0, 2]}.get(name, [0, 1, 2, 3])
+    rows_M = SCORED.batch.select_completion_rows(chosen)
+    mine = POLICY_M.clone().requires_grad_()
+    objective.loss(mine[rows_M], everything(objective)).loss.backward()
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_values_are_taught_the_returns_of_each_algorithm():
+    """REINFORCE: (1−β) score less β KL to go; PPO: GAE's, with the whole score."""
+    answers = [Answer(i, POLICY_M) for i in range(4)]
+    objective = make_lesson(config("reinforce", vf_coef=0.7), SCORED).objective
+    *_, value = objective.terms(everything(objective))
+    to_go = torch.cat([(1 - BETA) * a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
+    torch.testing.assert_close(value.output.return_M, to_go)
+    assert torch.equal(value.output.old_value_M, SCORED.values_M)
+    assert value.weight == 0.7
+    made = make_lesson(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED).objective
+    policy, value = made.terms(everything(made))
+    to_go = torch.cat([a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
+    torch.testing.assert_close(value.output.return_M, to_go)
+    torch.testing.assert_close(policy.output.advantage_M, SCORED.weights_M * (to_go - SCORED.values_M))
+    assert torch.equal(policy.output.old_logprob_M, SCORED.logprobs_M)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce"])
+def test_a_warm_up_teaches_the_values_alone(name):
+    made = config(name, max_steps=2, critic_warmup_steps=1)
+    objective = make_lesson(made, SCORED, train_actor=False).objective
+    assert objective.discarded_roles == ("actor",)
+    (term,) = objective.terms(everything(objective))
+    assert term.output.roles == ("critic",)
+
+
+def test_without_weights_every_answer_counts_as_drawn():
+    """Weights of 1 and none at all are the same."""
+    for name in ("remax", "reinforce", "rloo", "grpo"):
+        found = []
+        for weights in (None, torch.ones(10)):
+            scored = dataclasses.replace(SCORED, weights_M=weights)
+            objective = make_lesson(config(name), scored).objective
+            found.append(objective.loss(POLICY_M, everything(objective)).loss)
+        assert torch.equal(*found)
