@@ -95,6 +95,7 @@ class TrainConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
     )
 
+    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept; none: all", ge=1)
     eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
@@ -218,6 +219,11 @@ class SFTConfig(SupervisedOptions):
     )
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "full":
+            self.check_no_adapter()
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
@@ -229,7 +235,11 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
-    best_of: int | None = option(None, "draw so many answers per prompt and keep the one with the highest reward", ge=2)
+    best_of: int | None = option(
+        None,
+        "draw so many answers per prompt and keep the one with the highest reward, which reads stop texts, too",
+        ge=2,
+    )
     reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
     reward_model_path: str | None = option(
         None, "best_of: folder of a whole reward model; without either, the base's own reward head"
@@ -296,11 +306,14 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     def _check_prompts(self) -> None:
         """One source of prompts, and nothing asked of it that prompts do not bear."""
         self.check_prompts_kept()
-        given = [name for name in ("prompt", "prompt_file", "dataset_name") if getattr(self, name)]
+        given = [n for n in ("prompt", "prompt_file", "dataset_name") if getattr(self, n) not in (None, [])]
         if not given:
             raise ConfigError("prompt: expected at least one prompt, a prompt_file or a dataset_name, got none of them")
         if len(given) > 1:
             raise ConfigError(f"{given[1]}: expected one of prompt, prompt_file and dataset_name, got {given}")
+        for name in ("prompt_file", "dataset_name"):
+            if getattr(self, name) is not None:
+                not_empty(name, getattr(self, name))
         if self.prompt_file is not None and self.prompt_file.endswith(SUFFIXES):
             raise ConfigError(
                 f"prompt_file: expected a text file, got {self.prompt_file!r}; dataset_name reads such files"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -65,7 +66,6 @@ class TrainingOptions(DataOptions, ModelOptions):
         "rows; none: by rows alone",
         ge=1,
     )
-    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +83,20 @@ class SupervisedOptions(TrainingOptions):
     max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
     per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
     gradient_accumulation_steps: int = option(1, "batches per optimizer step", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
+
+    def check_no_adapter(self) -> None:
+        """Raise ConfigError for options of adapters, where everything is trained."""
+        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ConfigError(f"{name}: expected it unset for --full, which has no adapter, got {value!r}")
 
 
 def not_empty(name: str, value: str | list[str]) -> None:

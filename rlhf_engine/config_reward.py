@@ -34,7 +34,7 @@ class RewardConfig(SupervisedOptions):
     center_rewards_coefficient: float | None = option(
         None, "adds this times mean((r_chosen + r_rejected)^2), which keeps rewards around 0; pairwise only", ge=0
     )
-    eval_dataset_name: str | None = option(None, "path of held-out rows, JSON or JSONL")
+    eval_dataset_name: str | None = option(None, "held-out rows, from what dataset_name may be")
     eval_share: float | None = option(None, "hold out this share of the groups of dataset_name", gt=0, lt=1)
     group_column: str | None = option(
         None, "rows equal in this column stay on one side of the split; none: rows of one prompt stay together"
@@ -44,6 +44,7 @@ class RewardConfig(SupervisedOptions):
     metric_for_best_model: BestMetric | None = option(
         None, "held-out metric whose best step becomes the final model; none: auc (pointwise), accuracy (pairwise)"
     )
+    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
@@ -55,6 +56,11 @@ class RewardConfig(SupervisedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.truncation == "keep_start":
+            raise ConfigError(
+                "truncation: expected error, drop or keep_end for reward models, which judge an answer at its end, got "
+                "'keep_start'"
+            )
         for name in ("eval_dataset_name", "group_column"):
             if getattr(self, name) is not None:
                 not_empty(name, getattr(self, name))
@@ -69,13 +75,13 @@ class RewardConfig(SupervisedOptions):
                 "metric_for_best_model: expected it with eval_dataset_name or eval_share, got "
                 f"{self.metric_for_best_model!r} without held-out rows"
             )
+        if self.mode == "full":
+            self.check_no_adapter()
         if self.mode == "full" and self.export != "adapter":
             raise ConfigError(
                 "export: expected it unset for --full, whose final folder is a sequence classifier anyway, got "
                 f"{self.export!r}"
             )
-        if self.max_steps is not None and self.warmup_steps > self.max_steps:
-            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
         if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
             raise ConfigError(
                 "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "

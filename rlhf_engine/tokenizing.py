@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_config
@@ -71,8 +72,19 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
     """Every token that ends an answer: the tokenizer's, and those that the model's generation config names."""
+    return _ends(tokenizer, model.generation_config)
+
+
+def read_eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """`eos_token_ids` of a model folder, without loading the model."""
+    if (Path(path) / "generation_config.json").is_file():
+        return _ends(tokenizer, GenerationConfig.from_pretrained(path, local_files_only=True))
+    return _ends(tokenizer, GenerationConfig.from_model_config(read_config(path)))
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | None) -> tuple[int, ...]:
     found = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = config.eos_token_id if config is not None else None
     if isinstance(configured, int):
         found.add(configured)
     elif configured is not None:
@@ -88,8 +100,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> list[int]:
-    """Token ids of a whole answer, ended by the end-of-sequence token."""
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase, completion: str, end_ids: Sequence[int] | None = None
+) -> list[int]:
+    """Token ids of a whole answer. Where its text does not end with one of end_ids, it ends with the end-of-sequence
+    token, which alone is meant where end_ids are not given."""
     ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     assert tokenizer.eos_token_id is not None
-    return [*ids, int(tokenizer.eos_token_id)]
+    ends = (int(tokenizer.eos_token_id),) if end_ids is None else end_ids
+    return ids if ids and ids[-1] in ends else [*ids, int(tokenizer.eos_token_id)]

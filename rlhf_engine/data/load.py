@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
-from rlhf_engine.data import taskmaster
-from rlhf_engine.data.read import read_records
-from rlhf_engine.data.report import RowError, Tally
+from rlhf_engine.data.read import read_records, usable_rows
+from rlhf_engine.data.report import Tally
+from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster, prompt_of
 from rlhf_engine.data.types import KINDS, Kind, Row, parse_row, recognise
 
 
@@ -35,29 +35,36 @@ def load_rows(
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
     columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
-    parse = _parser(columns, kinds, group_column, tally.argument)
-    rows: list[Row] = []
-    for record in records:
-        tally.read += 1
-        try:
-            if record.error is not None:
-                raise record.error
-            rows.append(parse(record.value, record.place))
-        except RowError as error:
-            tally.bad(record.place, error)
-    tally.check()
-    return rows
+    if _is_taskmaster(columns, kinds, group_column):
+        found = usable_rows(records, tally, lambda value, place: parse_taskmaster(value, place=place))
+        return list(found) if "unpaired_preference" in kinds else [prompt_of(row) for row in found]
+    kind = recognise(columns, kinds, argument=tally.argument)
+    rows = usable_rows(
+        records, tally, lambda value, place: parse_row(value, kind, place=place, group_column=group_column)
+    )
+    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
 
 
-def _parser(
-    columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None, argument: str
-) -> Callable[[Any, str], Row]:
-    """What makes a row of a value and its place, by the columns that the values have."""
-    published = sum(n for names, n in columns.items() if names >= taskmaster.COLUMNS)
-    if 2 * published > columns.total() and group_column in (None, "conversation_id"):
-        if "unpaired_preference" in kinds:
-            return lambda value, place: taskmaster.parse_taskmaster(value, place=place)
-        if "prompt_only" in kinds:
-            return lambda value, place: taskmaster.prompt_of(taskmaster.parse_taskmaster(value, place=place))
-    kind = recognise(columns, kinds, argument=argument)
-    return lambda value, place: parse_row(value, kind, place=place, group_column=group_column)
+def _is_taskmaster(columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None) -> bool:
+    """Whether most rows have the columns of the published rewards, and are wanted as what these can be."""
+    published = sum(n for names, n in columns.items() if names >= COLUMNS)
+    wanted = "unpaired_preference" in kinds or "prompt_only" in kinds
+    return 2 * published > columns.total() and wanted and group_column in (None, "conversation_id")
+
+
+def join_groups(rows: Sequence[Row]) -> list[Row]:
+    """Rows of implicit prompts, those that may answer the same question in one group.
+
+    Such a prompt is what two answers begin with in common, which with other answers to the same question is more of
+    them or less. So the group is the prompt's whole lines, as answers mostly begin in the middle of one, and rows whose
+    group begins with that of others join them.
+    """
+    lines = {row.group: row.group.rpartition("\n")[0] for row in rows if isinstance(row.prompt, str)}
+    groups = {group: whole if whole.strip() else group for group, whole in lines.items()}
+    first: dict[str, str] = {}
+    root: str | None = None
+    for group in sorted(set(groups.values())):  # what begins with another comes after it, with only such in between
+        if root is None or not group.startswith(root):
+            root = group
+        first[group] = root
+    return [replace(row, group=first[groups[row.group]]) if row.group in groups else row for row in rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.data.report import Tally
 from rlhf_engine.data.tokenize import Truncation, plain_text, tokenize_rows
 from rlhf_engine.data.types import PromptOnly, Row
+
+_TAKEN = ("prompts", "completions", "completion_ids")
+"""Arguments of reward functions that are not columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,8 @@ class PromptSet:
     ids: list[list[int]]
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
-        """The data's other columns of some rows, for reward functions."""
-        names = [n for n in self.rows[0].columns if n not in ("prompts", "completions", "completion_ids")]
+        """The data's other columns of some rows, for reward functions; None where a row lacks one."""
+        names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
         return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
 
     def texts(self, indices: list[int]) -> list[str]:
@@ -32,9 +35,9 @@ class PromptSet:
         return [self.prompts[i] for i in indices]
 
 
-def plain_prompts(texts: Sequence[str], source: str) -> list[Row]:
-    """Rows of prompts that are there as strings. source: for messages, which number them from 1."""
-    return [PromptOnly(prompt=text, group=text, place=f"{source}:{i}") for i, text in enumerate(texts, start=1)]
+def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:
+    """Rows of prompts that are there as strings. texts: by their numbers in the source, for messages."""
+    return [PromptOnly(prompt=text, group=text, place=f"{source}:{i}") for i, text in texts.items()]
 
 
 def tokenize_prompts(

@@ -20,16 +20,19 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rlhf_engine.config_data import SUFFIXES
-from rlhf_engine.data.report import RowError, shown
+from rlhf_engine.data.report import RowError, Tally, shown
 from rlhf_engine.errors import ConfigError
 
+R = TypeVar("R")
 _HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
+"""What files of a data set's parts begin with."""
 _INSTALL = "pip install 'rlhf-engine[data]' has it"
 _BOM = b"\xef\xbb\xbf"
 
@@ -50,7 +53,7 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
     """Rows of a source, one after another. argument: what messages call the source.
 
     Raises ConfigError for a source that is not there or cannot be read to its end, for a folder with no data or with
-    several splits, and where the package that reads it is missing.
+    several splits (files train-*, test-*), and where the package that reads it is missing.
     """
     path = Path(source)
     if path.is_file():
@@ -66,6 +69,24 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
         f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or hub:owner/name, got {name!r} "
         f"which is not a file{hint}"
     )
+
+
+def usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], R]) -> list[R]:
+    """What `parse(value, place)` makes of records; what is read and what is bad is counted in `tally`.
+
+    Raises ConfigError as `Tally.check` does.
+    """
+    rows = []
+    for record in records:
+        tally.read += 1
+        try:
+            if record.error is not None:
+                raise record.error
+            rows.append(parse(record.value, record.place))
+        except RowError as error:
+            tally.bad(record.place, error)
+    tally.check()
+    return rows
 
 
 def _file(path: Path) -> Iterator[Record]:
@@ -84,6 +105,9 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(SUFFIXES) and p.name[0] != ".")
     if not files:
         raise ConfigError(f"{argument}: expected files {', '.join(SUFFIXES)} in {str(path)!r}, got none")
+    splits = sorted({found[0].lower() for file in files if (found := _SPLIT.match(file.name))})
+    if len(splits) > 1:
+        raise ConfigError(f"{argument}: expected files of one split in {str(path)!r}, got {splits}; name a file")
     return (record for file in files for record in _file(file))
 
 

@@ -23,7 +23,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_engine.data.read import read_records
+from rlhf_engine.data.read import read_records, usable_rows
 from rlhf_engine.data.report import RowError, Tally, shown
 from rlhf_engine.data.types import PromptOnly, Row, UnpairedPreference, require_unicode
 from rlhf_engine.errors import ConfigError
@@ -43,17 +43,8 @@ def load_taskmaster(
     """
     if last_turns is not None and last_turns < 1:
         raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
-    rows = []
-    for record in read_records(source, argument=tally.argument):
-        tally.read += 1
-        try:
-            if record.error is not None:
-                raise record.error
-            rows.append(parse_taskmaster(record.value, place=record.place, last_turns=last_turns))
-        except RowError as error:
-            tally.bad(record.place, error)
-    tally.check()
-    return rows
+    records = read_records(source, argument=tally.argument)
+    return usable_rows(records, tally, lambda value, place: parse_taskmaster(value, place=place, last_turns=last_turns))
 
 
 def render_turn(turn: Any) -> str:

@@ -4,15 +4,17 @@ Strings: a prompt has the tokenizer's own beginning, an answer ends with the end
 
 Conversations: the prompt is the chat template's text of its messages with the generation prompt; prompt and answer are
 the template's text of all messages. The prompt's tokens have to be the first of prompt and answer together, or the row
-is bad: a policy would be trained on answers to a prompt that it is never given. The answer ends with its last
-end-of-sequence token; the white space that some templates write after it is left out, and where the template writes no
-such token, it is added.
+is bad: a policy would be trained on answers to a prompt that it is never given. The answer ends with its last end
+token, at which rollouts stop as well: the tokenizer's end-of-sequence token or another that the model's generation
+config names. White space that some templates write after it is left out; where the template writes none, the
+end-of-sequence token is added.
 
 `truncation` says what becomes of a row of more than `max_length` tokens:
 
     error        the row is bad, which stops the run unless max_bad_rows allows for it
     drop         the row is left out and counted as dropped
-    keep_end     the prompt's oldest tokens go until the row fits; answers stay whole
+    keep_end     the prompt's oldest tokens go until the row fits, but not its beginning-of-sequence token; answers
+                 stay whole
     keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
 
 Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
@@ -61,16 +63,20 @@ def tokenize_rows(
     max_length: int,
     truncation: Truncation = "error",
     limit_name: str = "tokens of prompt and answer",
+    end_ids: Sequence[int] | None = None,
 ) -> list[Tokenized]:
     """Rows as token ids of at most max_length tokens; what is bad, dropped or cut is counted in `tally`.
 
-    limit_name: what messages call max_length's tokens. Raises ConfigError where a conversation meets a tokenizer
+    limit_name: what messages call max_length's tokens. end_ids: tokens that end an answer (`read_eos_token_ids`); the
+    tokenizer's own alone where not given. Raises ConfigError where a conversation meets a tokenizer
     without a chat template, and as `Tally.check` does.
     """
     found = []
     for row in rows:
         try:
-            one = fit_to_length(tokenize_row(row, tokenizer), max_length, truncation, limit_name)
+            tokens = tokenize_row(row, tokenizer, end_ids)
+            kept = int(tokens.prompt[0] == tokenizer.bos_token_id)
+            one = fit_to_length(tokens, max_length, truncation, limit_name, keep_first=kept)
         except RowError as error:
             tally.bad(row.place, error)
             continue
@@ -83,7 +89,7 @@ def tokenize_rows(
     return found
 
 
-def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
+def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int] | None = None) -> Tokenized:
     """A row as token ids, of any length. Raises RowError for one that cannot be tokenized."""
     texts: tuple[Text, ...] = ()
     if isinstance(row, Preference):
@@ -93,7 +99,8 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     prompt = encode_text(tokenizer, row.prompt)
     if not prompt:
         raise RowError("a prompt of at least one token", shown(row.prompt))
-    return Tokenized(row=row, prompt=prompt, answers=tuple(_answer(tokenizer, row.prompt, prompt, t) for t in texts))
+    answers = tuple(_answer(tokenizer, row.prompt, prompt, text, end_ids) for text in texts)
+    return Tokenized(row=row, prompt=prompt, answers=answers)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
@@ -108,17 +115,23 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
     return prompt if isinstance(prompt, str) else _template(tokenizer, prompt, generation_prompt=True)
 
 
-def fit_to_length(tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str) -> Tokenized | None:
-    """The row within max_length tokens, or None if it is to be dropped. Raises RowError for one that does not fit."""
+def fit_to_length(
+    tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str, *, keep_first: int = 0
+) -> Tokenized | None:
+    """The row within max_length tokens, or None if it is to be dropped. Raises RowError for one that does not fit.
+
+    keep_first: so many tokens stay at the beginning of a prompt that is cut.
+    """
     longest = max(map(len, tokens.answers), default=0)
     length = len(tokens.prompt) + longest
     if length <= max_length:
         return tokens
     if truncation == "drop":
         return None
-    if truncation == "keep_end" and longest < max_length:
-        kept = tokens.prompt[len(tokens.prompt) - (max_length - longest) :]
-        return Tokenized(row=tokens.row, prompt=kept, answers=tokens.answers, truncated=True)
+    if truncation == "keep_end" and longest + keep_first < max_length:
+        kept = tokens.prompt[len(tokens.prompt) - (max_length - longest - keep_first) :]
+        prompt = tokens.prompt[:keep_first] + kept
+        return Tokenized(row=tokens.row, prompt=prompt, answers=tokens.answers, truncated=True)
     room = max_length - len(tokens.prompt)
     if truncation == "keep_start" and tokens.answers and room > 0:
         answers = tuple(answer[:room] for answer in tokens.answers)
@@ -132,7 +145,7 @@ def fit_to_length(tokens: Tokenized, max_length: int, truncation: Truncation, li
 def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation_prompt: bool) -> str:
     if not tokenizer.chat_template:
         raise ConfigError(
-            "dataset_name: expected a tokenizer with a chat template for rows of messages, got one without; set "
+            "model_name_or_path: expected a tokenizer with a chat template for rows of messages, got one without; set "
             "chat_template in its tokenizer_config.json, or give strings"
         )
     try:
@@ -151,10 +164,16 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answer(tokenizer: PreTrainedTokenizerBase, prompt: Text, prompt_ids: list[int], answer: Text) -> list[int]:
+def _answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Text,
+    prompt_ids: list[int],
+    answer: Text,
+    end_ids: Sequence[int] | None,
+) -> list[int]:
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(answer, str)
-        return encode_completion(tokenizer, answer)
+        return encode_completion(tokenizer, answer, end_ids)
     whole = _ids(tokenizer, _template(tokenizer, [*prompt, *answer], generation_prompt=False))
     if whole[: len(prompt_ids)] != prompt_ids:
         i = next((i for i, pair in enumerate(zip(whole, prompt_ids, strict=False)) if pair[0] != pair[1]), len(whole))
@@ -162,13 +181,13 @@ def _answer(tokenizer: PreTrainedTokenizerBase, prompt: Text, prompt_ids: list[i
             "a chat template whose text of prompt and answer begins with that of the prompt",
             f"other tokens from token {i} on",
         )
-    return _ended(whole[len(prompt_ids) :], int(tokenizer.eos_token_id), tokenizer.decode)  # type: ignore[arg-type]
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    return _ended(whole[len(prompt_ids) :], eos, end_ids or (eos,), tokenizer.decode)  # type: ignore[arg-type]
 
 
-def _ended(ids: list[int], eos: int, decode: Callable[[list[int]], str]) -> list[int]:
-    """The answer up to its last end token, if only white space follows that, or with one added."""
-    if eos in ids:
-        end = len(ids) - ids[::-1].index(eos)
-        if not decode(ids[end:]).strip():
-            return ids[:end]
+def _ended(ids: list[int], eos: int, ends: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """The answer up to its last end token, if only white space follows that, or with eos added."""
+    last = max((i for i, token in enumerate(ids) if token in ends), default=None)
+    if last is not None and not decode(ids[last + 1 :]).strip():
+        return ids[: last + 1]
     return [*ids, eos]

@@ -13,7 +13,7 @@ assistant's alone, and a prompt ends before it. `label` is true or false, 1 or 0
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
 longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
-splits no word either, its `extract_prompt` finds the same.
+splits no word either, its `extract_prompt` finds the same. What it is a group of, `load.join_groups` says.
 """
 
 from __future__ import annotations

@@ -205,9 +205,10 @@ def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.dev
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def read_context_length(path: str | os.PathLike[str]) -> int:
-    """`Backbone.context_length` of a model folder, without loading the model."""
-    return context_length(read_config(path))
+def read_context_length(*paths: str | os.PathLike[str] | None) -> int:
+    """`Backbone.context_length` of a model folder, without loading the model; of several, which read the same answers,
+    the shortest. None is no folder."""
+    return min(context_length(read_config(path)) for path in paths if path is not None)
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_engine.config import GenerateConfig
 from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.rollout.answer_model import build_answer_model
@@ -40,11 +40,14 @@ class AnswerSession:
         tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
         rows = read_prompts(config, tally)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
+        if config.reward_model_path is not None:
+            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
+            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         prompts = tokenize_prompts(
             rows,
             self.tokenizer,
             tally,
-            context_length=read_context_length(config.model_name_or_path),
+            context_length=read_context_length(config.model_name_or_path, config.reward_model_path),
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,
@@ -57,9 +60,6 @@ class AnswerSession:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
-        if config.reward_model_path is not None:
-            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
-            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         self.model = build_answer_model(config)
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
@@ -152,6 +152,10 @@ class AnswerSession:
         )
         rewards_N = self.model.score(batch, ("reward",)).rewards_N
         assert rewards_N is not None
+        bad = ~rewards_N.isfinite()
+        if bad.any():
+            place = self._places[answers[int(bad.int().argmax())].index // self._each]
+            raise NonFiniteError(f"reward of an answer to prompt {place} is {float(rewards_N[bad][0])}")
         rows = []
         for k, scores in enumerate(rewards_N.view(len(groups), self._each).tolist()):
             best = max(range(self._each), key=scores.__getitem__)
@@ -250,12 +254,13 @@ def read_prompts(config: GenerateConfig, tally: Tally) -> list[Row]:
     if config.dataset_name is not None:
         return load_rows(config.dataset_name, tally, kinds=("prompt_only",))
     if config.prompt_file is None:
-        prompts = list(config.prompt or ())
+        prompts = dict(enumerate(config.prompt or (), start=1))
     else:
-        prompts = [line.rstrip("\r") for line in _text_of(config.prompt_file).split("\n") if line.strip()]
-    for i, prompt in enumerate(prompts):
+        lines = enumerate(_text_of(config.prompt_file).split("\n"), start=1)
+        prompts = {i: line.rstrip("\r") for i, line in lines if line.strip()}
+    for i, prompt in prompts.items():
         if not prompt.strip():
-            raise ConfigError(f"prompt: expected text, got an empty prompt at place {i}")
+            raise ConfigError(f"prompt: expected text, got an empty prompt at place {i - 1}")
     if not prompts:
         raise ConfigError(f"prompt_file: expected at least one prompt in {config.prompt_file!r}, got none")
     tally.read = len(prompts)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.folders import put_in_place
+from rlhf_engine.folders import put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.training.optimizer import RoleOptimizer
@@ -89,7 +89,7 @@ def save_checkpoint(
     needed = {root / f"checkpoint-{step}" for folder in kept if (step := _fields(folder).get("best_step")) is not None}
     for old in found:
         if old not in kept and old not in needed:
-            shutil.rmtree(old)
+            remove(old)
     return final
 
 

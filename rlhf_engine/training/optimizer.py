@@ -8,8 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel
+
+
+def require_warm_up(warmup_steps: int, total_steps: int) -> None:
+    """Raise ConfigError for a warm-up that is longer than the run."""
+    if warmup_steps > total_steps:
+        raise ConfigError(f"warmup_steps: expected at most the run's {total_steps} steps, got {warmup_steps}")
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:

@@ -13,6 +13,7 @@ The best step on held-out rows becomes the final model; its checkpoint is kept u
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -33,12 +34,12 @@ from rlhf_engine.hydra import reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.report import plot_curves
-from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
-from rlhf_engine.training.checkpoint import load_checkpoint, resolve_resume, save_checkpoint
+from rlhf_engine.training.checkpoint import load_checkpoint, read_counters, resolve_resume, save_checkpoint
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
-from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
-from rlhf_engine.training.reward_data import RewardExample, count_labels, load_examples
+from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
+from rlhf_engine.training.reward_data import RewardExample, count_labels, digest, load_examples
 from rlhf_engine.training.reward_lane import build_reward_model, packed_batch, reward_loss, write_reward_model
 from rlhf_engine.training.run_folder import (
     CURVES_FILE,
@@ -62,6 +63,10 @@ class RewardState:
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
     best_metric: float | None = None
     """Its value of `metric_for_best_model`."""
+    metric_for_best_model: str | None = None
+    """Which metric that is; None in checkpoints written before it was recorded."""
+    rows: str | None = None
+    """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
 
 
 class RewardTrainer:
@@ -94,12 +99,21 @@ class RewardTrainer:
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
         require_room(max(example.tokens for example in self.train_set), config.max_tokens_per_micro_batch)
+        self.state = RewardState(
+            step=0,
+            seed=config.seed,
+            metric_for_best_model=self.best_metric,
+            rows=digest(self.train_set, self.eval_set),
+        )
+        if resume is not None:
+            self._check_same_run(resume)
         self.notes = self._notes()
         """What a person should know before the run starts, one sentence each."""
         self.model = build_reward_model(config)
         self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         epochs = math.ceil(config.num_train_epochs * len(self.train_set) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        require_warm_up(config.warmup_steps, self.total_steps)
         self.optimizer = RoleOptimizer(
             self.model,
             {"reward": config.learning_rate},
@@ -109,11 +123,12 @@ class RewardTrainer:
             max_grad_norm=config.max_grad_norm,
         )
         self.model.eval()
-        self.state = RewardState(step=0, seed=config.seed)
         if resume is not None:
-            self.state = load_checkpoint(resume, self.model, self.optimizer, RewardState)
-            if self.state.seed != config.seed:
-                raise ConfigError(f"seed: expected {self.state.seed} as in {resume}, got {config.seed}")
+            self.state = replace(
+                load_checkpoint(resume, self.model, self.optimizer, RewardState),
+                metric_for_best_model=self.state.metric_for_best_model,
+                rows=self.state.rows,
+            )
             best = self.state.best_step
             if best is not None and not self._checkpoint(best).is_dir():
                 raise ConfigError(
@@ -254,10 +269,25 @@ class RewardTrainer:
         return save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
 
     def finished(self) -> bool:
-        """Whether every step is done and the final model is written."""
-        return self.state.step >= self.total_steps and (self.output / FINAL_FOLDER).is_dir()
+        """Whether every step is done, and the final model and the record's result are written."""
+        if self.state.step < self.total_steps or not (self.output / FINAL_FOLDER).is_dir():
+            return False
+        record = self.output / RECORD_FILE
+        return record.is_file() and "result" in json.loads(record.read_text())
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_same_run(self, checkpoint: Path) -> None:
+        """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
+        found = read_counters(checkpoint, RewardState)
+        for name in ("seed", "metric_for_best_model"):
+            before, now = getattr(found, name), getattr(self.state, name)
+            if before is not None and before != now:  # what older checkpoints do not say is taken to be so
+                raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {now!r}")
+        if found.rows is not None and found.rows != self.state.rows:
+            raise ConfigError(
+                f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
+            )
 
     def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample]]:
         """Training rows and held-out rows (none where none are asked for), of one kind."""
@@ -283,6 +313,7 @@ class RewardTrainer:
             objective,
             max_length=min(config.max_length or context, context),
             truncation=config.truncation,
+            end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             group_column=config.group_column,
         )
         self.reports[argument] = tally.report()

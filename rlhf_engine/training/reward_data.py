@@ -6,6 +6,7 @@ pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +31,7 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
     "pointwise": ("unpaired_preference",),
     "auto": ("preference", "unpaired_preference", "implicit_preference"),
 }
-_POINTWISE = {"completion", "label"}
+_POINTWISE = ("completion", "label")
 """Columns of pointwise rows; they are among the others of pairs that could serve as either."""
 
 
@@ -60,20 +61,21 @@ def load_examples(
     *,
     max_length: int,
     truncation: Truncation,
+    end_ids: Sequence[int],
     group_column: str | None = None,
 ) -> list[RewardExample]:
     """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
 
     What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `data.load_rows` and
-    `data.tokenize_rows`, and with `auto` for rows that could be of either kind.
+    `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
     """
     rows = load_rows(source, tally, kinds=_KINDS[objective], group_column=group_column)
-    if objective == "auto" and all(row.columns.keys() >= _POINTWISE for row in rows):
+    if objective == "auto" and all(_has_both(row) for row in rows):
         raise ConfigError(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
             "got 'auto'"
         )
-    found = tokenize_rows(rows, tokenizer, tally, max_length=max_length, truncation=truncation)
+    found = tokenize_rows(rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids)
     return [
         RewardExample(
             prompt=tuple(tokens.prompt),
@@ -83,6 +85,10 @@ def load_examples(
         )
         for tokens in found
     ]
+
+
+def _has_both(row: Row) -> bool:
+    return all(row.columns.get(name) is not None for name in _POINTWISE)
 
 
 def _label(row: Row) -> bool | None:
@@ -96,3 +102,13 @@ def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:
     """(rows with label true, rows with label false)"""
     positives = sum(bool(e.label) for e in examples)
     return positives, len(examples) - positives
+
+
+def digest(*parts: Sequence[RewardExample]) -> str:
+    """Names the rows of some sets, in their order."""
+    found = hashlib.blake2b(digest_size=8)
+    for examples in parts:
+        for example in examples:
+            found.update(repr((example.prompt, example.answers, example.label)).encode())
+        found.update(b"|")
+    return found.hexdigest()

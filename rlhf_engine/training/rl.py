@@ -95,7 +95,7 @@ class RlTrainer:
             vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
             require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
-        context = read_context_length(config.model_name_or_path)
+        context = read_context_length(config.model_name_or_path, config.reward_model_path)
         self.reports: dict[str, Report] = {}
         self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)
         self.eval_set: PromptSet | None = None

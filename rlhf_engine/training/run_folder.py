@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.folders import remove
 from rlhf_engine.training.checkpoint import list_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,6 +36,6 @@ def clear_later_steps(output: Path, *, step: int, total_steps: int) -> None:
     """Drop what an overwritten run, or the steps after the checkpoint gone back to, left: it is not this run's."""
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
-            shutil.rmtree(checkpoint)
+            remove(checkpoint)
     if step < total_steps:
-        shutil.rmtree(output / FINAL_FOLDER, ignore_errors=True)
+        remove(output / FINAL_FOLDER)

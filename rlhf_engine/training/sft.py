@@ -10,6 +10,7 @@ slot.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from rlhf_engine.data import (
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.folders import put_model_in_place
 from rlhf_engine.hydra import (
     OFF,
     HydraModel,
@@ -44,9 +46,9 @@ from rlhf_engine.hydra import (
     peft_io,
 )
 from rlhf_engine.hydra.loading import read_context_length
-from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.build import slot_config
-from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
 
 SFT_SLOT = "sft"
 
@@ -84,13 +86,14 @@ def tokenize_rows(
     max_length: int,
     pairs: bool,
     truncation: Truncation = "error",
+    end_ids: Sequence[int] | None = None,
 ) -> list[Example]:
     """Rows as token ids; without pairs, rejected answers are left aside. Raises ConfigError as `data.tokenize_rows`."""
     if not pairs:  # nor does their length matter
         rows = [_chosen_alone(row) if isinstance(row, Preference) else row for row in rows]
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None)
-        for t in tokenize(rows, tokenizer, tally, max_length=max_length, truncation=truncation)
+        for t in tokenize(rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids)
     ]
 
 
@@ -108,15 +111,21 @@ def sft_loss(
     tokens: float,
     pairs: float,
     dropout_seed: int,
+    places: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The module's loss of some examples; tokens and pairs are the denominators of the whole optimizer step."""
+    """The module's loss of some examples; tokens and pairs are the denominators of the whole optimizer step.
+
+    places: of the examples in that step, so that no micro-batch changes the dropout masks; default 0…n−1.
+    """
     with_pairs = gamma > 0 and examples[0].rejected is not None
     prompts = [e.prompt for e in examples]
     answers = [e.chosen for e in examples]
+    ids = [2 * i for i in (range(len(examples)) if places is None else places)]
     if with_pairs:
         prompts = prompts * 2
         answers = answers + [e.rejected or [] for e in examples]
-    batch = PackedBatch.from_lists(prompts, answers, device=model.device)
+        ids = ids + [i + 1 for i in ids]
+    batch = PackedBatch.from_lists(prompts, answers, device=model.device, sample_ids=ids)
     n_chosen = sum(len(e.chosen) for e in examples)
     lm = LmLoss(role="sft", denom=tokens, rows_M=torch.arange(n_chosen, device=model.device))
     if not with_pairs:
@@ -156,6 +165,7 @@ class SftTrainer:
             max_length=min(config.max_length or context, context),
             pairs=self.pairs,
             truncation=config.truncation,
+            end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
         )
         self.reports: tuple[Report, ...] = (tally.report(),)
         require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
@@ -165,6 +175,7 @@ class SftTrainer:
             slots={SFT_SLOT: slot_config(config)} if config.mode == "lora" else {},
             dtype=DTYPES[config.dtype],
             device=resolve_device(config.device),
+            adapter_dtype=DTYPES[config.adapter_dtype],
             seed=config.seed,
         )
         if config.gradient_checkpointing:
@@ -172,6 +183,7 @@ class SftTrainer:
         self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         epochs = math.ceil(config.num_train_epochs * len(self.examples) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        require_warm_up(config.warmup_steps, self.total_steps)
         self.optimizer = RoleOptimizer(
             self.model,
             dict.fromkeys(self.model.roles, config.learning_rate),
@@ -213,7 +225,8 @@ class SftTrainer:
                 gamma=config.gamma,
                 tokens=tokens,
                 pairs=float(len(chosen)),
-                dropout_seed=config.seed + step * self.rows_per_step + part[0],
+                dropout_seed=config.seed * 1_000_003 + step,
+                places=part,
             )
             loss.backward()
             for name, value in {"loss": loss.detach(), **stats}.items():
@@ -238,19 +251,23 @@ class SftTrainer:
     def save(self) -> None:
         """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
         output = Path(self.config.output_dir)
-        output.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = output.with_name(f".{output.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         backbone = self.model.backbone()
         if self.config.mode == "full":
-            backbone.model.save_pretrained(output)
+            backbone.model.save_pretrained(temporary)
         else:
             name = str(Path(self.config.model_name_or_path).resolve())
             peft_io.save_slot(
                 backbone.slot(SFT_SLOT),
-                output,
+                temporary,
                 base_name=name,
                 base_hash=backbone.base_hash(),
                 trunk_hash=backbone.trunk_hash(),
                 transposed=backbone.transposed,
             )
-        self.tokenizer.save_pretrained(output)
-        peft_io.save_heads(self.model.heads, set(self.model.heads), output)
+        self.tokenizer.save_pretrained(temporary)
+        peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
+        put_model_in_place(temporary, output)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_engine.cli import main
@@ -105,11 +106,36 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
     ],
 )
 def test_what_cannot_be_chosen_from(flags, message, model, capsys):
-    assert main(["generate", "--model_name_or_path", str(model), "--prompt", "red", *flags]) == 2
+    common = ["--model_name_or_path", str(model), "--prompt", "red", "--max_completion_length", "4"]
+    assert main(["generate", *common, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_base_without_a_reward_head_cannot_choose(tmp_path, capsys):
     plain = write_model(tmp_path / "plain", reward_head=False)
-    assert main(["generate", "--model_name_or_path", str(plain), "--prompt", "red", "--best_of", "4"]) == 2
+    flags = ["--prompt", "red", "--max_completion_length", "4", "--best_of", "4"]
+    assert main(["generate", "--model_name_or_path", str(plain), *flags]) == 2
     assert "best_of: expected a trained reward head" in capsys.readouterr().err
+
+
+def test_a_reward_that_is_not_finite_chooses_nothing(model, tmp_path, capsys):
+    lora_reward(model, tmp_path / "rm")
+    tensors = load_file(tmp_path / "rm" / "adapter_model.safetensors")
+    name = next(name for name in tensors if "score" in name)
+    tensors[name] = tensors[name].fill_(float("nan"))
+    save_file(tensors, tmp_path / "rm" / "adapter_model.safetensors", metadata={"format": "pt"})
+    flags = ["--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "3", "--best_of", "2"]
+    assert main(["generate", *flags, "--reward_adapter", str(tmp_path / "rm"), "--prompt", "red cat"]) == 1
+    captured = capsys.readouterr()
+    assert "reward of an answer to prompt 0 is nan" in captured.err
+    assert captured.out == ""
+
+
+def test_prompts_are_as_long_as_the_reward_model_can_read(model, tmp_path, capsys):
+    other = classifier(model)
+    other.config.max_position_embeddings = 6
+    other.save_pretrained(tmp_path / "rm")
+    flags = ["--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "4", "--best_of", "2"]
+    flags += ["--reward_model_path", str(tmp_path / "rm"), "--prompt", "the dog runs"]
+    assert main(["generate", *flags]) == 2
+    assert "prompt:1: expected at most 2 tokens (context 6" in capsys.readouterr().err

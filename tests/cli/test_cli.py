@@ -363,6 +363,9 @@ def test_prompt_files(capsys, model, tmp_path):
     line = refused(capsys, *common, str(lines))
     assert "prompt_file: expected a text file, got" in line
     assert "dataset_name reads such files" in line
+    text.write_text("red cat\n\n\nthe dog runs and the cat runs\n")
+    line = refused(capsys, *common, str(text), "--max_prompt_length", "4")
+    assert f"{text}:4: expected at most 4 tokens (max_prompt_length), got" in line
     text.write_text("\n \n")
     assert "prompt_file: expected at least one prompt in" in refused(capsys, *common, str(text))
     assert "prompt_file: expected a file, got" in refused(capsys, *common, str(tmp_path / "none"))

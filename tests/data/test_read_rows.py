@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from rlhf_engine.data import Record, read_records
+from rlhf_engine.data import PromptOnly, PromptSet, Record, read_records
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import load, read, write_lines
 
@@ -246,3 +246,21 @@ def test_folders_of_save_to_disk(tmp_path):
     next((tmp_path / "both" / "test").glob("*.arrow")).write_bytes(b"gone")
     with pytest.raises(ConfigError, match="test: expected a folder of save_to_disk, got "):
         read(tmp_path / "both" / "test")
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path):
+    write_lines(tmp_path / "train-00000.jsonl", {"prompt": "a"})
+    write_lines(tmp_path / "trainable.jsonl", {"prompt": "b"})
+    assert len(list(read_records(tmp_path))) == 2
+    write_lines(tmp_path / "Test.jsonl", {"prompt": "c"})
+    with pytest.raises(ConfigError, match=r"dataset_name: expected files of one split in .*, got \['test', 'train'\]"):
+        list(read_records(tmp_path))
+
+
+def test_columns_that_the_first_row_lacks_reach_reward_functions():
+    rows = [
+        PromptOnly(prompt="a", group="a", place="p:1", columns={"topic": "x"}),
+        PromptOnly(prompt="b", group="b", place="p:2", columns={"answer": 4, "completions": 1}),
+    ]
+    found = PromptSet(rows=rows, prompts=["a", "b"], ids=[[1], [2]])
+    assert found.columns([1, 0]) == {"topic": [None, "x"], "answer": [4, None]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, group_fraction, split_by_group
+from rlhf_engine.data import PromptOnly, Tally, group_fraction, load_rows, split_by_group
 from rlhf_engine.errors import ConfigError
+from tests.data.texts import write_lines
 
 
 def rows(n: int, groups: int) -> list[PromptOnly]:
@@ -52,3 +53,41 @@ def test_one_side_must_not_be_empty(data):
         ConfigError, match=r"share: expected a share that leaves groups on both sides, got 0.5 with [01] groups"
     ):
         split_by_group(data, share=0.5)
+
+
+# ---- implicit prompts ------------------------------------------------------------------------------------------------
+
+
+def load_pairs(path, *pairs: tuple[str, str]):
+    write_lines(path, *({"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs))
+    return load_rows(path, Tally(source=str(path)), kinds=("preference", "implicit_preference"))
+
+
+def test_answers_to_one_question_are_one_group_however_much_they_share(tmp_path):
+    """What two answers begin with in common differs from pair to pair of one question."""
+    questions = [
+        (f"Q: number {i}?\nA: {a}", f"Q: number {i}?\nA: {b}")
+        for i in range(50)
+        for a, b in (("The sky is blue", "The sky is green"), ("clear", "It is"), ("It is so grey", "It is so blue"))
+    ]
+    found = load_pairs(tmp_path / "a.jsonl", *questions)
+    assert len({row.prompt for row in found}) == 150
+    assert [row.group for row in found] == [f"Q: number {i}?" for i in range(50) for _ in range(3)]
+    split = split_by_group(found, share=0.3)
+    asked = [{row.prompt.split("?")[0] for row in part} for part in (split.train, split.held_out)]
+    assert not asked[0] & asked[1]
+    inline = load_pairs(
+        tmp_path / "b.jsonl",
+        ("Sky? It is so blue", "Sky? It is so green"),
+        ("Sky? It is", "Sky? No"),
+        ("Sea? Blue", "Sea? Red"),
+        ("Sky? It was", "Sky? It will"),
+    )
+    assert [row.group for row in inline] == ["Sky?", "Sky?", "Sea?", "Sky?"]
+
+
+def test_a_column_of_groups_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_lines(path, *({"chosen": f"Sky? {i} a", "rejected": f"Sky? {i} b", "id": i} for i in range(3)))
+    found = load_rows(path, Tally(source=str(path)), kinds=("implicit_preference",), group_column="id")
+    assert [row.group for row in found] == ["0", "1", "2"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from transformers import GenerationConfig, LlamaConfig
 
 from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, plain_text, tokenize_row, tokenize_rows
 from rlhf_engine.data.report import RowError
 from rlhf_engine.data.tokenize import _ended
 from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.tokenizing import encode_completion, encode_prompt
+from rlhf_engine.tokenizing import encode_completion, encode_prompt, read_eos_token_ids
 from tests.data.texts import CHATML, chat_tokenizer, said
 
 WORDS = build_tokenizer(["one two three four five six seven eight"])
@@ -63,16 +64,39 @@ def test_the_template_writes_special_tokens_itself():
 
 def test_where_an_answer_ends():
     decode = lambda ids: "".join({9: "\n", 1: "a"}.get(i, "?") for i in ids)  # noqa: E731 - 7 is the end token
-    assert _ended([1, 7, 9], 7, decode) == [1, 7]
-    assert _ended([1, 7], 7, decode) == [1, 7]
-    assert _ended([1, 9], 7, decode) == [1, 9, 7]  # no end token of its own
-    assert _ended([1, 7, 1, 7, 9, 9], 7, decode) == [1, 7, 1, 7]
-    assert _ended([7, 1], 7, decode) == [7, 1, 7]  # an end token inside ends nothing
-    assert _ended([], 7, decode) == [7]
+    assert _ended([1, 7, 9], 7, (7,), decode) == [1, 7]
+    assert _ended([1, 7], 7, (7,), decode) == [1, 7]
+    assert _ended([1, 9], 7, (7,), decode) == [1, 9, 7]  # no end token of its own
+    assert _ended([1, 7, 1, 7, 9, 9], 7, (7,), decode) == [1, 7, 1, 7]
+    assert _ended([7, 1], 7, (7,), decode) == [7, 1, 7]  # an end token inside ends nothing
+    assert _ended([], 7, (7,), decode) == [7]
+    assert _ended([1, 6, 9], 7, (6, 7), decode) == [1, 6]  # an end of turn that is not the tokenizer's own
+
+
+def test_answers_end_where_rollouts_stop(tmp_path):
+    """The generation config names the template's end of turn, which the tokenizer's end-of-sequence token is not."""
+    tokenizer = chat_tokenizer()
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = "<|im_start|>"  # any other
+    assert tokenizer.eos_token_id != turn
+    LlamaConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
+    assert read_eos_token_ids(tokenizer, tmp_path) == (tokenizer.eos_token_id,)
+    GenerationConfig(eos_token_id=[turn]).save_pretrained(tmp_path)
+    ends = read_eos_token_ids(tokenizer, tmp_path)
+    assert ends == tuple(sorted((turn, tokenizer.eos_token_id)))
+    talk = row("prompt_completion", prompt=[ASK], completion=[BLUE])
+    assert tokenizer.decode(tokenize_row(talk, tokenizer, ends).answers[0]) == "blue<|im_end|>"
+    assert tokenizer.decode(tokenize_row(talk, tokenizer).answers[0]) == "blue<|im_end|>\n<|im_start|>"
+    plain = row("prompt_completion", prompt="Sky?", completion="blue<|im_end|>")
+    assert tokenizer.decode(tokenize_row(plain, tokenizer, ends).answers[0]) == "blue<|im_end|>"
+
+
+def test_an_answer_that_ends_already_gets_no_second_end():
+    assert encode_completion(WORDS, "one<eos>") == encode_completion(WORDS, "one")
 
 
 def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(ConfigError, match=r"^dataset_name: expected a tokenizer with a chat template for rows of mess"):
+    with pytest.raises(ConfigError, match=r"^model_name_or_path: expected a tokenizer with a chat template"):
         tokenize_rows(
             [row("prompt_only", prompt=[ASK])], WORDS, Tally(source="s", read=1, max_bad_rows=1), max_length=9
         )
@@ -142,6 +166,15 @@ def test_keep_end_takes_the_oldest_tokens_of_the_prompt():
         cut(3, "keep_end")  # the answer alone would fill it
 
 
+def test_keep_end_keeps_the_beginning_of_sequence_token():
+    tally = Tally(source="s", read=1)
+    (found,) = tokenize_rows([PAIR], WORDS, tally, max_length=6, truncation="keep_end")
+    assert WORDS.convert_ids_to_tokens(found.prompt) == ["<bos>", "two", "three"]
+    assert (found.answers, tally.truncated) == (WHOLE.answers, 1)
+    with pytest.raises(ConfigError, match="expected at most 4 tokens"):  # nothing of the prompt's own would be left
+        tokenize_rows([PAIR], WORDS, Tally(source="s", read=1), max_length=4, truncation="keep_end")
+
+
 def test_keep_start_takes_the_last_tokens_of_the_answers():
     found = cut(6, "keep_start")
     assert (found.prompt, found.answers) == (WHOLE.prompt, (WHOLE.answers[0][:2], WHOLE.answers[1]))
@@ -167,12 +200,12 @@ def test_nothing_is_cut_or_dropped_without_being_counted():
         ("keep_start", 2, 0, 1, "s: 2 rows read, 2 used, 1 truncated"),
     ):
         tally = Tally(source="s", read=2)
-        found = tokenize_rows(rows, WORDS, tally, max_length=5, truncation=truncation)
+        found = tokenize_rows(rows, WORDS, tally, max_length=6, truncation=truncation)
         report = tally.report()
         assert (len(found), report.used, report.dropped, report.truncated) == (n, n, dropped, truncated)
         assert report.text() == text
         assert not report.is_plain
-        assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 5
+        assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 6
     with pytest.raises(ConfigError, match=r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7$"):
         tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=5)
     with pytest.raises(ConfigError, match=r"expected at least one row in 's', got .*0 used, 2 dropped as too long"):

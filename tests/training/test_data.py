@@ -106,14 +106,13 @@ def sft_config(model: Path, output: Path, **changes: Any) -> SFTConfig:
         "dataset_name": str(write_pairs(output.parent)),
         "mode": "full",
         "gamma": 0.5,
-        "lora_r": 4,
-        "lora_alpha": 8.0,
         "max_steps": 2,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
         "device": "cpu",
     }
-    return SFTConfig(**{**options, **changes})
+    lora = {"lora_r": 4, "lora_alpha": 8.0} if changes.get("mode") == "lora" else {}
+    return SFTConfig(**{**options, **lora, **changes})
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def test_rl_cuts_prompts_and_writes_down_what_it_left_out(base, tmp_path):
     common = {"dataset_name": str(data), "max_bad_rows": 1, "max_prompt_length": 10, "num_samples": 0, "max_steps": 1}
     trainer = RlTrainer(train_config(base, tmp_path / "run", truncation="keep_end", **common))
     assert [len(ids) for ids in trainer.train_set.ids] == [3, 10]
-    assert words(trainer, trainer.train_set.ids[1]) == "sun moon " * 4 + "sun moon"
+    assert words(trainer, trainer.train_set.ids[1]) == "<bos> " + "moon sun " * 4 + "moon"
     trainer.run()
     record = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["dataset_name"]
     assert (record["read"], record["used"], record["truncated"], record["dropped"]) == (3, 2, 1, 0)
@@ -255,6 +254,6 @@ def test_conversations_need_a_template(tmp_path):
     model = write_model(tmp_path / "m")
     data = write_rows(tmp_path / "talks.jsonl", TALKS)
     with pytest.raises(
-        ConfigError, match="dataset_name: expected a tokenizer with a chat template for rows of messages"
+        ConfigError, match="model_name_or_path: expected a tokenizer with a chat template for rows of messages"
     ):
         SftTrainer(sft_config(model, tmp_path / "out", dataset_name=str(data)))

@@ -298,3 +298,46 @@ def test_epochs_become_steps(base, tmp_path):
     assert steps(num_train_epochs=2.5) == 8
     assert steps(gradient_accumulation_steps=2) == 2
     assert steps(num_train_epochs=0.01) == 1
+
+
+def test_nothing_of_the_model_before_stays(base, tmp_path):
+    """A head of an earlier run beside a base it was not trained with would be taken for its own."""
+    SftTrainer(sft_config(base, tmp_path / "out")).run()
+    assert (tmp_path / "out" / "heads.safetensors").is_file()
+    (tmp_path / "out" / "note.txt").write_text("mine")
+    SftTrainer(sft_config(base, tmp_path / "out", gamma=0.0, overwrite_output_dir=True)).run()
+    assert not (tmp_path / "out" / "heads.safetensors").exists()
+    SftTrainer(sft_config(base, tmp_path / "out", mode="lora", overwrite_output_dir=True)).run()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "note.txt"} <= names
+    assert not {"model.safetensors", "config.json", "generation_config.json"} & names
+    assert not (tmp_path / ".out.tmp").exists()
+
+
+def test_dropout_masks_do_not_depend_on_micro_batches(base, tmp_path):
+    found = []
+    for tokens in (None, 50):
+        options = {"mode": "lora", "lora_dropout": 0.3, "max_tokens_per_micro_batch": tokens, "max_steps": 3}
+        trainer = SftTrainer(sft_config(base, tmp_path / str(tokens), per_device_train_batch_size=8, **options))
+        trainer.model.train()
+        found.append([trainer.step(i)["lm_loss"] for i in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_r": 4}, "lora_r: expected it unset for --full, which has no adapter, got 4"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype: expected it unset for --full"),
+        ({"warmup_steps": 3}, r"warmup_steps: expected at most max_steps \(2\), got 3"),
+        ({"max_steps": None, "warmup_steps": 30}, "warmup_steps: expected at most the run's .* steps, got 30"),
+    ],
+)
+def test_options_that_would_do_nothing(base, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        SftTrainer(sft_config(base, tmp_path / "out", **options))
+
+
+def test_adapters_have_the_dtype_asked_for(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", adapter_dtype="bfloat16"))
+    assert {p.dtype for p in trainer.model.backbone().slots.parameters()} == {torch.bfloat16}
