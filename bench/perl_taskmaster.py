@@ -449,6 +449,30 @@ def table(study: Study, out: Path) -> str:
     return "\n".join(lines)
 
 
+def plot(study: Study, out: Path) -> None:
+    """AUC by learning rate of the reward models, and reward against KL of the policies trained against one of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    policies = [json.loads(path.read_text()) for path in sorted((out / "rl").glob("*.json"))]
+    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    rates, learning = figure.subplots(1, 2)
+    for arm in arms(study):
+        runs = [RewardRun(arm=arm, rate=rate, seed=study.seeds[0]) for rate in arms(study)[arm]]
+        rates.plot([run.rate for run in runs], [read(out, run)["choose/auc"] for run in runs], "o-", label=arm)
+    rates.set(xscale="log", xlabel="learning rate", ylabel="AUC, rows to choose by, first seed")
+    for policy, seed in zip(policies, study.seeds, strict=False):
+        curves = policy["curves"]
+        ended = [r + PENALTY * u for r, u in zip(curves["reward"], curves["completions/unfinished_ratio"], strict=True)]
+        learning.plot(curves["kl"], ended, alpha=0.8, label=f"seed {seed}")
+    learning.set(xlabel="KL to the reference, nats per answer", ylabel="learned reward")
+    for axes in (rates, learning):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(out / "curves.png", dpi=130)
+
+
 def _cost_table(found: dict[str, dict[str, Any]]) -> list[str]:
     millions = found["full"]["base_parameters"] / 1e6
     lines = [
@@ -513,6 +537,7 @@ def main() -> None:
                 train_policy(study, folder, out, seed)
     text = table(study, out)
     (out / "table.md").write_text(f"# PERL on Taskmaster-3's thumbs\n\n{text}\n")
+    plot(study, out)
     print(text)
 
 

@@ -177,6 +177,7 @@ def test_perl_on_real_thumbs_goes_on_where_it_stopped(tmp_path):
     assert "| full | 0.0003 |" in shown
     records = sorted((tmp_path / "out").rglob("*seed-*.json"))
     assert len(records) == 7  # 2 + 1 rates with the first seed, the best with the second; two policies
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
     before = records[0].stat().st_mtime_ns
     records[-1].unlink()
     assert run("perl_taskmaster.py", *arguments).stdout == shown
