@@ -74,7 +74,7 @@ class Study:
     reward_batch: int = 32
     ranks: tuple[int, ...] = (1, 4, 16)
     lora_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    full_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    full_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     seeds: tuple[int, ...] = (0, 1, 2)
     rl_steps: int = 60
     rl_batch: int = 64
