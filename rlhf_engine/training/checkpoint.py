@@ -128,6 +128,17 @@ def read_counters(
     return kind(**fields)
 
 
+def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
+    """Raise ConfigError, naming the option, where a checkpoint's counters record another value than the run's.
+
+    None is of a checkpoint written before the value was recorded, which is taken to be the same.
+    """
+    for name, value in now.items():
+        before = getattr(recorded, name)
+        if before is not None and before != value:
+            raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {value!r}")
+
+
 def _fields(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
     return found

@@ -36,7 +36,13 @@ from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
-from rlhf_engine.training.checkpoint import load_checkpoint, read_counters, resolve_resume, save_checkpoint
+from rlhf_engine.training.checkpoint import (
+    load_checkpoint,
+    read_counters,
+    require_same,
+    resolve_resume,
+    save_checkpoint,
+)
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
 from rlhf_engine.training.reward_data import RewardExample, count_labels, digest, load_examples
@@ -280,10 +286,7 @@ class RewardTrainer:
     def _check_same_run(self, checkpoint: Path) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
         found = read_counters(checkpoint, RewardState)
-        for name in ("seed", "metric_for_best_model"):
-            before, now = getattr(found, name), getattr(self.state, name)
-            if before is not None and before != now:  # what older checkpoints do not say is taken to be so
-                raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {now!r}")
+        require_same(checkpoint, found, seed=self.state.seed, metric_for_best_model=self.best_metric)
         if found.rows is not None and found.rows != self.state.rows:
             raise ConfigError(
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"

@@ -24,7 +24,7 @@ from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, batch_indices, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.errors import EngineError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
@@ -36,6 +36,7 @@ from rlhf_engine.training.checkpoint import (
     TrainerState,
     load_checkpoint,
     read_counters,
+    require_same,
     resolve_resume,
     save_checkpoint,
 )
@@ -88,7 +89,7 @@ class RlTrainer:
             overwrite=config.overwrite_output_dir,
         )
         if resume is not None:
-            _check_same_run(resume, config)
+            require_same(resume, read_counters(resume), seed=config.seed, algorithm=config.algorithm)
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
@@ -379,15 +380,6 @@ class RlTrainer:
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
             self._unmoved.remove(role)
-
-
-def _check_same_run(checkpoint: Path, config: TrainConfig) -> None:
-    """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
-    state: TrainerState = read_counters(checkpoint)
-    for name, value in (("seed", state.seed), ("algorithm", state.algorithm)):
-        # what older checkpoints do not say is taken to be so
-        if value is not None and value != getattr(config, name):
-            raise ConfigError(f"{name}: expected {value!r} as in {checkpoint}, got {getattr(config, name)!r}")
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
