@@ -118,7 +118,7 @@ def _train(argv: Sequence[str]) -> int:
     config = parse_config(TrainConfig, argv, prog="rlhf-engine train")
     _prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, resolve_device
-    from rlhf_engine.report import TrainingProgress
+    from rlhf_engine.report import ASYNC_SHOWN, TrainingProgress
     from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
 
     with _as_request_errors():
@@ -128,7 +128,8 @@ def _train(argv: Sequence[str]) -> int:
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
         return 0
     _say_what_was_left_out(trainer.reports.values())
-    with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step) as progress:
+    shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
+    with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step, shown=shown) as progress:
         trainer.run(progress.update)
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")

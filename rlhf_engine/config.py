@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
+from rlhf_engine.config_async import AsyncOptions, Correction
 from rlhf_engine.config_base import (
     Dtype,
     Kernels,
@@ -54,7 +55,7 @@ Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hyd
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
+class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     method: Method = option(
@@ -118,6 +119,12 @@ class TrainConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
         self._check_method()
         self.check_algorithm()
         self._check_correction()
+        self.check_async(
+            algorithm=self.algorithm,
+            loss_type=self.chosen_loss_type,
+            method=self.method,
+            rollout_backend=self.rollout_backend,
+        )
         if self.warmup_steps > self.max_steps:
             raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
         if self.critic_warmup_steps >= self.max_steps:
@@ -131,6 +138,11 @@ class TrainConfig(AlgorithmOptions, RolloutOptions, TrainingOptions):
                 "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
                 f"with {self.resume_from_checkpoint!r}"
             )
+
+    @property
+    def correction(self) -> Correction:
+        """`off_policy_correction`, or the algorithm's default."""
+        return self.off_policy_correction or self.corrections(self.algorithm, self.chosen_loss_type)[0]
 
     def _check_method(self) -> None:
         """What a method needs and what it cannot do, before any weights are read."""

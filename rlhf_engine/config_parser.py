@@ -36,12 +36,13 @@ _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _SPECIAL = ("config", "print_config", "help")
 
 
-def option(default: Any, help: str, *, switches: Sequence[str] = (), **bounds: float) -> Any:
+def option(default: Any, help: str, *, switches: Sequence[str] = (), alias: str | None = None, **bounds: float) -> Any:
     """A dataclass field with its line of documentation and, for numbers, its bounds (`ge`, `gt`, `le`, `lt`).
 
     switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
+    alias: a second name of the flag, and of the key in a file; such as one that Python keeps for itself.
     """
-    metadata = {"help": help, "bounds": bounds, "switches": tuple(switches)}
+    metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -49,7 +50,7 @@ def option(default: Any, help: str, *, switches: Sequence[str] = (), **bounds: f
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
     """`option` without a default."""
-    return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches)})
+    return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,11 @@ def _fields(cls: type[Options]) -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(cls)}
 
 
+def _aliases(cls: type[Options]) -> dict[str, str]:
+    """Second name → field name."""
+    return {f.metadata["alias"]: f.name for f in dataclasses.fields(cls) if f.metadata["alias"]}
+
+
 def _default(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -167,13 +173,13 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
     switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
-    close = difflib.get_close_matches(name, [*_fields(cls), *switches, *_SPECIAL], n=1)
+    close = difflib.get_close_matches(name, [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL], n=1)
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; did you mean {prefix}{close[0]}?" if close else ""))
 
 
 def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
     """Tokens → values by field name, plus `config`, `print_config`, `help` where given."""
-    fields, hints = _fields(cls), typing.get_type_hints(cls)
+    fields, hints, aliases = _fields(cls), typing.get_type_hints(cls), _aliases(cls)
     switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
     switches |= {f"no_{n}": (n, False) for n in fields if hints[n] is bool}
     found: dict[str, Any] = {}
@@ -187,6 +193,7 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"unexpected argument {token!r}: expected an option that starts with --")
         name, equals, attached = token[2:].partition("=")
         name = name.replace("-", "_")
+        name = aliases.get(name, name)
         raw = [attached] if equals else []
         while not equals and tokens and not tokens[0].startswith("--") and tokens[0] != "-h":
             raw.append(tokens.pop(0))
@@ -259,11 +266,14 @@ def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"config: {path}: expected `name: value` lines, got a {type(content).__name__}")
     hints = typing.get_type_hints(cls)
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        name = _aliases(cls).get(name, name)
         if name not in hints:
             raise _unknown(f"key in {path}:", name, cls, "")
+        if name in values:
+            raise ConfigError(f"{name}: given twice in {path}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) as a string, which nobody means by it
         if isinstance(value, str) and float in _alternatives(hints[name]):
             value = _from_string(name, hints[name], float, value)
@@ -287,7 +297,8 @@ def _help(cls: type[Options], prog: str | None) -> str:
             shown = "VALUE ..."
         else:
             shown = {bool: "[BOOL]", int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
-        names = [f"--{field.name}", *(f"--{s}" for s in field.metadata["switches"])]
+        alias = field.metadata["alias"]
+        names = [f"--{n}" for n in ((alias,) if alias else ()) + (field.name, *field.metadata["switches"])]
         parser.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))
     return parser.format_help()
 

@@ -31,5 +31,9 @@ class RolloutServerError(EngineError, RuntimeError):
     """A rollout server does not answer, refuses, or answers what rollouts cannot be made of."""
 
 
+class GeneratorError(EngineError, RuntimeError):
+    """No generator is left that could draw answers; what ended the last one is the `__cause__`."""
+
+
 class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""

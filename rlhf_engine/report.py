@@ -56,6 +56,13 @@ PANELS = (
         (("completions/mean_length", "mean"), ("completions/max_length", "longest")),
     ),
     Panel("Generation speed", "tokens per second", (("tokens_per_second", "rollout"),)),
+    Panel("Age of the answers", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
+    Panel("KL of the present to the drawing policy", "nats per token", (("staleness/k3", "k3"),)),
+    Panel(
+        "At work",
+        "share of the time",
+        (("async/generator_utilisation", "generator"), ("async/learner_utilisation", "learner")),
+    ),
     Panel("Cross-entropy", "nats per token", (("lm_loss", "training"),)),
     Panel("Reward model's loss", "nats per row", (("reward_loss", "training"), ("eval/loss", "held out"))),
     Panel(
@@ -71,6 +78,17 @@ PANELS = (
     Panel("Reward model's margin", "reward", (("reward_margin", "training"), ("eval/margin", "held out"))),
     Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
 )
+
+
+ASYNC_SHOWN = {
+    "staleness/max": "age",
+    "async/ready_steps": "ready",
+    "async/generator_utilisation": "generator",
+    "async/learner_utilisation": "learner",
+    "async/speedup": "speed-up",
+    "async/speedup_bound": "of at most",
+}
+"""What a run's line of progress shows as well where answers are drawn beside the updates."""
 
 
 def smooth(values: Sequence[float], decay: float = SMOOTHING) -> list[float]:

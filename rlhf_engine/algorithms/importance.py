@@ -50,10 +50,10 @@ def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: M
     return log_weight_M.exp().clamp(max=clip_max)
 
 
-def mismatch_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> dict[str, float]:
-    """How far the engines differ, and what is left of the batch under the weights.
+def weight_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> dict[str, float]:
+    """How far the two distributions differ, and what is left of the batch under the weights.
 
-    rollout_k3: mean of ratio − 1 − log ratio, Schulman's unbiased estimate of KL(π_roll ‖ π_old) per token.
+    k3: mean of ratio − 1 − log ratio, Schulman's unbiased estimate of KL(π_roll ‖ π_old) per token.
     worst_sequence: largest |log ratio| of a whole answer. truncated_ratio: share of weights that are truncated, and
     effective_sample_size: (Σ w)² / (n Σ w²), both over tokens, or over answers in mode sequence_truncate.
     """
@@ -64,11 +64,11 @@ def mismatch_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mod
         raw, weights = per_sequence, per_sequence.exp().clamp(max=clip_max)
     weights = weights.double()
     return {
-        "mismatch/rollout_k3": float((torch.expm1(log_ratio_M) - log_ratio_M).mean()),
-        "mismatch/worst_sequence": float(per_sequence.abs().max()),
-        "mismatch/truncated_ratio": float((raw.exp() > clip_max).float().mean()),
-        "mismatch/effective_sample_size": float(weights.sum() ** 2 / (len(weights) * weights.square().sum())),
-        "mismatch/importance_weight_mean": float(weights.mean()),
+        "k3": float((torch.expm1(log_ratio_M) - log_ratio_M).mean()),
+        "worst_sequence": float(per_sequence.abs().max()),
+        "truncated_ratio": float((raw.exp() > clip_max).float().mean()),
+        "effective_sample_size": float(weights.sum() ** 2 / (len(weights) * weights.square().sum())),
+        "importance_weight_mean": float(weights.mean()),
     }
 
 

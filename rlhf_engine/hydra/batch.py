@@ -58,6 +58,18 @@ class PackedBatch:
         )
 
     @classmethod
+    def concat(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """All sequences of batches on one device, in their order. Raises ValueError for no batches."""
+        if len(batches) == 0:
+            raise ValueError("batches: expected at least one batch, got none")
+        return cls(
+            tokens_T=torch.cat([batch.tokens_T for batch in batches]),
+            cu_seqlens=(0, *accumulate(length for batch in batches for length in batch.lengths)),
+            prompt_lens=tuple(n for batch in batches for n in batch.prompt_lens),
+            sample_ids=tuple(i for batch in batches for i in batch.sample_ids),
+        )
+
+    @classmethod
     def from_padded(
         cls,
         input_ids: torch.Tensor,

@@ -26,7 +26,7 @@ from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
-from rlhf_engine.hydra.roles import OFF, RoleSpec
+from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
 
 _FORMAT = 2
 
@@ -48,7 +48,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
             is_actor = actor is not None and actor.slot is OFF and actor.backbone == name
             backbones[name]["folder"] = "." if is_actor else f"backbones/{name}"
             backbone.model.save_pretrained(folder / backbones[name]["folder"])
-        for slot in backbone.slots:
+        for slot in [slot for slot in backbone.slots if slot in lasting_slots(model.roles)]:
             is_actor = actor is not None and actor.slot == slot
             slots[slot] = {"backbone": name, "folder": "." if is_actor else f"slots/{slot}"}
             peft_io.save_slot(
@@ -64,7 +64,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         "format": _FORMAT,
         "base_hash": backbones[actor.backbone]["hash"] if actor is not None else None,  # of the adapter in the root
         "backbones": backbones,
-        "roles": {name: dataclasses.asdict(role) for name, role in model.roles.items()},
+        "roles": {name: dataclasses.asdict(role) for name, role in lasting(model.roles).items()},
         "slots": slots,
         "adapter_dtype": str(model.adapter_dtype).removeprefix("torch."),
         "trained_heads": sorted(model.trained_heads),
@@ -131,7 +131,8 @@ def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     record = read_record(folder)
-    ours = {slot: name for name in model.backbones for slot in model.backbone(name).slots}
+    kept = lasting_slots(model.roles)
+    ours = {slot: name for name in model.backbones for slot in model.backbone(name).slots if slot in kept}
     theirs = {slot: held["backbone"] for slot, held in record["slots"].items()}
     if ours != theirs:
         raise ValueError(f"expected slots {_listed(ours)}, got {_listed(theirs)} in {str(folder)!r}")

@@ -30,9 +30,13 @@ class RoleSpec:
     """`lm`, or the name of a scalar head (`value`, `reward`, …)."""
     trainable: bool = False
     """Whether the role's slot and scalar head receive gradients."""
+    transient: bool = False
+    """Whether the role's slot holds copies of another's for the time being, which nobody saves."""
 
     def __post_init__(self) -> None:
         names = {"backbone": self.backbone, "head": self.head, **({} if self.slot is OFF else {"slot": self.slot})}
+        if self.transient and (self.trainable or self.slot is OFF):
+            raise ValueError("transient: expected false for a role that is trained or has no slot, got true")
         for field, name in names.items():
             # names become parameter names and folders; a dot or a slash would be read as a path
             if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_\-]+", name) is None:
@@ -131,6 +135,16 @@ def require_role(roles: Roles, name: str) -> RoleSpec:
     if name not in roles:
         raise ValueError(f"role: expected one of {sorted(roles)}, got {name!r}")
     return roles[name]
+
+
+def lasting(roles: Roles) -> dict[str, RoleSpec]:
+    """Roles that are saved."""
+    return {name: role for name, role in roles.items() if not role.transient}
+
+
+def lasting_slots(roles: Roles) -> frozenset[str]:
+    """Slots that are saved: those of some role that is."""
+    return frozenset(role.slot for role in lasting(roles).values() if role.slot is not OFF)
 
 
 def trainable_slots(roles: Roles, backbone: str) -> frozenset[str]:

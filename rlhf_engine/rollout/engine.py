@@ -89,8 +89,10 @@ class RolloutEngine:
         *,
         options: EngineOptions | None = None,
         decode: Decode | None = None,
+        policy_version: int = 0,
     ) -> None:
-        """decode: token ids to text, which stop texts need.
+        """decode: token ids to text, which stop texts need. policy_version: noted with every token; whoever changes the
+        slot's weights between two steps sets it anew.
 
         Raises ValueError for no requests, a prompt that does not fit the context or the cache, roles without an LM head
         or on different backbones, and stop texts without a `decode`.
@@ -99,6 +101,7 @@ class RolloutEngine:
         if len(requests) == 0:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
         self.sampling, self._options = sampling, options
+        self.policy_version = policy_version
         self.backbone = model.backbone(_one_backbone(model, requests))
         if sampling.stop and decode is None:
             raise ValueError(f"decode: expected a function from tokens to text for the stop texts {sampling.stop}")
@@ -134,8 +137,13 @@ class RolloutEngine:
 
     def run(self) -> Iterator[Answer]:
         """Answers as they finish, until every request has one."""
-        while len(self._admission) or len(self._live):
+        while not self.finished:
             yield from self.step()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request has its answer."""
+        return not len(self._admission) and not len(self._live)
 
     @torch.no_grad()
     def step(self) -> list[Answer]:
@@ -216,6 +224,7 @@ class RolloutEngine:
             for token, logprob in zip(tokens[place - first], logprobs[place - first], strict=True):
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
+                row.versions.append(self.policy_version)
                 reason = self._reason(row, token)
                 if reason is not None:
                     done.add(place)
@@ -236,7 +245,13 @@ class RolloutEngine:
     def _finish(self, row: Row, reason: FinishReason) -> Answer:
         self._admission.release(row)
         self.stats.tokens += len(row.tokens)
-        return Answer(index=row.index, tokens=tuple(row.tokens), logprobs=tuple(row.logprobs), finish_reason=reason)
+        return Answer(
+            index=row.index,
+            tokens=tuple(row.tokens),
+            logprobs=tuple(row.logprobs),
+            versions=tuple(row.versions),
+            finish_reason=reason,
+        )
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

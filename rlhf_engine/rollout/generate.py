@@ -60,11 +60,9 @@ def generate_requests(
     decode: Decode | None = None,
 ) -> Rollout:
     """Draw the answers of requests, in their order. Raises ValueError as `RolloutEngine` does."""
-    engine = RolloutEngine(model, sampling, requests, options=options, decode=decode)
+    engine = RolloutEngine(model, sampling, requests, options=options, decode=decode, policy_version=policy_version)
     answers = list(engine.run())
-    return collect(
-        requests, answers, sampling, engine.backbone.device, stats=engine.stats, policy_version=policy_version
-    )
+    return collect(requests, answers, sampling, engine.backbone.device, stats=engine.stats)
 
 
 def collect(
@@ -74,7 +72,6 @@ def collect(
     device: torch.device,
     *,
     stats: RolloutStats,
-    policy_version: int = 0,
 ) -> Rollout:
     """The rollout of requests whose answers, one each, have finished in any order."""
     found = sorted(answers, key=lambda answer: answer.index)
@@ -89,7 +86,7 @@ def collect(
         batch=batch,
         logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
         finish_reasons=tuple(answer.finish_reason for answer in found),
-        policy_version=policy_version,
+        versions_M=torch.tensor([x for answer in found for x in answer.versions], device=device),
         filtered=any(request.sampling(sampling).filters for request in requests),
         stats=stats,
     )

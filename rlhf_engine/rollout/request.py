@@ -100,6 +100,8 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-prob of each token under the distribution it was drawn from."""
+    versions: tuple[int, ...]
+    """Version of the policy that drew each token."""
     finish_reason: FinishReason
     """eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
 
@@ -124,6 +126,19 @@ class RolloutStats:
     step: str = ""
     """What ran the steps."""
 
+    def beside(self, *others: RolloutStats) -> RolloutStats:
+        """Of rollouts that were drawn at the same time: what adds up, and the longest time."""
+        every = (self, *others)
+        sums = {
+            name: sum(getattr(stats, name) for stats in every)
+            for name in ("prompts", "prompt_tokens", "tokens", "most_rows", "most_blocks")
+        }
+        most = {
+            name: max(getattr(stats, name) for stats in every)
+            for name in ("steps", "prefill_seconds", "decode_seconds")
+        }
+        return RolloutStats(**sums, **most, step=self.step)
+
     @property
     def tokens_per_second(self) -> float:
         """Drawn tokens per second of prefill and decoding."""
@@ -140,12 +155,17 @@ class Rollout:
     """fp32 [M], log-prob of each token under the distribution it was drawn from."""
     finish_reasons: tuple[FinishReason, ...]
     """N reasons why an answer ended."""
-    policy_version: int
-    """Version of the policy that made every token."""
+    versions_M: torch.Tensor
+    """int64 [M], version of the policy that drew each token."""
     filtered: bool
     """Draws left part of the vocabulary out (top_k, top_p, ends that come too early): log-probs are of the rest, no
     importance ratio holds."""
     stats: RolloutStats
+
+    @property
+    def policy_version(self) -> int:
+        """Of the oldest policy that drew a token."""
+        return int(self.versions_M.min())
 
     @property
     def finished(self) -> tuple[bool, ...]:

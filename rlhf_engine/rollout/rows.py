@@ -29,6 +29,7 @@ class Row:
     seed: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
     @property

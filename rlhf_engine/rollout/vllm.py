@@ -233,7 +233,7 @@ class VllmRollouts:
             batch=batch,
             logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=self.model.device),
             finish_reasons=reasons,
-            policy_version=self.policy_version or 0,
+            versions_M=torch.full((len(logprobs),), self.policy_version or 0, device=self.model.device),
             filtered=sampling.filters,
             stats=stats,
         )

@@ -19,6 +19,11 @@ from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
 from rlhf_engine.hydra.roles import OFF
 
+BEHAVIOUR = "behaviour"
+"""Role and slot that draw answers beside the learner: a copy of the actor's slot, which the learner does not touch."""
+PAST = "past"
+"""Role and slot of the policy that drew the answers of a step."""
+
 
 def slot_config(config: TrainingOptions) -> SlotConfig:
     """The shape of a fresh slot."""
@@ -49,6 +54,8 @@ def build_policy_model(config: TrainConfig) -> HydraModel:
     the base model, not the policy that supervised training made.
     """
     roles = ppo_roles(config)
+    if config.draws_beside:
+        roles |= _copies_of_the_actor(roles["actor"])
     check_sources(config)
     head = _reward_head(config, roles)
     slots = _slots(config, roles)
@@ -144,7 +151,16 @@ def _slots(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotCon
         elif config.critic_init == "reward" and "reward" in slots:
             # its folder again, because the reward slot may be on another copy of the backbone
             slots["critic"] = dataclasses.replace(slots["reward"], dropout=config.lora_dropout)
+    for role in roles.values():
+        if role.transient and role.slot is not None:
+            slots[role.slot] = dataclasses.replace(slots["actor"], init_from="actor")
     return slots
+
+
+def _copies_of_the_actor(actor: RoleSpec) -> dict[str, RoleSpec]:
+    """Roles of policies as they were: the one that draws, and the one whose answers are learned from."""
+    copy = dataclasses.replace(actor, trainable=False, transient=True)
+    return {name: dataclasses.replace(copy, slot=name) for name in (BEHAVIOUR, PAST)}
 
 
 def _reward_head(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, torch.Tensor] | None:

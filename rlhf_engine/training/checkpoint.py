@@ -11,21 +11,25 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.folders import put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.training.generation.versions import Snapshot
 from rlhf_engine.training.optimizer import RoleOptimizer
 
 _NAME = re.compile(r"checkpoint-\d+")
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "trainer_state.json"
+_POLICIES_FILE = "policies.safetensors"
 
 
 class Counters(Protocol):
@@ -66,6 +70,10 @@ class TrainerState:
     """Sequences per forward and backward after running out of memory; None: as configured."""
     token_budget: int | None = None
     """Tokens per traversal after running out of memory; None: as configured."""
+    policies_after: dict[str, int] = field(default_factory=dict)
+    """Steps done → version, of past policies that later steps may ask for."""
+    drawn_by: dict[str, int] = field(default_factory=dict)
+    """Step → version of the policy, of later steps whose answers had been begun."""
 
 
 def save_checkpoint(
@@ -75,13 +83,20 @@ def save_checkpoint(
     state: Counters,
     *,
     keep: int | None,
+    policies: Mapping[int, Snapshot] | None = None,
 ) -> Path:
-    """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder."""
+    """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder.
+
+    policies: past ones, by version, that the run needs to go on.
+    """
     root = Path(output_dir)
     final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     save_pretrained(model, temporary)
     save_file(optimizer.state_tensors(), temporary / _OPTIMIZER_FILE)
+    if policies:
+        tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary / _POLICIES_FILE)
     (temporary / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
     put_in_place(temporary, final)
     found = list_checkpoints(root)
@@ -111,6 +126,16 @@ def load_checkpoint(
     except ValueError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}") from error
     return state
+
+
+def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
+    """Past policies of a checkpoint, by version; none where it has none."""
+    path = Path(folder) / _POLICIES_FILE
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in (load_file(path) if path.is_file() else {}).items():
+        version, _, name = key.partition("|")
+        tensors.setdefault(int(version), {})[name] = tensor
+    return {version: Snapshot(version=version, tensors=found) for version, found in tensors.items()}
 
 
 def read_counters(

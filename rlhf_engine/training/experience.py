@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.algorithms.importance import importance_weights, mismatch_metrics
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.config import TrainConfig
@@ -18,6 +17,8 @@ from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
+from rlhf_engine.training.build import PAST
+from rlhf_engine.training.correction import Corrected, correct_age, correct_engine
 from rlhf_engine.training.scoring import AnswerScorer, ScoredAnswers, mean_or_none
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
@@ -42,8 +43,8 @@ class ScoredRollout:
     """fp32 [N], what is maximised"""
     greedy_scores_N: torch.Tensor | None
     """fp32 [N], of the greedy answer to the same prompt, where there is one"""
-    logprobs_M: torch.Tensor
-    """fp32 [M], log π from the training forward"""
+    old_logprobs_M: torch.Tensor
+    """fp32 [M], log-probs that ratios are to: the training forward's, of the present policy or of the one that drew"""
     ref_logprobs_M: torch.Tensor
     """fp32 [M], log π_ref"""
     kl_M: torch.Tensor
@@ -51,7 +52,7 @@ class ScoredRollout:
     values_M: torch.Tensor | None
     """fp32 [M], of the critic, where there is one"""
     weights_M: torch.Tensor | None
-    """fp32 [M], truncated importance weights of answers from another engine"""
+    """fp32 [M], importance weights of answers from another engine or an older policy"""
     metrics: dict[str, float]
 
 
@@ -88,14 +89,17 @@ def score_rollout(
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     *,
+    policy_version: int,
+    past: bool = False,
     first_step_from_reference: bool,
 ) -> ScoredRollout:
     """Score a rollout.
 
-    prompts, columns: of each answer, as `layout` has them. first_step_from_reference: the policy has not been updated
-    yet and started as the reference, so their log-probs must agree. Raises MismatchError if they or rollout and
-    training log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no
-    answer to learn from.
+    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. past: an older one
+    drew the answers, and the slot `past` holds it. first_step_from_reference: the policy has not been updated yet and
+    started as the reference, so their log-probs must agree. Raises MismatchError if they or rollout and training
+    log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no answer to
+    learn from.
     """
     drawn = [i for i, greedy in enumerate(layout.greedy) if not greedy]
     everything = len(drawn) == rollout.batch.n_sequences
@@ -104,13 +108,19 @@ def score_rollout(
     if not everything:
         rollout_logprobs_M = rollout_logprobs_M[rollout.batch.select_completion_rows(drawn)]
     critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_lane else [])
-    scores = _score_in_memory(model, batch, ["actor", "reference", *critic, *reward], config)
+    roles = ["actor", "reference", *([PAST] if past else []), *critic, *reward]
+    scores = _score_in_memory(model, batch, roles, config)
     _require_finite(rollout.logprobs_M, scores)
     logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
     assert logprobs_M is not None
     assert ref_logprobs_M is not None
     assert scores.entropies_M is not None
-    log_ratio_M = logprobs_M - rollout_logprobs_M
+    behind_M = policy_version - rollout.versions_M
+    is_behind = bool((behind_M > 0).any())
+    # where policies took turns within an answer, none of them can say again what it said
+    past_logprobs_M = scores.past_logprobs_M if past else rollout_logprobs_M
+    assert past_logprobs_M is not None
+    log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - rollout_logprobs_M
     _check_agreement(model, config, log_ratio_M, ref_logprobs_M - logprobs_M if first_step_from_reference else None)
 
     scored = _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, scores.rewards_N, config)
@@ -126,10 +136,11 @@ def score_rollout(
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
-    weights_M: torch.Tensor | None = None
-    correction: dict[str, float] = {}
+    corrected = Corrected(logprobs_M[rows_M], None, {})
     if config.rollout_backend != "local":
-        weights_M, correction = _correct(log_ratio_M[rows_M], kept_batch, rollout, config)
+        corrected = correct_engine(logprobs_M[rows_M], log_ratio_M[rows_M], kept_batch, rollout, config)
+    elif is_behind:
+        corrected = correct_age(logprobs_M[rows_M], past_logprobs_M[rows_M], kept_batch, config)
     greedy_scores_N = None
     if not everything:
         by_group = {layout.groups[i]: scored.totals[i] for i, greedy in enumerate(layout.greedy) if greedy}
@@ -141,11 +152,11 @@ def score_rollout(
         groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
         scores_N=scores_N,
         greedy_scores_N=greedy_scores_N,
-        logprobs_M=logprobs_M[rows_M],
+        old_logprobs_M=corrected.old_logprobs_M,
         ref_logprobs_M=ref_logprobs_M[rows_M],
         kl_M=kl_M,
         values_M=values_M,
-        weights_M=weights_M,
+        weights_M=corrected.weights_M,
         metrics={
             "entropy_rollout": float(scores.entropies_M.mean()),
             "completions/unfinished_ratio": 1 - sum(rollout.finished[i] for i in drawn) / len(drawn),
@@ -153,7 +164,8 @@ def score_rollout(
             "mismatch/rollout_max": float(log_ratio_M.abs().max()),
             "mismatch/rollout_mean": float(log_ratio_M.abs().mean()),
             **_length_metrics(batch),
-            **correction,
+            **corrected.metrics,
+            **(_age_metrics(behind_M) if config.draws_beside else {}),
             **_source_metrics(scored, drawn),
         },
     )
@@ -263,6 +275,10 @@ def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
     )
 
 
+def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:
+    return {"staleness/mean": float(behind_M.float().mean()), "staleness/max": float(behind_M.max())}
+
+
 def _length_metrics(batch: PackedBatch) -> dict[str, float]:
     lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
     return {"completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max())}
@@ -310,29 +326,6 @@ def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str]
                 ) from error
         release_memory(model.device)  # here rather than above, where the error still holds the failed pass's tensors
         model.token_budget = budget // 2
-
-
-def _correct(
-    log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: TrainConfig
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Weights [M] of the advantages of answers from another engine (1 without correction), and mismatch metrics.
-
-    Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
-    """
-    if rollout.filtered:
-        raise ConfigError("top_k, top_p: expected none with answers from another engine, whose ratios they bias")
-    finite_M = log_ratio_M.isfinite() & log_ratio_M.exp().isfinite()
-    if not finite_M.all():
-        raise MismatchError(
-            "ratios of training to rollout probabilities: expected finite ones, got log ratios of "
-            f"{log_ratio_M[~finite_M][:4].tolist()} for {int((~finite_M).sum())} of {len(log_ratio_M)} tokens; no "
-            "update was made from this rollout"
-        )
-    mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
-    metrics = mismatch_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
-    if not config.vllm_importance_sampling_correction:
-        return torch.ones_like(log_ratio_M), metrics
-    return importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics
 
 
 def _check_mismatch(mismatch: torch.Tensor, model: HydraModel, config: TrainConfig) -> None:

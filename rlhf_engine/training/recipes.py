@@ -52,7 +52,7 @@ def ppo_experience(config: TrainConfig, scored: ScoredRollout) -> Experience:
     )
     return Experience(
         batch=scored.batch,
-        old_logprobs_M=scored.logprobs_M,
+        old_logprobs_M=scored.old_logprobs_M,
         old_values_M=scored.values_M,
         advantages_M=_weighted(advantages_M, scored),
         returns_M=returns_M,
@@ -175,7 +175,7 @@ _RECIPES: Mapping[str, Callable[[TrainConfig, ScoredRollout], Lesson]] = {
 
 def _sample(config: TrainConfig, scored: ScoredRollout, chosen: list[int] | None = None) -> PolicySample:
     batch: PackedBatch = scored.batch
-    logprobs_M = scored.logprobs_M
+    logprobs_M = scored.old_logprobs_M
     if chosen is not None:
         logprobs_M = logprobs_M[batch.select_completion_rows(chosen)]
         batch = batch.select(chosen)

@@ -7,6 +7,7 @@ functions of (seed, step), so a resumed run makes the same floats as one that ne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -23,7 +24,7 @@ from rlhf_engine.algorithms.online_dpo import DpoObjective
 from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Report, Tally, batch_indices, load_rows, require_room, tokenize_prompts
+from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
 from rlhf_engine.errors import EngineError
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
@@ -31,10 +32,11 @@ from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.training.build import build_policy_model, check_sources
+from rlhf_engine.training.build import PAST, build_policy_model, check_sources
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     load_checkpoint,
+    load_policies,
     read_counters,
     require_same,
     resolve_resume,
@@ -42,11 +44,14 @@ from rlhf_engine.training.checkpoint import (
 )
 from rlhf_engine.training.experience import (
     MISMATCH_MAX_FACTOR,
-    Layout,
     decode_answers,
     mismatch_bound,
     score_rollout,
 )
+from rlhf_engine.training.generation.build import make_source
+from rlhf_engine.training.generation.orders import StepOrders
+from rlhf_engine.training.generation.sources import PastState, Source
+from rlhf_engine.training.generation.versions import put
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.training.recipes import make_lesson
@@ -130,6 +135,13 @@ class RlTrainer:
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
+        self._orders = StepOrders(
+            config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
+        )
+        self.source = self._make_source(resume)
+        """Answers to learn from."""
+        # a checkpoint's alone: the source knows them from here on
+        self.state = replace(self.state, policies_after={}, drawn_by={})
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._unmoved = set(self.optimizer.groups)
@@ -149,7 +161,7 @@ class RlTrainer:
             (self.output / _BEFORE_FILE).unlink(missing_ok=True)
         self._write_record()
         before = self._samples_before()
-        with MetricsWriter(self.output / METRICS_FILE) as writer:
+        with contextlib.closing(self.source), MetricsWriter(self.output / METRICS_FILE) as writer:
             writer.truncate_after(self.state.step)
             while self.state.step < self.config.max_steps:
                 metrics = self.step()
@@ -180,28 +192,24 @@ class RlTrainer:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
         config, state = self.config, self.state
         clock = _Clock(self.model.device)
-        rows = batch_indices(len(self.train_set.rows), config.prompts_per_step, state.step, config.seed)
-        layout = Layout.of(len(rows), config.generations, with_greedy=config.algorithm == "remax")
-        indices = [rows[group] for group in layout.groups]
-        synced = self.rollouts.sync(state.policy_version)
-        if synced:
-            clock.lap("sync")
-        rollout = self.rollouts.generate(
-            [self.train_set.ids[i] for i in indices],
-            self._sampling(config.seed),
-            sample_ids=range(state.samples, state.samples + len(indices)),
-            greedy=layout.greedy,
-        )
-        clock.lap("generate")
+        questions = self._orders.questions(state.step)
+        sampled = self.source.draw(state.step, state.policy_version)
+        clock.add(sampled.seconds)
+        rollout, indices = sampled.rollout, questions.indices
+        past = sampled.policy is not None and sampled.policy.version != state.policy_version
+        if sampled.policy is not None and past:
+            put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
         scored = score_rollout(
             self.model,
             rollout,
-            layout,
+            questions.layout,
             self.scorer,
             self.tokenizer,
             config,
             self.train_set.texts(indices),
             self.train_set.columns(indices),
+            policy_version=state.policy_version,
+            past=past,
             first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
         )
         train_actor = state.step >= config.critic_warmup_steps
@@ -216,7 +224,7 @@ class RlTrainer:
         self.optimizer.set_lr_factor(factor)
         before = self._fingerprints()
         self.model.train()
-        schedule = self._schedule()
+        schedule = self._schedule(of_present=rollout.policy_version == state.policy_version)
         update = nothing_learned(schedule)
         if lesson.objective is not None:
             seed = config.seed * 1_000_003 + state.step
@@ -234,15 +242,18 @@ class RlTrainer:
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
         )
+        self.source.learned(self.state.step, self.state.policy_version)
+        if config.draws_beside:
+            clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
         return {
             **scored.metrics,
             **lesson.metrics,
-            **synced,
+            **sampled.metrics,
             **update,
             **clock.metrics(),
             "learning_rate": config.learning_rate * factor,
-            "tokens_per_second": tokens / clock.seconds["generate"],
+            "tokens_per_second": tokens / sampled.generate_seconds,
             "samples_per_second": len(indices) / clock.total,
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
@@ -278,7 +289,15 @@ class RlTrainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
-        return save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
+        past = self.source.state()
+        state = replace(
+            self.state,
+            policies_after={str(done): policy.version for done, policy in past.policies.items()},
+            drawn_by={str(step): version for step, version in past.drawn_by.items()},
+        )
+        policies = {policy.version: policy for policy in past.policies.values()}
+        keep = self.config.save_total_limit
+        return save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""
@@ -306,15 +325,34 @@ class RlTrainer:
             seed=seed,
         )
 
-    def _schedule(self) -> Schedule:
+    def _make_source(self, resume: Path | None) -> Source:
+        state = self.state
+        held = {} if resume is None else load_policies(resume)
+        past = PastState(
+            policies={int(done): held[version] for done, version in state.policies_after.items()},
+            drawn_by={int(step): version for step, version in state.drawn_by.items()},
+        )
+        return make_source(
+            self.config,
+            self.model,
+            self.rollouts,
+            self._orders,
+            past,
+            step=state.step,
+            policy_version=state.policy_version,
+        )
+
+    def _schedule(self, *, of_present: bool) -> Schedule:
+        """of_present: the present policy drew all answers."""
         config = self.config
+        ratio_is_one = not config.lora_dropout and (of_present or config.correction != "behaviour")
         return Schedule(
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
             micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
             max_tokens=config.max_tokens_per_micro_batch,
-            # dropout masks are the update's alone
-            max_mismatch=MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config) if not config.lora_dropout else None,
+            # not where dropout masks are the update's alone, or ratios are to an older policy
+            max_mismatch=MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config) if ratio_is_one else None,
             target_kl=config.target_kl,
         )
 
@@ -398,7 +436,8 @@ class _Clock:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # once per phase, or the next phase would be charged for this one
+            # once per phase, or the next phase would be charged for this one; a generator's stream is not waited for
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter()
 
     def lap(self, phase: str) -> None:
@@ -406,6 +445,11 @@ class _Clock:
         now = self._now()
         self.seconds[phase] = now - self._last
         self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Time since the last lap belongs to these phases."""
+        self.seconds |= seconds
+        self._last = self._now()
 
     @property
     def total(self) -> float:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_engine.algorithms.importance import importance_weights, mismatch_metrics, sequence_log_ratio
+from rlhf_engine.algorithms.importance import importance_weights, sequence_log_ratio, weight_metrics
 from rlhf_engine.hydra import PackedBatch
 
 # answers of 2, 1 and 3 tokens; ratios 2, 1/2 | 4 | 1, 1/2, 1/2
@@ -31,31 +31,31 @@ def test_sequence_level_by_hand():
 
 
 def test_metrics_by_hand():
-    token = mismatch_metrics(LOG_RATIO, BATCH, mode="token_truncate", clip_max=3.0)
-    assert token["mismatch/rollout_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in RATIOS) / 6)
-    assert token["mismatch/worst_sequence"] == pytest.approx(math.log(4))
-    assert token["mismatch/truncated_ratio"] == pytest.approx(1 / 6)
+    token = weight_metrics(LOG_RATIO, BATCH, mode="token_truncate", clip_max=3.0)
+    assert token["k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in RATIOS) / 6)
+    assert token["worst_sequence"] == pytest.approx(math.log(4))
+    assert token["truncated_ratio"] == pytest.approx(1 / 6)
     # weights 2, 1/2, 3, 1, 1/2, 1/2: (7.5)² / (6 · 14.75)
-    assert token["mismatch/effective_sample_size"] == pytest.approx(7.5**2 / (6 * 14.75))
-    assert token["mismatch/importance_weight_mean"] == pytest.approx(7.5 / 6)
-    sequence = mismatch_metrics(LOG_RATIO, BATCH, mode="sequence_truncate", clip_max=3.0)
+    assert token["effective_sample_size"] == pytest.approx(7.5**2 / (6 * 14.75))
+    assert token["importance_weight_mean"] == pytest.approx(7.5 / 6)
+    sequence = weight_metrics(LOG_RATIO, BATCH, mode="sequence_truncate", clip_max=3.0)
     # weights 1, 3, 1/4, one per answer however long it is
-    assert sequence["mismatch/truncated_ratio"] == pytest.approx(1 / 3)
-    assert sequence["mismatch/effective_sample_size"] == pytest.approx(4.25**2 / (3 * (1 + 9 + 1 / 16)))
-    assert sequence["mismatch/rollout_k3"] == token["mismatch/rollout_k3"]
+    assert sequence["truncated_ratio"] == pytest.approx(1 / 3)
+    assert sequence["effective_sample_size"] == pytest.approx(4.25**2 / (3 * (1 + 9 + 1 / 16)))
+    assert sequence["k3"] == token["k3"]
 
 
 def test_engines_that_agree_change_nothing():
     zero = torch.zeros(6)
     for mode in ("token_truncate", "sequence_truncate"):
         assert torch.equal(importance_weights(zero, BATCH, mode=mode, clip_max=2.0), torch.ones(6))
-        found = mismatch_metrics(zero, BATCH, mode=mode, clip_max=2.0)
+        found = weight_metrics(zero, BATCH, mode=mode, clip_max=2.0)
         assert found == {
-            "mismatch/rollout_k3": 0.0,
-            "mismatch/worst_sequence": 0.0,
-            "mismatch/truncated_ratio": 0.0,
-            "mismatch/effective_sample_size": 1.0,
-            "mismatch/importance_weight_mean": 1.0,
+            "k3": 0.0,
+            "worst_sequence": 0.0,
+            "truncated_ratio": 0.0,
+            "effective_sample_size": 1.0,
+            "importance_weight_mean": 1.0,
         }
 
 
@@ -71,9 +71,7 @@ def test_ratios_beyond_floating_point_are_truncated_too():
     far = torch.tensor([200.0, -200.0, 200.0, 0.0, 0.0, 0.0])
     weights = importance_weights(far, BATCH, mode="token_truncate", clip_max=2.0)
     assert torch.equal(weights, torch.tensor([2.0, 0.0, 2.0, 1.0, 1.0, 1.0]))
-    assert mismatch_metrics(far, BATCH, mode="token_truncate", clip_max=2.0)[
-        "mismatch/truncated_ratio"
-    ] == pytest.approx(1 / 3)
+    assert weight_metrics(far, BATCH, mode="token_truncate", clip_max=2.0)["truncated_ratio"] == pytest.approx(1 / 3)
 
 
 def test_weighting_advantages_is_weighting_the_loss_of_each_token():

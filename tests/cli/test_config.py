@@ -46,6 +46,8 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         vllm_adapter_dir=None, vllm_server_adapter_dir=None, vllm_canary_bound=None,
         vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
+        async_mode="off", max_staleness=1, async_policy="fixed", async_timeout=600.0, generator_threads=None,
+        batches_per_policy=1, off_policy_correction=None, off_policy_clip_max=2.0,
     )  # fmt: skip
     assert values == expected
 
@@ -64,6 +66,19 @@ def test_defaults_and_flag_names_of_reward() -> None:
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
         kernels="auto", seed=0,
     )  # fmt: skip
+
+
+def test_an_option_with_a_name_that_python_keeps(tmp_path: Path) -> None:
+    assert parse("--async", "overlap") == parse("--async_mode=overlap") == parse("--async=overlap")
+    path = tmp_path / "config.yaml"
+    path.write_text("async: overlap\nmax_staleness: 2\n")
+    found = parse("--config", str(path))
+    assert (found.async_mode, found.max_staleness) == ("overlap", 2)
+    path.write_text("async: overlap\nasync_mode: replay\n")
+    with pytest.raises(ConfigError, match="async_mode: given twice in"):
+        parse("--config", str(path))
+    with pytest.raises(ConfigError, match="did you mean --async"):
+        parse("--asinc", "overlap")
 
 
 def test_kernel_names_are_those_of_the_registry() -> None:

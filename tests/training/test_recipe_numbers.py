@@ -32,14 +32,14 @@ SCORED = ScoredRollout(
     groups_N=torch.tensor([0, 0, 1, 1]),
     scores_N=torch.tensor(SCORES),
     greedy_scores_N=torch.tensor(GREEDY),
-    logprobs_M=-1 - 0.3 * numbers(0).abs(),
+    old_logprobs_M=-1 - 0.3 * numbers(0).abs(),
     ref_logprobs_M=-1 - 0.3 * numbers(1).abs(),
     kl_M=0.1 * numbers(2),
     values_M=numbers(3),
     weights_M=1 + 0.1 * numbers(4),
     metrics={},
 )
-POLICY_M = SCORED.logprobs_M + 0.3 * numbers(5)
+POLICY_M = SCORED.old_logprobs_M + 0.3 * numbers(5)
 """Log-probs of the policy in the update."""
 
 
@@ -51,7 +51,7 @@ class Answer:
         rows = slice(first, first + LENGTHS[i][1])
         self.length, self.score, self.greedy, self.group = LENGTHS[i][1], SCORES[i], GREEDY[i], i // 2
         self.policy = policy_M[rows]
-        self.old, self.ref, self.kl = (x[rows] for x in (SCORED.logprobs_M, SCORED.ref_logprobs_M, SCORED.kl_M))
+        self.old, self.ref, self.kl = (x[rows] for x in (SCORED.old_logprobs_M, SCORED.ref_logprobs_M, SCORED.kl_M))
         self.values, self.weights = SCORED.values_M[rows], SCORED.weights_M[rows]
         self.ratio = self.policy.sum() - self.old.sum()
         self.to_ref = self.policy.sum() - self.ref.sum()
@@ -206,7 +206,7 @@ def test_values_are_taught_the_returns_of_each_algorithm():
     to_go = torch.cat([a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)
     torch.testing.assert_close(policy.output.advantage_M, SCORED.weights_M * (to_go - SCORED.values_M))
-    assert torch.equal(policy.output.old_logprob_M, SCORED.logprobs_M)
+    assert torch.equal(policy.output.old_logprob_M, SCORED.old_logprobs_M)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])

@@ -78,6 +78,7 @@ def lesson_of(trainer, **changes):
         made,
         texts,
         columns,
+        policy_version=0,
         first_step_from_reference=True,
     )
     return make_lesson(made, scored), scored, rollout
@@ -118,7 +119,8 @@ def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, r
     for name, gradient in whole.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=name)
-    for name in stats.keys() - {"micro_batch_size"}:
+    # before the first update margins are 0 up to rounding, which decides how many are above it
+    for name in stats.keys() - {"micro_batch_size", "rewards/accuracies"}:
         assert other_stats[name] == pytest.approx(stats[name], rel=1e-4, abs=1e-5), name
 
 

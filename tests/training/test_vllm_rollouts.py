@@ -12,7 +12,8 @@ import torch
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout.request import row_seed
-from rlhf_engine.training.experience import Layout, _correct, score_rollout
+from rlhf_engine.training.correction import correct_age, correct_engine
+from rlhf_engine.training.experience import Layout, score_rollout
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.recipes import ppo_experience
 from rlhf_engine.training.rl import RlTrainer
@@ -125,6 +126,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
             chosen,
             trainer.train_set.texts(indices),
             columns,
+            policy_version=0,
             first_step_from_reference=True,
         )
         return ppo_experience(chosen, scored), scored.metrics
@@ -181,10 +183,12 @@ def test_every_ratio_that_is_not_finite_is_refused(model, server, tmp_path, bad)
     trainer.rollouts.sync(0)
     rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
-    _correct(log_ratio_M, rollout.batch, rollout, trainer.config)
+    correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout, trainer.config)
     log_ratio_M[1] = bad
     with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
-        _correct(log_ratio_M, rollout.batch, rollout, trainer.config)
+        correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout, trainer.config)
+    with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
+        correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
 
 
 def test_answers_without_a_reward_take_their_weights_with_them(model, server, tmp_path):

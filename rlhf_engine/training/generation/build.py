@@ -1,0 +1,64 @@
+"""From a configuration to what the training loop gets its answers from."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.rollout import EngineOptions
+from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.training.build import BEHAVIOUR
+from rlhf_engine.training.generation.drawing import OrderDrawer
+from rlhf_engine.training.generation.orders import StepOrders
+from rlhf_engine.training.generation.sources import (
+    Concurrent,
+    OwnPolicy,
+    PastPolicies,
+    PastState,
+    PolicyTracker,
+    Source,
+)
+from rlhf_engine.training.generation.staleness import StalenessRule
+from rlhf_engine.training.generation.thread import GeneratorThread
+from rlhf_engine.training.generation.versions import VersionStore
+
+
+def make_source(
+    config: TrainConfig,
+    model: HydraModel,
+    rollouts: Rollouts,
+    orders: StepOrders,
+    past: PastState,
+    *,
+    step: int,
+    policy_version: int,
+) -> Source:
+    """past: what a checkpoint holds; step, policy_version: where the run is."""
+    if not config.draws_beside:
+        return OwnPolicy(rollouts, orders)
+    store, stop = VersionStore(), threading.Event()
+    tracker = PolicyTracker(model, past, done=step, version=policy_version)
+    rule = StalenessRule.of(config)
+    in_flight = config.async_policy == "in_flight"
+    draw = OrderDrawer(model, store, EngineOptions.of(config), in_flight=in_flight, stopped=stop.is_set)
+    if config.async_mode != "overlap":
+        return PastPolicies(draw, store, tracker, orders, rule)
+    device = model.role_backbone(BEHAVIOUR).device
+    threads = None
+    if device.type == "cpu":
+        threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
+    return Concurrent(
+        lambda: GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads),
+        store,
+        tracker,
+        orders,
+        rule,
+        step=step,
+        total_steps=config.max_steps,
+        timeout=config.async_timeout,
+        mixed=in_flight,
+        drawn_by=past.drawn_by,
+    )

@@ -1,0 +1,65 @@
+"""Drawing the answers of an order on a model, by the policy that the order names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.rollout import EngineOptions, Request, Rollout, RolloutEngine
+from rlhf_engine.rollout.generate import collect
+from rlhf_engine.training.build import BEHAVIOUR
+from rlhf_engine.training.generation.orders import Order
+from rlhf_engine.training.generation.versions import Snapshot, VersionStore, put
+
+
+class StoppedError(Exception):
+    """The drawing was called off."""
+
+
+class OrderDrawer:
+    """Draws orders in the lane of `behaviour`, one at a time."""
+
+    def __init__(
+        self,
+        model: HydraModel,
+        store: VersionStore,
+        options: EngineOptions | None = None,
+        *,
+        in_flight: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """in_flight: answers that are being written go on with each newer policy. stopped: asked before every token."""
+        backbone = model.role_backbone(BEHAVIOUR)
+        self._model, self._options, self._store = model, options, store
+        self._slot = backbone.slot(BEHAVIOUR)
+        self._in_flight, self._stopped = in_flight, stopped
+        self._held: Snapshot | None = None
+        self.beat = time.monotonic()
+        """When it last was seen at work."""
+
+    def __call__(self, order: Order) -> Rollout:
+        """Raises StoppedError once `stopped`, and what drawing raises."""
+        self.beat = time.monotonic()
+        self._hold(self._store.newest() if self._in_flight else self._store.get(order.version))
+        requests = [
+            Request(prompt=prompt, sample_id=sample_id, role=BEHAVIOUR, greedy=greedy)
+            for prompt, sample_id, greedy in zip(order.prompts, order.sample_ids, order.greedy, strict=True)
+        ]
+        engine = RolloutEngine(self._model, order.sampling, requests, options=self._options)
+        answers = []
+        while not engine.finished:
+            if self._stopped():
+                raise StoppedError(order.name)
+            if self._in_flight:
+                self._hold(self._store.newest())
+            assert self._held is not None
+            engine.policy_version = self._held.version
+            answers += engine.step()
+            self.beat = time.monotonic()
+        return collect(requests, answers, order.sampling, engine.backbone.device, stats=engine.stats)
+
+    def _hold(self, snapshot: Snapshot) -> None:
+        if self._held is not snapshot:
+            put(snapshot, self._slot)
+            self._held = snapshot

@@ -1,0 +1,103 @@
+"""What is to be drawn for a step: a function of (data, seed, step), whoever draws it and whenever."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.data import PromptSet, batch_indices
+from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.training.experience import Layout
+
+
+class Questions(NamedTuple):
+    """The answers that a step learns from."""
+
+    indices: list[int]
+    """Row of the training data of each answer."""
+    layout: Layout
+    sample_ids: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Answers to draw: those of a step, or a share of them."""
+
+    step: int
+    """They are learned from in that step, counted from 0."""
+    share: int
+    """Which share of the step."""
+    n_shares: int
+    version: int
+    """Of the policy that is to draw them."""
+    prompts: tuple[tuple[int, ...], ...]
+    greedy: tuple[bool, ...]
+    sample_ids: tuple[int, ...]
+    sampling: SamplingConfig
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        part = f", share {self.share + 1} of {self.n_shares}" if self.n_shares > 1 else ""
+        return f"the answers of step {self.step + 1}{part}"
+
+
+class StepOrders:
+    """Questions and orders of every step of a run."""
+
+    def __init__(
+        self, config: TrainConfig, prompts: PromptSet, sampling: SamplingConfig, *, step: int, samples: int
+    ) -> None:
+        """step, samples: how far the run was when it began or was taken up: steps done, answers drawn."""
+        self._config, self._prompts, self._sampling = config, prompts, sampling
+        self._step, self._samples = step, samples
+
+    def questions(self, step: int) -> Questions:
+        """Of a step."""
+        config = self._config
+        rows = batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed)
+        layout = Layout.of(len(rows), config.generations, with_greedy=config.algorithm == "remax")
+        indices = [rows[group] for group in layout.groups]
+        first = self._samples + (step - self._step) * len(indices)
+        return Questions(indices, layout, range(first, first + len(indices)))
+
+    def orders(self, step: int, version: int, n_shares: int = 1) -> list[Order]:
+        """A step's answers in nearly equal shares; the answers to a prompt stay together."""
+        indices, layout, ids = self.questions(step)
+        n_prompts = len(indices) // self._config.generations
+        n_shares = min(n_shares, n_prompts)
+        bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+        return [
+            Order(
+                step=step,
+                share=i,
+                n_shares=n_shares,
+                version=version,
+                prompts=tuple(tuple(self._prompts.ids[j]) for j in indices[a:b]),
+                greedy=tuple(layout.greedy[a:b]),
+                sample_ids=tuple(ids[a:b]),
+                sampling=self._sampling,
+            )
+            for i, (a, b) in enumerate(itertools.pairwise(bounds))
+        ]
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """One rollout of the shares of a step, in their order."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    first = rollouts[0]
+    return Rollout(
+        batch=PackedBatch.concat([rollout.batch for rollout in rollouts]),
+        logprobs_M=torch.cat([rollout.logprobs_M for rollout in rollouts]),
+        versions_M=torch.cat([rollout.versions_M for rollout in rollouts]),
+        finish_reasons=tuple(reason for rollout in rollouts for reason in rollout.finish_reasons),
+        filtered=any(rollout.filtered for rollout in rollouts),
+        stats=first.stats.beside(*(rollout.stats for rollout in rollouts[1:])),
+    )
