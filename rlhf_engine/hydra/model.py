@@ -59,7 +59,7 @@ class Scores:
     ref_logprobs_M: torch.Tensor | None = None
     """fp32 [M], reference."""
     past_logprobs_M: torch.Tensor | None = None
-    """fp32 [M], past: the actor as it was."""
+    """fp32 [M], past or behaviour: the actor as it was."""
     kl_M: torch.Tensor | None = None
     """fp32 [M], exact KL(actor ‖ reference) over the vocabulary, nats; only with `exact_kl=True`."""
     values_M: torch.Tensor | None = None
@@ -289,13 +289,14 @@ class HydraModel(nn.Module):
 
         Above `token_budget` tokens of all lanes, the lanes go one after another, over groups of sequences of up to
         that many tokens: fewer and larger groups than with lanes together, so that heads read their weight less often.
-        Role names say what is read: `actor`, `reference` and `past` give log-probs, `critic` values, `reward` rewards.
+        Role names say what is read: `actor` and `reference` give log-probs, as does one of `past` and `behaviour`;
+        `critic` values, `reward` rewards.
         exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. Raises ValueError for an unknown role.
         """
         readers: dict[str, Output] = {
             "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
             "reference": Logprobs(role="reference", temperature=temperature),
-            "past": Logprobs(role="past", temperature=temperature),
+            **{name: Logprobs(role=name, temperature=temperature) for name in ("past", "behaviour")},
             "critic": Values(role="critic"),
             "reward": Rewards(role="reward"),
         }
@@ -455,7 +456,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def _scores(found: Mapping[str, Any]) -> Scores:
     pair, actor, reference = found.get("pair"), found.get("actor"), found.get("reference")
-    past = found.get("past")
+    past = found.get("past") or found.get("behaviour")
     return Scores(
         logprobs_M=pair.logprob_a if pair else actor.logprob if actor else None,
         entropies_M=pair.entropy if pair else actor.entropy if actor else None,

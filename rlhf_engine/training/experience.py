@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.devices import is_out_of_memory, release_memory
-from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
+from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.build import PAST
 from rlhf_engine.training.correction import Corrected, correct_age, correct_engine
+from rlhf_engine.training.lanes import FrozenScores, score_frozen, score_in_memory
 from rlhf_engine.training.scoring import AnswerScorer, ScoredAnswers, mean_or_none
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
@@ -90,14 +91,16 @@ def score_rollout(
     columns: Mapping[str, Sequence[Any]],
     *,
     policy_version: int,
+    frozen: FrozenScores | None = None,
     past: bool = False,
     first_step_from_reference: bool,
 ) -> ScoredRollout:
     """Score a rollout.
 
-    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. past: an older one
-    drew the answers, and the slot `past` holds it. first_step_from_reference: the policy has not been updated yet and
-    started as the reference, so their log-probs must agree. Raises MismatchError if they or rollout and training
+    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. frozen: what
+    the generator has asked the frozen lanes; where it has not, past: the slot `past` holds the policy that drew the
+    answers. first_step_from_reference: the policy has not been updated yet and started as the reference, so their
+    log-probs must agree. Raises MismatchError if they or rollout and training
     log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no answer to
     learn from.
     """
@@ -108,8 +111,16 @@ def score_rollout(
     if not everything:
         rollout_logprobs_M = rollout_logprobs_M[rollout.batch.select_completion_rows(drawn)]
     critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_lane else [])
-    roles = ["actor", "reference", *([PAST] if past else []), *critic, *reward]
-    scores = _score_in_memory(model, batch, roles, config)
+    exact_kl = config.kl_estimator == "exact"
+    roles = ["actor", "reference", *critic, *reward]
+    if config.draws_beside:
+        roles = ["actor", *(["reference"] if exact_kl else []), *critic]
+        if frozen is None:
+            frozen = score_frozen(model, batch, config, past=PAST if past else None, reward=scorer.uses_lane)
+    scores = score_in_memory(model, batch, roles, temperature=config.temperature, exact_kl=exact_kl)
+    if frozen is not None:
+        known = {name: tensor for name, tensor in frozen._asdict().items() if tensor is not None}
+        scores = dataclasses.replace(scores, **known)
     _require_finite(rollout.logprobs_M, scores)
     logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
     assert logprobs_M is not None
@@ -118,8 +129,7 @@ def score_rollout(
     behind_M = policy_version - rollout.versions_M
     is_behind = bool((behind_M > 0).any())
     # where policies took turns within an answer, none of them can say again what it said
-    past_logprobs_M = scores.past_logprobs_M if past else rollout_logprobs_M
-    assert past_logprobs_M is not None
+    past_logprobs_M = scores.past_logprobs_M if scores.past_logprobs_M is not None else rollout_logprobs_M
     log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - rollout_logprobs_M
     _check_agreement(model, config, log_ratio_M, ref_logprobs_M - logprobs_M if first_step_from_reference else None)
 
@@ -191,6 +201,7 @@ def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
         "log-probs of the rollout": rollout_logprobs_M,
         "log-probs of the actor": scores.logprobs_M,
         "log-probs of the reference": scores.ref_logprobs_M,
+        "log-probs of the policy that drew": scores.past_logprobs_M,
         "values of the critic": scores.values_M,
         "scores of the reward role": scores.rewards_N,
     }
@@ -237,7 +248,8 @@ def _score_answers(
         lane_N[[i for i, greedy in enumerate(layout.greedy) if not greedy]] = drawn_rewards_N
         others = [i for i, twin in same.items() if twin is None]
         if others:
-            found = _score_in_memory(model, rollout.batch.select(others), ["reward"], config).rewards_N
+            chosen = rollout.batch.select(others)
+            found = score_in_memory(model, chosen, ["reward"], temperature=config.temperature).rewards_N
             assert found is not None
             if not found.isfinite().all():
                 raise NonFiniteError("scores of the reward role are not finite; no update was made from this rollout")
@@ -305,27 +317,6 @@ def _score_metrics(found: ScoredRollout, config: TrainConfig) -> dict[str, float
     if found.values_M is not None:
         metrics["value/mean"] = float(found.values_M.mean())
     return metrics
-
-
-def _score_in_memory(model: HydraModel, batch: PackedBatch, roles: Sequence[str], config: TrainConfig) -> Scores:
-    """`HydraModel.score`, with the model's token budget halved until it fits."""
-    exact_kl = config.kl_estimator == "exact" and {"actor", "reference"} <= set(roles)
-    while True:
-        try:
-            return model.score(batch, roles, temperature=config.temperature, exact_kl=exact_kl)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            # a larger budget than all lanes of all tokens, one between that and a single lane of them, or a smaller one
-            # than one sequence, changes nothing
-            together = len(roles) * batch.n_tokens
-            budget = together if model.token_budget >= together else min(model.token_budget, batch.n_tokens)
-            if budget <= max(batch.lengths):
-                raise MemoryLimitError(
-                    "scoring a single sequence does not fit into memory; shorten answers or use a smaller model"
-                ) from error
-        release_memory(model.device)  # here rather than above, where the error still holds the failed pass's tensors
-        model.token_budget = budget // 2
 
 
 def _check_mismatch(mismatch: torch.Tensor, model: HydraModel, config: TrainConfig) -> None:

@@ -196,8 +196,7 @@ class RlTrainer:
         sampled = self.source.draw(state.step, state.policy_version)
         clock.add(sampled.seconds)
         rollout, indices = sampled.rollout, questions.indices
-        past = sampled.policy is not None and sampled.policy.version != state.policy_version
-        if sampled.policy is not None and past:
+        if sampled.policy is not None and sampled.frozen is None:
             put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
         scored = score_rollout(
             self.model,
@@ -209,7 +208,8 @@ class RlTrainer:
             self.train_set.texts(indices),
             self.train_set.columns(indices),
             policy_version=state.policy_version,
-            past=past,
+            frozen=sampled.frozen,
+            past=sampled.policy is not None,
             first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
         )
         train_actor = state.step >= config.critic_warmup_steps
@@ -340,6 +340,7 @@ class RlTrainer:
             past,
             step=state.step,
             policy_version=state.policy_version,
+            reward=self.scorer.uses_lane,
         )
 
     def _schedule(self, *, of_present: bool) -> Schedule:

@@ -14,7 +14,7 @@ from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 from rlhf_engine.training.generation.drawing import StoppedError
-from rlhf_engine.training.generation.orders import Order
+from rlhf_engine.training.generation.orders import Answered, Order
 from rlhf_engine.training.generation.scheduler import Scheduler
 from rlhf_engine.training.generation.staleness import StalenessRule
 from rlhf_engine.training.generation.thread import WORKER, GeneratorThread
@@ -40,8 +40,8 @@ def make_orders(step: int, version: int, n_shares: int) -> list[Order]:
     ]
 
 
-def rollout_of(order: Order) -> Rollout:
-    return Rollout(
+def answered(order: Order) -> Answered:
+    rollout = Rollout(
         batch=PackedBatch.from_lists(order.prompts, [[order.step]], sample_ids=order.sample_ids),
         logprobs_M=torch.zeros(1),
         versions_M=torch.tensor([order.version]),
@@ -49,6 +49,7 @@ def rollout_of(order: Order) -> Rollout:
         filtered=False,
         stats=RolloutStats(tokens=1),
     )
+    return Answered(rollout, None)
 
 
 def policy(version: int) -> Snapshot:
@@ -61,11 +62,11 @@ class Stage:
     def __init__(self, seconds=lambda order: 0.0) -> None:
         self.seconds, self.orders, self.stop = seconds, [], threading.Event()
 
-    def __call__(self, order: Order) -> Rollout:
+    def __call__(self, order: Order) -> Answered:
         self.orders.append(order)
         if self.stop.wait(self.seconds(order)):
             raise StoppedError
-        return rollout_of(order)
+        return answered(order)
 
 
 def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
@@ -79,8 +80,8 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
     found = []
     for step in steps:
         answers = scheduler.take(step)
-        assert answers.rollout.batch.completion_tokens(0) == [step]
-        assert set(answers.rollout.versions_M.tolist()) == {answers.version}
+        assert answers.answered.rollout.batch.completion_tokens(0) == [step]
+        assert set(answers.answered.rollout.versions_M.tolist()) == {answers.version}
         found.append(step - answers.version)
         time.sleep(seconds(step))
         scheduler.publish(step + 1, policy(step + 1))
@@ -138,10 +139,10 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
 
 
 def test_what_a_generator_raises_reaches_the_learner():
-    def draw(order: Order) -> Rollout:
+    def draw(order: Order) -> Answered:
         if order.step == 2:
             raise ZeroDivisionError("of the third step")
-        return rollout_of(order)
+        return answered(order)
 
     transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
     rule = StalenessRule(max_staleness=1)
@@ -157,10 +158,10 @@ def test_what_a_generator_raises_reaches_the_learner():
 def test_a_generator_that_hangs_is_given_up():
     release = threading.Event()
 
-    def draw(order: Order) -> Rollout:
+    def draw(order: Order) -> Answered:
         if order.step == 1:
             release.wait(20)
-        return rollout_of(order)
+        return answered(order)
 
     transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
     rule = StalenessRule(max_staleness=1)
@@ -222,7 +223,7 @@ class Crowd:
             return list(self.orders)
 
     def finish(self, worker: str, order: Order) -> None:
-        self.tell(Drawn(worker=worker, order=order, rollout=rollout_of(order), seconds=0.1))
+        self.tell(Drawn(worker=worker, order=order, answered=answered(order), seconds=0.1))
 
 
 def crowd_of(names: list[str], total: int, **options) -> tuple[Crowd, Scheduler]:
@@ -244,7 +245,7 @@ def test_the_share_of_a_lost_generator_goes_to_another():
     crowd.finish("a", first)  # too late: nobody waits for it
     crowd.finish("b", again)
     answers = scheduler.take(0)
-    assert answers.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
+    assert answers.answered.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
     assert len(crowd.orders) == 3
     scheduler.close()
     assert crowd.closed
@@ -258,7 +259,7 @@ def test_one_that_joins_takes_part():
     assert worker == "late"
     crowd.finish("late", second)
     crowd.finish("a", first)
-    assert scheduler.take(0).rollout.batch.sample_ids == (0, 1)
+    assert scheduler.take(0).answered.rollout.batch.sample_ids == (0, 1)
     scheduler.close()
 
 

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.training.build import BEHAVIOUR
@@ -24,6 +24,7 @@ from rlhf_engine.training.generation.sources import (
 from rlhf_engine.training.generation.staleness import StalenessRule
 from rlhf_engine.training.generation.thread import GeneratorThread
 from rlhf_engine.training.generation.versions import VersionStore
+from rlhf_engine.training.lanes import FrozenScores, score_frozen
 
 
 def make_source(
@@ -35,17 +36,24 @@ def make_source(
     *,
     step: int,
     policy_version: int,
+    reward: bool,
 ) -> Source:
-    """past: what a checkpoint holds; step, policy_version: where the run is."""
+    """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores."""
     if not config.draws_beside:
         return OwnPolicy(rollouts, orders)
     store, stop = VersionStore(), threading.Event()
     tracker = PolicyTracker(model, past, done=step, version=policy_version)
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
-    draw = OrderDrawer(model, store, EngineOptions.of(config), in_flight=in_flight, stopped=stop.is_set)
+    options = EngineOptions.of(config)
     if config.async_mode != "overlap":
-        return PastPolicies(draw, store, tracker, orders, rule)
+        return PastPolicies(OrderDrawer(model, store, options), store, tracker, orders, rule)
+
+    def score(batch: PackedBatch) -> FrozenScores | None:
+        return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
+
+    hurry = threading.Event()
+    draw = OrderDrawer(model, store, options, in_flight=in_flight, score=score, hurry=hurry.is_set, stopped=stop.is_set)
     device = model.role_backbone(BEHAVIOUR).device
     threads = None
     if device.type == "cpu":
@@ -61,4 +69,5 @@ def make_source(
         timeout=config.async_timeout,
         mixed=in_flight,
         drawn_by=past.drawn_by,
+        hurry=hurry,
     )

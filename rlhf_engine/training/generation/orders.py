@@ -14,6 +14,7 @@ from rlhf_engine.data import PromptSet, batch_indices
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.training.experience import Layout
+from rlhf_engine.training.lanes import FrozenScores
 
 
 class Questions(NamedTuple):
@@ -46,6 +47,14 @@ class Order:
         """For messages."""
         part = f", share {self.share + 1} of {self.n_shares}" if self.n_shares > 1 else ""
         return f"the answers of step {self.step + 1}{part}"
+
+
+class Answered(NamedTuple):
+    """What a generator makes of an order."""
+
+    rollout: Rollout
+    frozen: FrozenScores | None
+    """Of the answers that are learned from; None where that is left to the learner"""
 
 
 class StepOrders:
@@ -88,12 +97,14 @@ class StepOrders:
         ]
 
 
-def join(rollouts: Sequence[Rollout]) -> Rollout:
-    """One rollout of the shares of a step, in their order."""
-    if len(rollouts) == 1:
-        return rollouts[0]
+def join(shares: Sequence[Answered]) -> Answered:
+    """The shares of a step, in their order, as one."""
+    if len(shares) == 1:
+        return shares[0]
+    rollouts = [share.rollout for share in shares]
+    scored = [share.frozen for share in shares if share.frozen is not None]
     first = rollouts[0]
-    return Rollout(
+    rollout = Rollout(
         batch=PackedBatch.concat([rollout.batch for rollout in rollouts]),
         logprobs_M=torch.cat([rollout.logprobs_M for rollout in rollouts]),
         versions_M=torch.cat([rollout.versions_M for rollout in rollouts]),
@@ -101,3 +112,4 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         filtered=any(rollout.filtered for rollout in rollouts),
         stats=first.stats.beside(*(rollout.stats for rollout in rollouts[1:])),
     )
+    return Answered(rollout, FrozenScores.concat(scored) if len(scored) == len(shares) else None)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.rollout import Rollout
-from rlhf_engine.training.generation.orders import Order, join
+from rlhf_engine.training.generation.orders import Answered, Order, join
 from rlhf_engine.training.generation.staleness import StalenessRule
 from rlhf_engine.training.generation.transport import Drawn, Event, Joined, Lost, Transport
 from rlhf_engine.training.generation.versions import Snapshot
@@ -30,7 +29,7 @@ _LOOK = 0.2
 class StepAnswers:
     """The answers of a step."""
 
-    rollout: Rollout
+    answered: Answered
     version: int
     """That they were asked of."""
     generate_seconds: float
@@ -58,13 +57,14 @@ class Scheduler:
         n_shares: int = 1,
         timeout: float = 600.0,
         drawn_by: Mapping[int, int] | None = None,
+        hurry: threading.Event | None = None,
     ) -> None:
         """policies: by steps done, those that may draw what is missing; the newest is that after `step` steps.
 
         step: the first one whose answers are to be drawn; total_steps: the last one is before it.
 
         n_shares: orders per step. timeout: seconds of silence after which a generator is given up. drawn_by: step →
-        version of steps that a run had begun to draw when it was stopped.
+        version of steps that a run had begun to draw when it was stopped. hurry: set while the learner waits.
         """
         self._transport, self._make_orders, self._rule = transport, make_orders, rule
         self._total, self._n_shares, self._timeout = total_steps, n_shares, timeout
@@ -73,6 +73,7 @@ class Scheduler:
         """Steps done → version of the policy after them."""
         self._drawn_by: dict[int, int] = {}
         self._asked = dict(drawn_by or {})
+        self._hurry = hurry or threading.Event()
         self._waiting: deque[Order] = deque()
         self._idle: list[str] = []
         self._running: dict[str, tuple[Order, float]] = {}
@@ -109,14 +110,16 @@ class Scheduler:
                         f"no generator is left to draw the answers of step {step + 1}; the last one ended with "
                         f"{type(cause).__name__}: {cause}"
                     ) from cause
+                self._hurry.set()
                 self._changed.wait()
+            self._hurry.clear()
             shares = self._shares.pop(step)
             ready = sum(self._complete(later) for later in self._shares)
             now = time.perf_counter()
             busy = self._busy + sum(now - since for _, since in self._running.values())
         drawn = [shares[i] for i in range(len(shares))]
         return StepAnswers(
-            rollout=join([share.rollout for share in drawn]),
+            answered=join([share.answered for share in drawn]),
             version=drawn[0].order.version,
             generate_seconds=max(share.seconds for share in drawn),
             wait_seconds=now - began,

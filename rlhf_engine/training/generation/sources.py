@@ -7,6 +7,7 @@ Concurrent     generators draw the answers of later steps meanwhile
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from rlhf_engine.training.generation.scheduler import Scheduler
 from rlhf_engine.training.generation.staleness import StalenessRule
 from rlhf_engine.training.generation.transport import Transport
 from rlhf_engine.training.generation.versions import Snapshot, VersionStore, take
+from rlhf_engine.training.lanes import FrozenScores
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,8 +32,10 @@ class Sampled:
     """The answers of a step and who drew them."""
 
     rollout: Rollout
+    frozen: FrozenScores | None
+    """What frozen lanes say of the answers, where the generator has asked them."""
     policy: Snapshot | None
-    """That drew them; None for the present one, or where several had a share in an answer."""
+    """That drew them, where answers are drawn beside the updates; None if several had a share in an answer."""
     generate_seconds: float
     """That drawing took, whether or not the learner waited for it."""
     seconds: dict[str, float]
@@ -87,7 +91,12 @@ class OwnPolicy:
         )
         seconds["generate"] = time.perf_counter() - began
         return Sampled(
-            rollout=rollout, policy=None, generate_seconds=seconds["generate"], seconds=seconds, metrics=synced
+            rollout=rollout,
+            frozen=None,
+            policy=None,
+            generate_seconds=seconds["generate"],
+            seconds=seconds,
+            metrics=synced,
         )
 
     def learned(self, done: int, version: int) -> None:
@@ -144,10 +153,15 @@ class PastPolicies:
         policy = self._after[max(known) if known else min(self._after)]
         (order,) = self._orders.orders(step, policy.version)
         began = time.perf_counter()
-        rollout = self._draw(order)
+        rollout, frozen = self._draw(order)
         seconds = time.perf_counter() - began
         return Sampled(
-            rollout=rollout, policy=policy, generate_seconds=seconds, seconds={"generate": seconds}, metrics={}
+            rollout=rollout,
+            frozen=frozen,
+            policy=policy,
+            generate_seconds=seconds,
+            seconds={"generate": seconds},
+            metrics={},
         )
 
     def learned(self, done: int, version: int) -> None:
@@ -184,6 +198,7 @@ class Concurrent:
         mixed: bool = False,
         n_shares: int = 1,
         drawn_by: Mapping[int, int] | None = None,
+        hurry: threading.Event | None = None,
     ) -> None:
         """transport: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
 
@@ -202,6 +217,7 @@ class Concurrent:
             n_shares=n_shares,
             timeout=timeout,
             drawn_by=drawn_by,
+            hurry=hurry,
         )
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
@@ -229,11 +245,14 @@ class Concurrent:
             "async/speedup": (found.generate_seconds + learning) / max(wall, longer),
         }
         policy = None if self._mixed else self._store.get(found.version)
-        for tensor in (found.rollout.batch.tokens_T, found.rollout.logprobs_M, found.rollout.versions_M):
-            if tensor.is_cuda:  # made on a generator's stream
+        rollout, frozen = found.answered
+        made = [rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *(frozen or ())]
+        for tensor in made:
+            if tensor is not None and tensor.is_cuda:  # made on a generator's stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return Sampled(
-            rollout=found.rollout,
+            rollout=rollout,
+            frozen=frozen,
             policy=policy,
             generate_seconds=found.generate_seconds,
             seconds={"wait": found.wait_seconds},

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.generation.drawing import StoppedError
-from rlhf_engine.training.generation.orders import Order
+from rlhf_engine.training.generation.orders import Answered, Order
 from rlhf_engine.training.generation.transport import Drawn, Event, Joined, Lost
 from rlhf_engine.training.generation.versions import Snapshot, VersionStore
 
@@ -29,7 +28,7 @@ class GeneratorThread:
 
     def __init__(
         self,
-        draw: Callable[[Order], Rollout],
+        draw: Callable[[Order], Answered],
         store: VersionStore,
         *,
         stop: threading.Event,
@@ -102,13 +101,13 @@ class GeneratorThread:
             began = time.perf_counter()
             try:
                 with self._stream():
-                    rollout = self._draw(order)
+                    answered = self._draw(order)
             except StoppedError:
                 return
             except BaseException as error:
                 self._events.put(Lost(worker=WORKER, cause=error))
                 return
-            self._events.put(Drawn(worker=WORKER, order=order, rollout=rollout, seconds=time.perf_counter() - began))
+            self._events.put(Drawn(worker=WORKER, order=order, answered=answered, seconds=time.perf_counter() - began))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:

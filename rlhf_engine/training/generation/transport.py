@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlhf_engine.rollout import Rollout
-from rlhf_engine.training.generation.orders import Order
+from rlhf_engine.training.generation.orders import Answered, Order
 from rlhf_engine.training.generation.versions import Snapshot
 
 
@@ -20,7 +19,7 @@ class Drawn:
 
     worker: str
     order: Order
-    rollout: Rollout
+    answered: Answered
     seconds: float
     """That it took."""
 
