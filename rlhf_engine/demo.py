@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.config import DemoConfig, SFTConfig, TrainConfig
-from rlhf_engine.data import PromptSet
+from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig
 from rlhf_engine.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
@@ -80,42 +79,24 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
     output = _fresh_folder(Path(config.output_dir))
-    task = DemoTask(config.seed)
-    paths = _write_data(task, size, output)
-    _write_model(size, output / "init", config.seed)
-    sft = SftTrainer(
-        SFTConfig(
-            model_name_or_path=str(output / "init"),
-            output_dir=str(output / "sft"),
-            dataset_name=str(paths["pairs"]),
-            mode="full",
-            gamma=0.5,
-            max_steps=size.sft_steps,
-            per_device_train_batch_size=24,
-            learning_rate=2e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=size.sft_steps // 20,
-            kernels=config.kernels,
-            seed=config.seed,
-        )
+    sft_metrics = make_start(
+        output,
+        size,
+        seed=config.seed,
+        kernels=config.kernels,
+        on_step=lambda step, metrics: on_step("sft", step, size.sft_steps, metrics),
     )
-    sft_metrics = sft.run(lambda step, metrics: on_step("sft", step, size.sft_steps, metrics))
     seconds_sft = time.perf_counter() - began
-    del sft
-    trainer = RlTrainer(_rl_config(config, size, output, paths))
-    heldout = trainer.eval_set
-    assert heldout is not None
-    before = _answers(trainer, heldout, role="reference")
+    trainer = RlTrainer(_rl_config(config, size, output))
+    before = heldout_answers(trainer, "reference")
     rl_began = time.perf_counter()
     trainer.run(lambda step, metrics: on_step("rl", step, size.rl_steps, metrics))
     seconds_rl = time.perf_counter() - rl_began
-    after = _answers(trainer, heldout, role="actor")
+    after = heldout_answers(trainer, "actor")
     held = trainer.model.held_parameters()
     base = sum(p.numel() for _, p in trainer.model.backbone().base_parameters())
     result = DemoResult(
-        win_rate=_mean(
-            [prefer(p, a, b) for p, a, b in zip(after.prompts, after.completions, before.completions, strict=True)]
-        ),
+        win_rate=win_rate(after, before),
         kl=trainer.kl_to_reference(after.rollout),
         reward_before=_mean([s for s in before.scores if s is not None]),
         reward_after=_mean([s for s in after.scores if s is not None]),
@@ -135,6 +116,52 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     return result, before, after
 
 
+def make_start(
+    folder: Path,
+    size: DemoSize,
+    *,
+    seed: int,
+    kernels: Kernels = "auto",
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> dict[str, float]:
+    """Data and a supervised model with a reward head, where RL starts; metrics of its last step.
+
+    Writes sft/ (the model), train.jsonl and heldout.jsonl (prompts) into the folder, and what they were made from.
+    """
+    pairs = _write_data(DemoTask(seed), size, folder)
+    _write_model(size, folder / "init", seed)
+    trainer = SftTrainer(
+        SFTConfig(
+            model_name_or_path=str(folder / "init"),
+            output_dir=str(folder / "sft"),
+            dataset_name=str(pairs),
+            mode="full",
+            gamma=0.5,
+            max_steps=size.sft_steps,
+            per_device_train_batch_size=24,
+            learning_rate=2e-3,
+            lr_scheduler_type="cosine",
+            warmup_steps=size.sft_steps // 20,
+            kernels=kernels,
+            seed=seed,
+        )
+    )
+    return trainer.run(on_step)
+
+
+def heldout_answers(trainer: RlTrainer, role: str) -> Answers:
+    """One answer of a role to each held-out prompt."""
+    prompts = trainer.eval_set
+    assert prompts is not None
+    return trainer.answer(prompts, list(range(len(prompts.rows))), role=role, seed=trainer.config.seed + 1)
+
+
+def win_rate(answers: Answers, others: Answers) -> float:
+    """Share of prompts where the true preference picks the first; a tie counts half."""
+    pairs = zip(answers.prompts, answers.completions, others.completions, strict=True)
+    return _mean([prefer(prompt, a, b) for prompt, a, b in pairs])
+
+
 _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"lam": 1.0, "num_mini_batches": 3, "num_ppo_epochs": 2, "critic_learning_rate": 2e-3},
     "reinforce": {"num_mini_batches": 3, "learning_rate": 1e-3, "critic_learning_rate": 2e-3},
@@ -147,20 +174,27 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 """What each algorithm needs beside the rest, which is the same for all; found on seeds that no table shows."""
 
 
-def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str, Path]) -> TrainConfig:
-    common: dict[str, Any] = {
-        "model_name_or_path": str(output / "sft"),
-        "output_dir": str(output / "rl"),
-        "dataset_name": str(paths["train"]),
-        "eval_dataset_name": str(paths["heldout"]),
-        "algorithm": config.algorithm,
-        "method": config.method,
+def rl_options(start: Path) -> dict[str, Any]:
+    """What RL on the task is like whatever the algorithm, from a folder of `make_start`."""
+    return {
+        "model_name_or_path": str(start / "sft"),
+        "dataset_name": str(start / "train.jsonl"),
+        "eval_dataset_name": str(start / "heldout.jsonl"),
         "reward_funcs": ["lane"],
         "lora_r": 16,
         "lora_alpha": 32.0,
         "temperature": 0.7,
         "missing_eos_penalty": 1.0,
         "max_completion_length": 40,
+    }
+
+
+def _rl_config(config: DemoConfig, size: DemoSize, output: Path) -> TrainConfig:
+    common: dict[str, Any] = {
+        **rl_options(output),
+        "output_dir": str(output / "rl"),
+        "algorithm": config.algorithm,
+        "method": config.method,
         "generation_batch_size": 96,
         "per_device_train_batch_size": 32,
         "learning_rate": 2e-3,
@@ -175,10 +209,6 @@ def _rl_config(config: DemoConfig, size: DemoSize, output: Path, paths: dict[str
     return TrainConfig(**{**common, **_ALGORITHMS[config.algorithm]})
 
 
-def _answers(trainer: RlTrainer, prompts: PromptSet, *, role: str) -> Answers:
-    return trainer.answer(prompts, list(range(len(prompts.rows))), role=role, seed=trainer.config.seed + 1)
-
-
 def _fresh_folder(output: Path) -> Path:
     """The demo's own folder, emptied if an earlier demo wrote it; anything else is left alone."""
     marker = output / ".rlhf-engine-demo"
@@ -191,17 +221,16 @@ def _fresh_folder(output: Path) -> Path:
     return output
 
 
-def _write_data(task: DemoTask, size: DemoSize, output: Path) -> dict[str, Path]:
+def _write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:
+    """Prompts, and the preference pairs whose file is returned."""
     rows = {
         "pairs": task.sft_pairs(size.n_pairs),
         "train": [{"prompt": p} for p in task.train_prompts(size.n_train_prompts)],
         "heldout": [{"prompt": p} for p in task.heldout_prompts(size.n_heldout_prompts)],
     }
-    paths = {}
     for name, found in rows.items():
-        paths[name] = output / f"{name}.jsonl"
-        paths[name].write_text("".join(json.dumps(row) + "\n" for row in found))
-    return paths
+        (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return output / "pairs.jsonl"
 
 
 def _write_model(size: DemoSize, folder: Path, seed: int) -> None:
