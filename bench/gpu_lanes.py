@@ -55,6 +55,13 @@ SHAPES = {  # options of a script, in full and with --quick
         ("--hidden", "2048", "--layers", "16", "--tokens", "512", "--batches", "1", "2", "4", "8", "16", "32"),
         ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
     ),
+    "overlap": (  # 1.3 B parameters
+        (
+            *("--hidden", "2048", "--layers", "24", "--batch", "64", "--micro-batch", "16", "--prompt-tokens", "256"),
+            *("--answer-tokens", "256", "--rounds", "2"),
+        ),
+        ("--hidden", "256", "--layers", "4", "--rounds", "1"),
+    ),
     "plan_check": (("llama", "gpt2", "qwen3"), ("llama",)),  # shapes, one a lane
     "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
         (
@@ -171,6 +178,7 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
     cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device", "lora_decode")]
     lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long"))
     lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long"))
+    lanes.append(_pytest("correct-overlap", ["tests/generation"], "gpu or not long"))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
         lanes.append(_pytest(name, ["tests/kernels"], "gpu", "-k", keyword))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -184,6 +192,8 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
         lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
     lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
+    options = ("--device", "cuda", "--dtype", "bfloat16", *SHAPES["overlap"][quick])
+    lanes.append(_bench("overlap", folder, *options))
     for shape in SHAPES["plan_check"][quick]:
         options = ("--device", "cuda", "--shape", shape)
         lanes.append(_bench("plan_check", folder, *options, name=f"plan_check-{shape}", part=shape))

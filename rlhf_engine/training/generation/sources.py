@@ -239,6 +239,7 @@ class Concurrent:
         longer = max(found.generate_seconds, learning)
         metrics = {
             "async/ready_steps": float(found.ready),
+            "async/generate_seconds": found.generate_seconds,
             "async/learner_utilisation": learning / wall,
             "async/generator_utilisation": min(1.0, (found.busy_seconds - busy) / wall),
             "async/speedup_bound": (found.generate_seconds + learning) / longer,

@@ -1,0 +1,68 @@
+"""A learner that is stopped while it publishes a policy: the run goes on as if it had never been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_engine.training.rl import RlTrainer
+from tests.generation.test_async_runs import steps_of
+from tests.training.test_data import train_config, write_model
+from tests.training.test_rl import same, trained
+
+# the third publication takes its time between two tensors, and says when it is there
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch
+from rlhf_engine import cli
+from rlhf_engine.training.generation import sources, versions
+
+take, clone, calls = versions.take, torch.Tensor.clone, []
+
+def slow_take(slot, version):
+    if version != 3:
+        return take(slot, version)
+    def slow_clone(tensor, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            Path(sys.argv[1]).touch()
+            time.sleep(60)
+        return clone(tensor, *args, **kwargs)
+    torch.Tensor.clone = slow_clone
+    return take(slot, version)
+
+sources.take = slow_take
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "term"])
+def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
+    model = write_model(tmp_path / "model")
+    options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
+    whole, _ = steps_of(model, tmp_path / "whole", **options)
+    config = train_config(model, tmp_path / "parts", **options)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    marker = tmp_path / "publishing"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    command = [sys.executable, "-c", PROGRAM, str(marker), "train", "--config", str(path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        until = time.monotonic() + 90
+        while not marker.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if not marker.exists():
+            process.kill()
+            raise AssertionError(process.communicate()[0].decode()[-3000:])
+        process.send_signal(how)
+        assert process.wait(20) == (130 if how == signal.SIGINT else -how)
+    assert RlTrainer(config).state.step == 2  # what had been published whole and saved
+    resumed, _ = steps_of(model, tmp_path / "parts", **options)
+    assert same(trained(whole), trained(resumed))
