@@ -155,6 +155,7 @@ def test_presets_of_an_axis_and_curves_over_another(tmp_path, sweep):
             sweep.Grid.read(write_grid(tmp_path / "bad.yaml", **changes))
 
 
+@pytest.mark.long
 def test_ppo_beside_remax(tmp_path):
     shown = run("ppo_vs_remax.py", "--quick", "--rounds", 1, "--out", tmp_path).stdout
     found = json.loads((tmp_path / "ppo_vs_remax.json").read_text())
@@ -164,6 +165,34 @@ def test_ppo_beside_remax(tmp_path):
     assert 0.4 < remax["state"] / ppo["state"] < 0.52  # one adapter and no head, of two and one
     assert remax["beyond_base"] < ppo["beyond_base"]
     assert "| remax / ppo |" in shown
+
+
+@pytest.mark.long
+def test_answers_drawn_beside_the_updates_and_in_turn(tmp_path):
+    shown = run("overlap.py", "--quick", "--rounds", 1, "--steps", 4, "--out", tmp_path).stdout
+    found = json.loads((tmp_path / "overlap.json").read_text())["medians"]
+    assert found["off"]["wait"] == 0
+    assert found["overlap"]["generate"] > 0
+    assert "| off |" in shown
+    assert run("overlap.py", "--quick", "--steps", 2, "--out", tmp_path, code=2).stderr.endswith("got 2\n")
+
+
+@pytest.mark.long
+def test_older_answers_goes_on_where_it_stopped(tmp_path):
+    arguments = ["--out", tmp_path / "out", "--work", tmp_path / "work", "--quick", "--seeds", 0, "--batches", 1, 4]
+    shown = run("off_policy.py", *arguments).stdout
+    assert shown.count("\n| ") == 8  # a row per loss and N
+    records = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.json")}
+    assert len(records) == 8
+    ages = json.loads(records["rloo_n4_seed0.json"])["curves"]["staleness/max"]
+    assert ages == [0, 1, 2, 3]
+    (tmp_path / "out" / "ppo_n1_seed0.json").unlink()
+    assert run("off_policy.py", *arguments).stdout == shown  # made again, the same
+    later = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.json")}
+    assert {name: text for name, text in later.items() if name != "ppo_n1_seed0.json"} == {
+        name: text for name, text in records.items() if name != "ppo_n1_seed0.json"
+    }
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.long
