@@ -8,8 +8,8 @@
 
 On the demo's task: every run starts from the supervised model of its seed, draws the same number of answers in batches
 of the same size, makes one update per batch, and is judged on held-out prompts by the true preference, which nothing in
-training sees. Only the age of the answers differs: of N batches in a row the first is of the present policy, the last is
-N − 1 updates behind. Of the learning rates 1e-4, 3e-4, 1e-3 and 3e-3 each loss has the one that did best at N = 1 on a seed
+training sees. Only the age of the answers differs: of N batches in a row the first is of the present policy, the last
+N − 1 updates behind. Each loss has that learning rate of 1e-4, 3e-4, 1e-3 and 3e-3 which did best at N = 1 on a seed
 that is in no table.
 
 The paper's win rates are of Pythia-410M on TL;DR summaries, judged by a gold reward model: another task and size, so
