@@ -44,7 +44,8 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         state = PartialState(cpu=device == "cpu")
-        return cls(rank=state.process_index, size=state.num_processes, device=state.device)
+        found = state.device if state.device.type != "cpu" else torch.device("cpu")  # not cpu:1
+        return cls(rank=state.process_index, size=state.num_processes, device=found)
 
     @property
     def is_main(self) -> bool:

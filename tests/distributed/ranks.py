@@ -1,6 +1,7 @@
-"""What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, with a launcher's environment.
+"""What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, as a launcher would.
 
-FOLDER holds `plan.json`, a list of jobs {"name", "do", "config", …}; each leaves `NAME-RANK.json`, and tensors beside it.
+FOLDER holds `plan.json`, a list of jobs {"name", "do", "config", …}; each leaves `NAME-RANK.json`, perhaps with tensors
+beside it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "reward_funcs": ["patchy"], "num_generations": 2},
     "grpo-tokens": {"algorithm": "grpo", "loss_type": "bnpo"},
     "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["patchy"], "num_mini_batches": 1, "num_generations": 2},
-    "best_of_n": {"algorithm": "best_of_n"},
+    "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
     "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
 }
 STEPS = 2
@@ -70,12 +70,12 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
 def start(folder: Path, jobs: list[dict[str, Any]]) -> list[subprocess.Popen]:
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
             cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -92,6 +92,16 @@ def finish(processes: list[subprocess.Popen], timeout: float = 300) -> list[int]
     for text in errors:
         print(text[-3000:])  # shown where a test fails
     return [process.returncode for process in processes]
+
+
+def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in without_timings(expected).items():
+        if key == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-6:
+            continue  # before the first update a pair's margin is rounding, above 0 or below
+        # what measures rounding is as small, but another number; the variance explained of one answer cancels
+        tolerance = 1e-4 if key.startswith(("mismatch", "value/explained")) else ATOL
+        assert found[key] == pytest.approx(value, rel=RTOL, abs=tolerance), key
 
 
 def left(folder: Path, name: str, rank: int) -> Any:
@@ -146,11 +156,7 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
         torch.testing.assert_close(found[0][key], tensor, rtol=RTOL, atol=ATOL * max(1.0, float(tensor.abs().max())))
     for rank in range(2):
         for row, expected_row in zip(left(both, name, rank), rows, strict=True):
-            assert row.keys() == expected_row.keys()
-            for key, value in expected_row.items():
-                # what measures rounding itself is another number, as small
-                tolerance = 1e-4 if key.startswith("mismatch") else ATOL
-                assert row[key] == pytest.approx(value, rel=RTOL, abs=tolerance), key
+            assert_same_numbers(row, expected_row)
 
 
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(both):
@@ -170,14 +176,12 @@ def test_a_run_of_two_processes_goes_on_with_the_same_floats(both):
 def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_path):
     output = both / "whole" / "run"
     config = TrainConfig(**json.loads((output / "run.json").read_text())["config"])
-    alone = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "alone"), lora_dropout=0.2))
+    alone = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "alone")))
     alone.run()
     names = lambda folder: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())  # noqa: E731
     assert names(output) == names(alone.output)
     for row, expected in zip(*(read_metrics(f / "metrics.jsonl") for f in (output, alone.output)), strict=True):
-        assert row.keys() == expected.keys()
-        for key, value in without_timings(expected).items():
-            assert row[key] == pytest.approx(value, rel=RTOL, abs=1e-4 if key.startswith("mismatch") else ATOL), key
+        assert_same_numbers(row, expected)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_what_several_processes_are_not_served(options, message, model, tmp_path
 
 def test_shares():
     assert [list(share(5, rank, 3)) for rank in range(3)] == [[0, 1], [2], [3, 4]]
-    assert balanced([5, 1, 4, 2, 2], 2) == [[0, 3], [1, 2, 4]]
+    assert balanced([5, 1, 4, 2, 2], 2) == [[0, 4], [1, 2, 3]]
     assert balanced([3], 3) == [[0], [], []]
 
 
