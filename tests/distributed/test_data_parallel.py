@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo-shared-slot": {"method": "j_hydra_ppo", "critic_warmup_steps": 1, "lora_dropout": 0.2, "kl_estimator": "k3"},
     "ppo-few": {"generation_batch_size": 2},  # a minibatch is one answer: one rank has none
     "ppo-patchy": {"reward_funcs": ["patchy", "lane"]},
+    "ppo-four-backbones": {"method": "lora_ppo", "num_mini_batches": 1, "kl_estimator": "exact"},
     "reinforce": {"algorithm": "reinforce"},
     "remax": {"algorithm": "remax", "reward_funcs": ["patchy"]},
     "rloo": {"algorithm": "rloo", "num_generations": 2, "entropy_coef": 0.01},
