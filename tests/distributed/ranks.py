@@ -1,7 +1,7 @@
 """What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, as a launcher would.
 
-FOLDER holds `plan.json`, a list of jobs {"name", "do", "config", …}; each leaves `NAME-RANK.json`, perhaps with tensors
-beside it.
+FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json` and perhaps
+tensors beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,18 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
 
 def main(folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plan = json.loads((folder / "plan.json").read_text())
     # a file rather than a port, of which another process might take the one that was free
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    world = World.from_environment("cpu", timeout=60)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=plan["timeout"]),
+    )
+    world = World.from_environment("cpu", timeout=plan["timeout"])
     assert (world.rank, world.size, world.device) == (rank, size, torch.device("cpu"))
-    for job in json.loads((folder / "plan.json").read_text()):
+    for job in plan["jobs"]:
         (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(do(job, world, folder)))
     world.close()
 

@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
 }
 STEPS = 2
+WAIT = 240.0
+"""Seconds that a process waits for the other."""
 
 
 def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]:
@@ -68,9 +70,9 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
     return train_config(model, folder / name / "run", **options).to_dict()
 
 
-def start(folder: Path, jobs: list[dict[str, Any]]) -> list[subprocess.Popen]:
-    folder.mkdir(exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(jobs))
+def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT) -> list[subprocess.Popen]:
+    """timeout: seconds that a process waits for the other."""
+    (folder / "plan.json").write_text(json.dumps({"timeout": timeout, "jobs": jobs}))
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
@@ -124,10 +126,11 @@ def both(model, tmp_path_factory) -> Path:
     ]
     held_out = {"eval_dataset_name": jobs[0]["config"]["dataset_name"], "eval_steps": 2}
     run = {"save_steps": 1, "num_samples": 2, "lora_dropout": 0.2, **held_out}
-    jobs += [
-        {"name": "whole", "do": "run", "config": made(folder, "whole", model, **run)},
-        {"name": "resumed", "do": "run", "stop": 2, "config": made(folder, "resumed", model, **run)},
-    ]
+    replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 1}  # checkpoints hold past policies
+    for suffix, options in {"": run, "-replay": replay}.items():
+        whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
+        jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
+        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 2, "config": resumed})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
@@ -160,18 +163,19 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
             assert_same_numbers(row, expected_row)
 
 
-def test_a_run_of_two_processes_goes_on_with_the_same_floats(both):
-    whole, resumed = (load_file(both / f"{name}-0.safetensors") for name in ("whole", "resumed"))
-    other = load_file(both / "whole-1.safetensors")
+@pytest.mark.parametrize("suffix", ["", "-replay"])
+def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
+    whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
+    other = load_file(both / f"whole{suffix}-1.safetensors")
     assert whole.keys() == resumed.keys() == other.keys()
     assert all(torch.equal(whole[key], resumed[key]) and torch.equal(whole[key], other[key]) for key in whole)
     rows = [
-        [without_timings(row) for row in read_metrics(both / name / "run" / "metrics.jsonl")]
+        [without_timings(row) for row in read_metrics(both / f"{name}{suffix}" / "run" / "metrics.jsonl")]
         for name in ("whole", "resumed")
     ]
     assert rows[0] == rows[1]
     assert [row["step"] for row in rows[0]] == [1, 2, 3]
-    assert {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+    assert suffix or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
 
 
 def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_path):
@@ -207,7 +211,7 @@ def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
         found_kind, text, seconds = left(both, name, rank)
         assert found_kind == kind
         assert message in text
-        assert seconds < 30  # at once rather than at the group's timeout
+        assert seconds < WAIT / 2  # at once rather than after the longest wait
     if name == "raises":
         assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
 
@@ -256,3 +260,38 @@ def test_commands_for_one_process_say_so(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["sft", "--full"]) == 2
     assert "rlhf-engine sft, rank 1: sft: expected one process, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_process_does_not_wait_for_ever(model, tmp_path):
+    late = "import os, time\nif len(calls) > 1 and os.environ.get('RANK') == '1':\n    time.sleep(600)\n"
+    reward = write_reward(tmp_path, late + "return [1.0] * len(prompts)", "sleeps")
+    jobs = [{"name": "sleeps", "do": "fail", "config": made(tmp_path, "sleeps", model, reward_funcs=[reward])}]
+    processes = start(tmp_path, jobs, timeout=15)
+    try:
+        processes[0].communicate(timeout=300)
+        assert processes[1].poll() is None  # it sleeps on
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    kind, message, _ = left(tmp_path, "sleeps", 0)
+    assert kind == "RankError"
+    assert "rank 0 of 2 has lost another one" in message
+    assert "ddp_timeout" in message
+
+
+@pytest.mark.long
+def test_the_shipped_configuration_launches_a_run(model, tmp_path):
+    config = TrainConfig(**made(tmp_path, "cli", model, num_samples=1, max_steps=2))
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    launch += ["--config_file", str(ROOT / "examples" / "accelerate" / "data_parallel.yaml")]
+    command = [*launch, "-m", "rlhf_engine.cli", "train", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("model ") == 1  # the main process alone says so
+    output = Path(config.output_dir)
+    assert json.loads((output / "run.json").read_text())["processes"] == 2
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
+    assert (output / "final" / "adapter_model.safetensors").is_file()
