@@ -1,6 +1,6 @@
 """What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, as a launcher would.
 
-FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json` and perhaps
+FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json`, and maybe
 tensors beside it.
 """
 
