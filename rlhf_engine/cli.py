@@ -25,6 +25,7 @@ from rlhf_engine.config import (
     parse_config,
 )
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
+from rlhf_engine.launch import launched, launched_rank
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
         return 2
     try:
+        if name in _ALONE and launched() > 1:
+            raise ConfigError(f"{name}: expected one process, got {launched()}; train is what several can share")
         return _COMMANDS[name](rest)
     except KeyboardInterrupt:
         print(
@@ -68,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(name: str, error: Exception, code: int) -> int:
-    print(f"rlhf-engine {name}: {' '.join(str(error).split())}", file=sys.stderr)
+    rank = f", rank {launched_rank()}" if launched() > 1 else ""
+    print(f"rlhf-engine {name}{rank}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
 
@@ -119,18 +123,27 @@ def _train(argv: Sequence[str]) -> int:
     _prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.report import ASYNC_SHOWN, TrainingProgress
+    from rlhf_engine.training.distributed import World
     from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
 
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        trainer = RlTrainer(config)
-    if trainer.finished():
-        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
-        return 0
-    _say_what_was_left_out(trainer.reports.values())
-    shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
-    with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step, shown=shown) as progress:
-        trainer.run(progress.update)
+    with contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout)) as world:
+        with _as_request_errors():
+            trainer = RlTrainer(config, world)
+        finished = world.gather(trainer.finished())[0]
+        if not world.is_main:
+            if not finished:
+                trainer.run()
+            return 0
+        if finished:
+            print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
+            return 0
+        _say_what_was_left_out(trainer.reports.values())
+        shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
+        title = config.algorithm if world.size == 1 else f"{config.algorithm}, {world.size} processes"
+        with TrainingProgress(config.max_steps, title=title, step=trainer.state.step, shown=shown) as progress:
+            trainer.run(progress.update)
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
     return 0
@@ -318,6 +331,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "bench": _bench,
 }
+
+
+_ALONE = ("sft", "reward", "generate", "demo", "bench")
+"""Commands that several processes would only do several times, into the same files."""
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

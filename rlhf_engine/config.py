@@ -102,6 +102,9 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
     num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
+    ddp_timeout: float = option(
+        1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

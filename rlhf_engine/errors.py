@@ -35,5 +35,9 @@ class GeneratorError(EngineError, RuntimeError):
     """No generator is left that could draw answers; what ended the last one is the `__cause__`."""
 
 
+class RankError(EngineError, RuntimeError):
+    """Another process of the run could not go on; its message says which one and why, where that is known."""
+
+
 class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""

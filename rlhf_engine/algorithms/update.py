@@ -7,12 +7,13 @@ minibatch, so that micro-batches add up to its exact gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,7 +50,7 @@ class MicroBatch:
     rows_M: torch.Tensor
     """int64 [M], places of their tokens among those of all answers."""
     minibatch: Sequence[int]
-    """Places of all answers of the minibatch, over which means are taken."""
+    """Places of all answers of the minibatch, over which means are taken, whichever process they are learned in."""
 
 
 class Term(NamedTuple):
@@ -104,6 +105,18 @@ class Objective(ABC):
         return measured.floats()
 
 
+class Crew(Protocol):
+    """Processes that share the work on each minibatch and know all answers of the rollout."""
+
+    def own(self, sizes: Sequence[int]) -> list[int]:
+        """Which of a minibatch's units this process takes; every unit is some process's. sizes: tokens of each."""
+        ...
+
+    def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
+        """What all processes measure of a minibatch, and the schedule to go on with; the same on all of them."""
+        ...
+
+
 def update(
     model: HydraModel,
     objective: Objective,
@@ -111,10 +124,12 @@ def update(
     step: Callable[[], Mapping[str, float]],
     *,
     seed: int,
+    crew: Crew | None = None,
 ) -> dict[str, float]:
     """All epochs over one rollout; returns metrics averaged over the minibatches.
 
-    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role.
+    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. crew: others that do
+    a share of each minibatch; `step` then sums the gradients.
 
     A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
     that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises, before the
@@ -135,7 +150,10 @@ def update(
             k = objective.answers_per_unit
             indices = [unit * k + i for unit in units for i in range(k)]
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            stats, schedule = _accumulate_in_memory(model, objective, indices, schedule, dropout_seed)
+            own = indices if crew is None else _own(crew, objective, indices)
+            work = functools.partial(_accumulate_in_memory, model, objective, own, indices, schedule, dropout_seed)
+            measured, schedule = work() if crew is None else crew.together(work)
+            stats = objective.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
                 first_mismatch = stats.get("mismatch", 0.0)
@@ -177,14 +195,19 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
 
 
 def _accumulate_in_memory(
-    model: HydraModel, objective: Objective, indices: Sequence[int], schedule: Schedule, dropout_seed: int
-) -> tuple[dict[str, float], Schedule]:
-    """`_accumulate`, with smaller micro-batches until it fits; the statistics, and the schedule that fitted."""
+    model: HydraModel,
+    objective: Objective,
+    indices: Sequence[int],
+    minibatch: Sequence[int],
+    schedule: Schedule,
+    dropout_seed: int,
+) -> tuple[Measured, Schedule]:
+    """`_accumulate`, with smaller micro-batches until it fits; what it measured, and the schedule that fitted."""
     least = objective.answers_per_unit
     while True:
         parts = _micro_batches(objective, indices, schedule)
         try:
-            return _accumulate(model, objective, indices, parts, dropout_seed), schedule
+            return _accumulate(model, objective, minibatch, parts, dropout_seed), schedule
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -205,27 +228,43 @@ def _accumulate_in_memory(
 def _micro_batches(objective: Objective, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
     """A minibatch's answers by micro-batch; units stay whole."""
     k = objective.answers_per_unit
-    units = [indices[i : i + k] for i in range(0, len(indices), k)]
-    lengths = [sum(objective.batch.lengths[i] for i in unit) for unit in units]
-    parts = pack(lengths, max_rows=max(1, schedule.micro_batch_size // k), max_tokens=schedule.max_tokens)
+    units = _units(objective, indices)
+    rows = max(1, schedule.micro_batch_size // k)
+    parts = pack(_unit_lengths(objective, indices), max_rows=rows, max_tokens=schedule.max_tokens)
     return [[i for unit in part for i in units[unit]] for part in parts]
+
+
+def _units(objective: Objective, indices: Sequence[int]) -> list[Sequence[int]]:
+    k = objective.answers_per_unit
+    return [indices[i : i + k] for i in range(0, len(indices), k)]
+
+
+def _unit_lengths(objective: Objective, indices: Sequence[int]) -> list[int]:
+    """Tokens of each unit."""
+    return [sum(objective.batch.lengths[i] for i in unit) for unit in _units(objective, indices)]
+
+
+def _own(crew: Crew, objective: Objective, indices: Sequence[int]) -> list[int]:
+    """This process's share of a minibatch, of whole units; perhaps nothing."""
+    units = _units(objective, indices)
+    return [i for unit in crew.own(_unit_lengths(objective, indices)) for i in units[unit]]
 
 
 def _accumulate(
     model: HydraModel,
     objective: Objective,
-    indices: Sequence[int],
+    minibatch: Sequence[int],
     parts: Sequence[Sequence[int]],
     dropout_seed: int,
-) -> dict[str, float]:
-    """Gradients of one minibatch, micro-batch by micro-batch (`parts`); its metrics."""
+) -> Measured:
+    """Gradients of one minibatch, or of a part of it, micro-batch by micro-batch (`parts`); what they tell."""
     total = Measured()
     for chosen in parts:
         micro = MicroBatch(
             batch=objective.batch.select(chosen),
             indices=chosen,
             rows_M=objective.batch.select_completion_rows(chosen),
-            minibatch=indices,
+            minibatch=minibatch,
         )
         loss, results = _backward(model, micro.batch, objective.terms(micro), dropout_seed)
         for role in objective.discarded_roles:
@@ -233,7 +272,7 @@ def _accumulate(
                 p.grad = None
         total.add(Measured(sums={"loss": loss}))
         total.add(objective.measure(micro, results))
-    return objective.summarise(total)
+    return total
 
 
 def _backward(

@@ -104,7 +104,8 @@ def _sources(
 ) -> _Sources:
     base = config.model_name_or_path
     reward = config.reward_model_path
-    names = {role.backbone for role in roles.values()} - {"base"}
+    # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
+    names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
     # a backbone without a folder of its own starts as another copy of the base
     found: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
     if reward is None:

@@ -19,8 +19,10 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.build import PAST
 from rlhf_engine.training.correction import Corrected, correct_age, correct_engine
+from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.lanes import FrozenScores, score_frozen, score_in_memory
 from rlhf_engine.training.scoring import AnswerScorer, ScoredAnswers, mean_or_none
+from rlhf_engine.training.sharing import gather_answers, gather_scores
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -74,6 +76,14 @@ class Layout(NamedTuple):
         )
 
 
+class Joint(NamedTuple):
+    """What all ranks together have drawn for a step, each a share."""
+
+    world: World
+    rollout: Rollout
+    layout: Layout
+
+
 def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tuple[list[str], list[list[int]]]:
     """(texts without special tokens, token ids) of the N completions."""
     ids = [batch.completion_tokens(i) for i in range(batch.n_sequences)]
@@ -94,46 +104,44 @@ def score_rollout(
     frozen: FrozenScores | None = None,
     past: bool = False,
     first_step_from_reference: bool,
+    joint: Joint | None = None,
 ) -> ScoredRollout:
     """Score a rollout.
 
     prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. frozen: what
     the generator has asked the frozen lanes; where it has not, past: the slot `past` holds the policy that drew the
     answers. first_step_from_reference: the policy has not been updated yet and started as the reference, so their
-    log-probs must agree. Raises MismatchError if they or rollout and training
+    log-probs must agree. joint: where the rollout is one rank's share, all of it, which is what comes back scored.
+    Raises MismatchError if they or rollout and training
     log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no answer to
     learn from.
     """
-    drawn = [i for i, greedy in enumerate(layout.greedy) if not greedy]
-    everything = len(drawn) == rollout.batch.n_sequences
-    batch = rollout.batch if everything else rollout.batch.select(drawn)
-    rollout_logprobs_M = rollout.logprobs_M
-    if not everything:
-        rollout_logprobs_M = rollout_logprobs_M[rollout.batch.select_completion_rows(drawn)]
-    critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_lane else [])
-    exact_kl = config.kl_estimator == "exact"
-    roles = ["actor", "reference", *critic, *reward]
-    if config.draws_beside:
-        roles = ["actor", *(["reference"] if exact_kl else []), *critic]
-        if frozen is None:
-            frozen = score_frozen(model, batch, config, past=PAST if past else None, reward=scorer.uses_lane)
-    scores = score_in_memory(model, batch, roles, temperature=config.temperature, exact_kl=exact_kl)
-    if frozen is not None:
-        known = {name: tensor for name, tensor in frozen._asdict().items() if tensor is not None}
-        scores = dataclasses.replace(scores, **known)
-    _require_finite(rollout.logprobs_M, scores)
+    joint = joint or Joint(ALONE, rollout, layout)
+    world, own = joint.world, _drawn(rollout, layout)
+    asked = world.each(
+        "scoring answers",
+        lambda: _ask_lanes(model, rollout, own.batch, scorer, config, frozen=frozen, past=past),
+    )
+    scores = gather_scores(world, asked)
+    drawn, batch, rollout_logprobs_M = own if world.size == 1 else _drawn(joint.rollout, joint.layout)
     logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
     assert logprobs_M is not None
     assert ref_logprobs_M is not None
     assert scores.entropies_M is not None
-    behind_M = policy_version - rollout.versions_M
+    behind_M = policy_version - joint.rollout.versions_M
     is_behind = bool((behind_M > 0).any())
     # where policies took turns within an answer, none of them can say again what it said
     past_logprobs_M = scores.past_logprobs_M if scores.past_logprobs_M is not None else rollout_logprobs_M
     log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - rollout_logprobs_M
     _check_agreement(model, config, log_ratio_M, ref_logprobs_M - logprobs_M if first_step_from_reference else None)
 
-    scored = _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, scores.rewards_N, config)
+    own_scored = world.each(
+        "rewards",
+        lambda: _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, asked.rewards_N, config),
+    )
+    scored = gather_answers(world, own_scored)
+    rollout, layout = joint.rollout, joint.layout
+    everything = len(drawn) == rollout.batch.n_sequences
     kept = _kept(scored.totals, layout, least=config.least_drawn)
     if not kept:
         raise ConfigError(_nothing_left(scored.totals, config))
@@ -181,6 +189,50 @@ def score_rollout(
     )
     result.metrics.update(_score_metrics(result, config))
     return result
+
+
+class _Drawn(NamedTuple):
+    """The answers of a rollout that are not greedy."""
+
+    indices: list[int]
+    """their places in the rollout"""
+    batch: PackedBatch
+    logprobs_M: torch.Tensor
+    """of the rollout"""
+
+
+def _drawn(rollout: Rollout, layout: Layout) -> _Drawn:
+    drawn = [i for i, greedy in enumerate(layout.greedy) if not greedy]
+    if len(drawn) == rollout.batch.n_sequences:
+        return _Drawn(drawn, rollout.batch, rollout.logprobs_M)
+    rows_M = rollout.batch.select_completion_rows(drawn)
+    return _Drawn(drawn, rollout.batch.select(drawn), rollout.logprobs_M[rows_M])
+
+
+def _ask_lanes(
+    model: HydraModel,
+    rollout: Rollout,
+    batch: PackedBatch,
+    scorer: AnswerScorer,
+    config: TrainConfig,
+    *,
+    frozen: FrozenScores | None,
+    past: bool,
+) -> Scores:
+    """What all lanes say of the drawn answers. Raises NonFiniteError, naming the role, for what is not finite."""
+    critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_lane else [])
+    exact_kl = config.kl_estimator == "exact"
+    roles = ["actor", "reference", *critic, *reward]
+    if config.draws_beside:
+        roles = ["actor", *(["reference"] if exact_kl else []), *critic]
+        if frozen is None:
+            frozen = score_frozen(model, batch, config, past=PAST if past else None, reward=scorer.uses_lane)
+    scores = score_in_memory(model, batch, roles, temperature=config.temperature, exact_kl=exact_kl)
+    if frozen is not None:
+        known = {name: tensor for name, tensor in frozen._asdict().items() if tensor is not None}
+        scores = dataclasses.replace(scores, **known)
+    _require_finite(rollout.logprobs_M, scores)
+    return scores
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:

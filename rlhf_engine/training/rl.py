@@ -8,6 +8,7 @@ functions of (seed, step), so a resumed run makes the same floats as one that ne
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import sys
@@ -42,14 +43,16 @@ from rlhf_engine.training.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
+from rlhf_engine.training.distributed import ALONE, World, fingerprint, fingerprint_of_all, share
 from rlhf_engine.training.experience import (
     MISMATCH_MAX_FACTOR,
+    Joint,
     decode_answers,
     mismatch_bound,
     score_rollout,
 )
 from rlhf_engine.training.generation.build import make_source
-from rlhf_engine.training.generation.orders import StepOrders
+from rlhf_engine.training.generation.orders import StepOrders, gather_rollout
 from rlhf_engine.training.generation.sources import PastState, Source
 from rlhf_engine.training.generation.versions import put
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
@@ -65,6 +68,13 @@ from rlhf_engine.training.run_folder import (
     clear_later_steps,
 )
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
+from rlhf_engine.training.sharing import (
+    Crew,
+    require_same_start,
+    require_same_weights,
+    require_served,
+    sum_gradients,
+)
 
 SAMPLES_FILE = "samples.md"
 _BEFORE_FILE = "samples_before.json"
@@ -83,8 +93,18 @@ class Answers:
 class RlTrainer:
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, world: World = ALONE) -> None:
+        """world: the ranks of the run, of which this is one."""
+        require_served(config, world)
+        self.world = world
+        self.config = config if world.size == 1 else replace(config, device=str(world.device))
+        world.each("the start of the run", self._build)
+        if world.size > 1:
+            weights = fingerprint_of_all(self.model.parameters())
+            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self.state.step)
+
+    def _build(self) -> None:
+        config = self.config
         self.output = Path(config.output_dir)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
@@ -155,27 +175,51 @@ class RlTrainer:
         Writes run.json, metrics.jsonl, curves.png, samples.md and final/ into the output folder. An error leaves the
         last checkpoint and all metrics so far in place.
         """
+        world = self.world
+        before = world.on_main("the start of the run", self._begin)
+        with contextlib.closing(self.source), contextlib.ExitStack() as stack:
+            writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
+            while self.state.step < self.config.max_steps:
+                metrics = self.step()
+                if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
+                    metrics |= self.evaluate()
+                # bound now: it runs before the loop goes on
+                world.each("metrics and checkpoints", functools.partial(self._note, writer, metrics, on_step))
+        world.on_main("the final model", lambda: self._end(before))
+
+    def _begin(self) -> dict[str, list[Any]]:
+        """Make the output folder ready; answers before the first step, for samples."""
         self.output.mkdir(parents=True, exist_ok=True)
         clear_later_steps(self.output, step=self.state.step, total_steps=self.config.max_steps)
         if self.state.step == 0:
             (self.output / _BEFORE_FILE).unlink(missing_ok=True)
         self._write_record()
-        before = self._samples_before()
-        with contextlib.closing(self.source), MetricsWriter(self.output / METRICS_FILE) as writer:
-            writer.truncate_after(self.state.step)
-            while self.state.step < self.config.max_steps:
-                metrics = self.step()
-                done = self.state.step
-                if self.config.eval_steps and done % self.config.eval_steps == 0:
-                    metrics |= self.evaluate()
-                if done % self.config.logging_steps == 0 or done == self.config.max_steps:
-                    writer.write(done, metrics)
-                if on_step is not None:
-                    on_step(done, metrics)
-                if done == self.config.max_steps or (self.config.save_steps and done % self.config.save_steps == 0):
-                    self.save()
-                    if writer.last_step > 0:  # with rare logging there may be no line yet
-                        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+        return self._samples_before()
+
+    def _writer(self) -> MetricsWriter:
+        writer = MetricsWriter(self.output / METRICS_FILE)
+        writer.truncate_after(self.state.step)
+        return writer
+
+    def _note(
+        self,
+        writer: MetricsWriter | None,
+        metrics: dict[str, float],
+        on_step: Callable[[int, dict[str, float]], None] | None,
+    ) -> None:
+        """What is written and told of a step that is done. writer: of the main rank."""
+        config, done = self.config, self.state.step
+        if writer is not None and (done % config.logging_steps == 0 or done == config.max_steps):
+            writer.write(done, metrics)
+        if on_step is not None:
+            on_step(done, metrics)
+        if done == config.max_steps or (config.save_steps and done % config.save_steps == 0):
+            self.save()
+            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
+                plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+
+    def _end(self, before: dict[str, list[Any]] | None) -> None:
+        """The final model, and samples if there were any before."""
         self._save_final()
         if before:
             after = self._samples()
@@ -190,18 +234,20 @@ class RlTrainer:
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
-        config, state = self.config, self.state
+        config, state, world = self.config, self.state, self.world
         clock = _Clock(self.model.device)
         questions = self._orders.questions(state.step)
-        sampled = self.source.draw(state.step, state.policy_version)
+        own = questions if world.size == 1 else self._orders.share(state.step, world.rank, world.size)
+        sampled = world.each("drawing answers", lambda: self.source.draw(state.step, state.policy_version))
+        rollout = gather_rollout(world, sampled.rollout)
         clock.add(sampled.seconds)
-        rollout, indices = sampled.rollout, questions.indices
+        indices = own.indices
         if sampled.policy is not None and sampled.frozen is None:
             put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
         scored = score_rollout(
             self.model,
-            rollout,
-            questions.layout,
+            sampled.rollout,
+            own.layout,
             self.scorer,
             self.tokenizer,
             config,
@@ -211,6 +257,7 @@ class RlTrainer:
             frozen=sampled.frozen,
             past=sampled.policy is not None,
             first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
+            joint=Joint(world, rollout, questions.layout),
         )
         train_actor = state.step >= config.critic_warmup_steps
         lesson = make_lesson(config, scored, train_actor=train_actor)
@@ -228,16 +275,20 @@ class RlTrainer:
         update = nothing_learned(schedule)
         if lesson.objective is not None:
             seed = config.seed * 1_000_003 + state.step
-            update = learn(self.model, lesson.objective, schedule, self.optimizer.step, seed=seed)
+            crew = None if world.size == 1 else Crew(world)
+            update = learn(self.model, lesson.objective, schedule, self._apply, seed=seed, crew=crew)
         self.model.eval()
         self._check_moved(before, update)
         if config.has_critic:
             self.model.trained_heads.add("value")
         clock.lap("update")
+        if world.size > 1:
+            self._check_same()
+        n_answers = len(questions.indices)
         self.state = replace(
             state,
             step=state.step + 1,
-            samples=state.samples + len(indices),
+            samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
@@ -246,26 +297,40 @@ class RlTrainer:
         if config.draws_beside:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
+        memory = float(peak_memory_bytes(self.model.device))
+        most = world.most({**clock.metrics(), "generate": sampled.generate_seconds, "peak_memory_bytes": memory})
+        generate_seconds = most.pop("generate")
         return {
             **scored.metrics,
             **lesson.metrics,
             **sampled.metrics,
             **update,
-            **clock.metrics(),
+            **most,
             "learning_rate": config.learning_rate * factor,
-            "tokens_per_second": tokens / sampled.generate_seconds,
-            "samples_per_second": len(indices) / clock.total,
+            "tokens_per_second": tokens / generate_seconds,
+            "samples_per_second": n_answers / most["seconds/step"],
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
-            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
         }
 
     # ---- looking at the policy -------------------------------------------------------------------------------------
 
-    def answer(self, prompts: PromptSet, indices: list[int], *, role: str = "actor", seed: int = 0) -> Answers:
-        """Sample one answer per prompt from a role and score it, without penalties for a missing end."""
+    def answer(
+        self,
+        prompts: PromptSet,
+        indices: list[int],
+        *,
+        role: str = "actor",
+        seed: int = 0,
+        sample_ids: list[int] | None = None,
+    ) -> Answers:
+        """Sample one answer per prompt from a role and score it, without penalties for a missing end.
+
+        sample_ids: of the answers, from 0 on unless told; an answer's draws are a function of seed and id.
+        """
         self.rollouts.sync(self.state.policy_version)
-        rollout = self.rollouts.generate([prompts.ids[i] for i in indices], self._sampling(seed), role=role)
+        asked = [prompts.ids[i] for i in indices]
+        rollout = self.rollouts.generate(asked, self._sampling(seed), role=role, sample_ids=sample_ids)
         texts, ids = decode_answers(self.tokenizer, rollout.batch)
         lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
         scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
@@ -273,22 +338,37 @@ class RlTrainer:
 
     def kl_to_reference(self, rollout: Rollout) -> float:
         """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
+        return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
+
+    def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
         scores = self.model.score(
             rollout.batch, ("actor", "reference"), temperature=self.config.temperature, exact_kl=True
         )
         assert scores.kl_M is not None
-        return float(scores.kl_M.sum() / rollout.batch.n_sequences)
+        return scores.kl_M.sum()
 
     def evaluate(self) -> dict[str, float]:
-        """Mean score and exact KL per answer on the held-out prompts."""
+        """Mean score and exact KL per answer on the held-out prompts, of which each rank answers a share."""
         assert self.eval_set is not None
-        answers = self.answer(self.eval_set, list(range(len(self.eval_set.rows))), seed=self.config.seed)
-        reward = mean_or_none(answers.scores)
-        metrics = {"eval/kl": self.kl_to_reference(answers.rollout)}
+        n = len(self.eval_set.rows)
+        own = list(share(n, self.world.rank, self.world.size))
+        found = self.world.gather(self.world.each("evaluation", lambda: self._evaluate(own)))
+        reward = mean_or_none([score for scores, _ in found for score in scores])
+        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in found]).sum() / n)}
         return metrics if reward is None else {**metrics, "eval/reward": reward}
 
+    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float]:
+        """Scores of answers to held-out prompts, and the sum of their KL."""
+        assert self.eval_set is not None
+        if not indices:  # fewer prompts than ranks
+            return [], 0.0
+        answers = self.answer(self.eval_set, indices, seed=self.config.seed, sample_ids=indices)
+        return answers.scores, float(self._kl_sum(answers.rollout))
+
     def save(self) -> Path:
-        """Write a checkpoint of the current step."""
+        """Write a checkpoint of the current step, where this is the main rank; its folder."""
+        if not self.world.is_main:
+            return self.output / f"checkpoint-{self.state.step}"
         past = self.source.state()
         state = replace(
             self.state,
@@ -341,6 +421,7 @@ class RlTrainer:
             step=state.step,
             policy_version=state.policy_version,
             reward=self.scorer.uses_lane,
+            world=self.world,
         )
 
     def _schedule(self, *, of_present: bool) -> Schedule:
@@ -383,6 +464,8 @@ class RlTrainer:
         )
         record["base_hash"] = self.model.backbone().base_hash()
         record["resumed_at_step"] = self.state.step
+        if self.world.size > 1:
+            record["processes"] = self.world.size
         record["data"] = {argument: report.to_dict() for argument, report in self.reports.items()}
         write_json_atomic(self.output / RECORD_FILE, record)
 
@@ -404,27 +487,34 @@ class RlTrainer:
         found: dict[str, list[Any]] = json.loads(path.read_text())
         return found
 
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.optimizer.groups.values() for p in group.values()]
+
+    def _apply(self) -> dict[str, float]:
+        """An optimizer step on the gradients of a minibatch, of which each rank has its share."""
+        sum_gradients(self.world, self._trained())
+        return self.optimizer.step()
+
+    def _check_same(self) -> None:
+        """Ranks hold the same parameters after a step, and go on with the memory that all of them have."""
+        require_same_weights(self.world, fingerprint_of_all(self._trained()), self.state.step + 1)
+        self.model.token_budget = min(self.world.gather(self.model.token_budget))
+
     def _fingerprints(self) -> dict[str, list[int]]:
         """Of the trained tensors of every role that no update has been seen to change yet."""
         groups = self.optimizer.groups
-        return {role: [_fingerprint(p) for p in groups[role].values()] for role in sorted(self._unmoved)}
+        return {role: [fingerprint(p) for p in groups[role].values()] for role in sorted(self._unmoved)}
 
     def _check_moved(self, before: dict[str, list[int]], update: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
         for role, tensors in before.items():
             if self.optimizer.learning_rates[role] == 0 or update.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
-            if [_fingerprint(p) for p in self.optimizer.groups[role].values()] == tensors:
+            if [fingerprint(p) for p in self.optimizer.groups[role].values()] == tensors:
                 raise EngineError(
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
             self._unmoved.remove(role)
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    """Sum of a tensor's bit patterns: no copy, and no update leaves it the same in every tensor of a role."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(integers).sum(dtype=torch.int64))
 
 
 class _Clock:

@@ -11,6 +11,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.training.build import BEHAVIOUR
+from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.sources import (
@@ -37,17 +38,19 @@ def make_source(
     step: int,
     policy_version: int,
     reward: bool,
+    world: World = ALONE,
 ) -> Source:
-    """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores."""
+    """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores;
+    world: ranks that draw a share each."""
     if not config.draws_beside:
-        return OwnPolicy(rollouts, orders)
+        return OwnPolicy(rollouts, orders, world)
     store, stop = VersionStore(), threading.Event()
     tracker = PolicyTracker(model, past, done=step, version=policy_version)
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
     options = EngineOptions.of(config)
     if config.async_mode != "overlap":
-        return PastPolicies(OrderDrawer(model, store, options), store, tracker, orders, rule)
+        return PastPolicies(OrderDrawer(model, store, options), store, tracker, orders, rule, world)
 
     def score(batch: PackedBatch) -> FrozenScores | None:
         return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, batch_indices
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout.request import RolloutStats
+from rlhf_engine.training.distributed import World
 from rlhf_engine.training.experience import Layout
 from rlhf_engine.training.lanes import FrozenScores
 
@@ -76,12 +79,21 @@ class StepOrders:
         first = self._samples + (step - self._step) * len(indices)
         return Questions(indices, layout, range(first, first + len(indices)))
 
+    def share(self, step: int, i: int, n_shares: int) -> Questions:
+        """Of a step, those of one of so many nearly equal shares; the answers to a prompt stay together."""
+        indices, layout, ids = self.questions(step)
+        a, b = self._bounds(n_shares)[i : i + 2]
+        return Questions(indices[a:b], Layout(layout.groups[a:b], layout.greedy[a:b]), ids[a:b])
+
+    def _bounds(self, n_shares: int) -> list[int]:
+        n_prompts = self._config.prompts_per_step
+        return [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+
     def orders(self, step: int, version: int, n_shares: int = 1) -> list[Order]:
         """A step's answers in nearly equal shares; the answers to a prompt stay together."""
         indices, layout, ids = self.questions(step)
-        n_prompts = len(indices) // self._config.generations
-        n_shares = min(n_shares, n_prompts)
-        bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+        n_shares = min(n_shares, self._config.prompts_per_step)
+        bounds = self._bounds(n_shares)
         return [
             Order(
                 step=step,
@@ -113,3 +125,37 @@ def join(shares: Sequence[Answered]) -> Answered:
         stats=first.stats.beside(*(rollout.stats for rollout in rollouts[1:])),
     )
     return Answered(rollout, FrozenScores.concat(scored) if len(scored) == len(shares) else None)
+
+
+def gather_rollout(world: World, rollout: Rollout) -> Rollout:
+    """The answers of all ranks, in the ranks' order, as one rollout."""
+    if world.size == 1:
+        return rollout
+    batch = rollout.batch
+    plain = {
+        "cu_seqlens": batch.cu_seqlens,
+        "prompt_lens": batch.prompt_lens,
+        "sample_ids": batch.sample_ids,
+        "finish_reasons": rollout.finish_reasons,
+        "filtered": rollout.filtered,
+        "stats": dataclasses.asdict(rollout.stats),
+    }
+    tensors = {"tokens_T": batch.tokens_T, "logprobs_M": rollout.logprobs_M, "versions_M": rollout.versions_M}
+    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
+    return join([Answered(_rollout(values, found), None) for values, found in parts]).rollout
+
+
+def _rollout(plain: dict[str, Any], tensors: dict[str, Any]) -> Rollout:
+    return Rollout(
+        batch=PackedBatch(
+            tokens_T=tensors["tokens_T"],
+            cu_seqlens=plain["cu_seqlens"],
+            prompt_lens=plain["prompt_lens"],
+            sample_ids=plain["sample_ids"],
+        ),
+        logprobs_M=tensors["logprobs_M"],
+        versions_M=tensors["versions_M"],
+        finish_reasons=plain["finish_reasons"],
+        filtered=plain["filtered"],
+        stats=RolloutStats(**plain["stats"]),
+    )

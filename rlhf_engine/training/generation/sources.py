@@ -18,6 +18,7 @@ import torch
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.scheduler import Scheduler
@@ -76,15 +77,16 @@ class Source(Protocol):
 class OwnPolicy:
     """Every step draws its own answers."""
 
-    def __init__(self, rollouts: Rollouts, orders: StepOrders) -> None:
-        self._rollouts, self._orders = rollouts, orders
+    def __init__(self, rollouts: Rollouts, orders: StepOrders, world: World = ALONE) -> None:
+        """world: ranks, of which this one draws its share."""
+        self._rollouts, self._orders, self._world = rollouts, orders, world
 
     def draw(self, step: int, version: int) -> Sampled:
         """By the present policy."""
         began = time.perf_counter()
         synced = self._rollouts.sync(version)
         seconds = {"sync": time.perf_counter() - began} if synced else {}
-        (order,) = self._orders.orders(step, version)
+        order = self._orders.orders(step, version, self._world.size)[self._world.rank]
         began = time.perf_counter()
         rollout = self._rollouts.generate(
             order.prompts, order.sampling, sample_ids=order.sample_ids, greedy=order.greedy
@@ -140,8 +142,11 @@ class PastPolicies:
         tracker: PolicyTracker,
         orders: StepOrders,
         rule: StalenessRule,
+        world: World = ALONE,
     ) -> None:
+        """world: ranks, of which this one draws its share."""
         self._draw, self._store, self._tracker, self._orders, self._rule = draw, store, tracker, orders, rule
+        self._world = world
         self._after = dict(tracker.after)
         for snapshot in self._after.values():
             store.add(snapshot)
@@ -151,7 +156,7 @@ class PastPolicies:
         wanted = self._rule.earliest(step)
         known = [done for done in self._after if done <= wanted]
         policy = self._after[max(known) if known else min(self._after)]
-        (order,) = self._orders.orders(step, policy.version)
+        order = self._orders.orders(step, policy.version, self._world.size)[self._world.rank]
         began = time.perf_counter()
         rollout, frozen = self._draw(order)
         seconds = time.perf_counter() - began
