@@ -121,16 +121,22 @@ def _train(argv: Sequence[str]) -> int:
     from rlhf_engine.report import ASYNC_SHOWN, TrainingProgress
     from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
 
-    with _as_request_errors():
-        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        trainer = RlTrainer(config)
-    if trainer.finished():
-        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
-        return 0
-    _say_what_was_left_out(trainer.reports.values())
-    shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
-    with TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step, shown=shown) as progress:
-        trainer.run(progress.update)
+    with contextlib.ExitStack() as stack:
+        with _as_request_errors():
+            _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+            connect = None
+            if config.async_mode == "ray":
+                from rlhf_engine.integrations.ray import generators_on_ray
+
+                connect = stack.enter_context(generators_on_ray(config))
+            trainer = RlTrainer(config, connect=connect)
+        if trainer.finished():
+            print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
+            return 0
+        _say_what_was_left_out(trainer.reports.values())
+        shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
+        progress = TrainingProgress(config.max_steps, title=config.algorithm, step=trainer.state.step, shown=shown)
+        trainer.run(stack.enter_context(progress).update)
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
     return 0

@@ -48,7 +48,7 @@ from rlhf_engine.training.experience import (
     mismatch_bound,
     score_rollout,
 )
-from rlhf_engine.training.generation.build import make_source
+from rlhf_engine.training.generation.build import Connect, make_source
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.sources import PastState, Source
 from rlhf_engine.training.generation.versions import put
@@ -83,8 +83,10 @@ class Answers:
 class RlTrainer:
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, *, connect: Connect | None = None) -> None:
+        """connect: starts generators in other processes, for an `async_mode` that has them."""
         self.config = config
+        self._connect = connect
         self.output = Path(config.output_dir)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
@@ -242,7 +244,7 @@ class RlTrainer:
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
         )
-        self.source.learned(self.state.step, self.state.policy_version)
+        published = self.source.learned(self.state.step, self.state.policy_version)
         if config.draws_beside:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
@@ -250,6 +252,7 @@ class RlTrainer:
             **scored.metrics,
             **lesson.metrics,
             **sampled.metrics,
+            **published,
             **update,
             **clock.metrics(),
             "learning_rate": config.learning_rate * factor,
@@ -341,6 +344,7 @@ class RlTrainer:
             step=state.step,
             policy_version=state.policy_version,
             reward=self.scorer.uses_lane,
+            connect=self._connect,
         )
 
     def _schedule(self, *, of_present: bool) -> Schedule:
