@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import re
@@ -256,7 +257,7 @@ class RayTransport:
                         self.give_up(worker.name, TimeoutError(f"it has not come up for {self._start_limit:.0f} s"))
                 elif now >= worker.ask_at:
                     worker.ask_at = math.inf
-                    self._ask(worker, "beat", then=lambda age, worker=worker: self._has_answered(worker, age))
+                    self._ask(worker, "beat", then=functools.partial(self._has_answered, worker))
 
     def _has_answered(self, worker: _Worker, age: float) -> None:
         now = time.monotonic()

@@ -204,7 +204,8 @@ class Concurrent:
     ) -> None:
         """transport: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
 
-        mixed: answers may be of several policies. n_shares: a step's orders, one for each generator. Others as for `Scheduler`.
+        mixed: answers may be of several policies. n_shares: generators, each of which gets a share of a step. Others
+        as for `Scheduler`.
         """
         self._store, self._tracker, self._mixed, self._n_shares = store, tracker, mixed, n_shares
         self._policies = policies = dict(tracker.after)
