@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_engine.config_base import not_empty
 from rlhf_engine.config_parser import Options, option
 from rlhf_engine.errors import ConfigError
 
@@ -46,9 +46,7 @@ class AsyncOptions(Options):
         ge=1,
     )
     ray_generators: int = option(1, "ray: generators, each a process that holds the base", ge=1)
-    ray_address: str | None = option(
-        None, "ray: address of the cluster's head, host:port, or auto for this machine's; none: start Ray here"
-    )
+    ray_address: str | None = option(None, "ray: address of the cluster's head, host:port; none: start Ray here")
     ray_gpus_per_generator: float | None = option(
         None, "ray: GPUs of each generator, or the part of one that it may use; none: 1, or 0 where device is cpu", gt=0
     )
@@ -143,8 +141,8 @@ class AsyncOptions(Options):
         gpus = self.ray_gpus_per_generator
         if gpus is not None and gpus > 1 and gpus != int(gpus):
             raise ConfigError(f"ray_gpus_per_generator: expected a part of one GPU or whole ones, got {gpus}")
-        if self.ray_address is not None:
-            not_empty("ray_address", self.ray_address)
+        if self.ray_address is not None and re.fullmatch(r"[^/\s]+:\d+", self.ray_address) is None:
+            raise ConfigError(f"ray_address: expected host:port, got {self.ray_address!r}")
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AsyncOptions)}

@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from rlhf_engine.training.generation.build import Connect
 from rlhf_engine.training.generation.wire import frozen_digests
 
 _PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_adapter", "reward_model_path")
+_REACH = 10.0
+"""Seconds in which a cluster's head has to answer."""
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -115,9 +118,12 @@ def _import_ray() -> Any:
 def _join(ray: Any, address: str | None, device: torch.device) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
+        host, _, port = address.rpartition(":")
         try:
+            if host:
+                socket.create_connection((host, int(port)), timeout=_REACH).close()  # Ray would try for minutes
             ray.init(address=address, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:  # what it raises for addresses where nobody answers
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:  # what they raise where nobody answers
             raise ConfigError(
                 f"ray_address: expected the address of a running cluster's head, got {address!r}: {error}"
             ) from error

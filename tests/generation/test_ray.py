@@ -241,6 +241,17 @@ def test_a_trainer_has_to_be_told_how_to_reach_them(model, tmp_path):
         RlTrainer(train_config(model, tmp_path / "run", async_mode="ray"))
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "no-such-host.invalid:6379", "127.0.0.1:99999"])
+def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch, address):
+    monkeypatch.setattr(_import_ray(), "is_initialized", lambda: False)  # whatever other tests have started
+    config = train_config(model, tmp_path / "run", async_mode="ray", ray_address=address)
+    began = time.monotonic()
+    message = f"ray_address: expected the address of a running cluster's head, got '{address}'"
+    with pytest.raises(ConfigError, match=message), generators_on_ray(config):
+        pass
+    assert time.monotonic() - began < 15
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
