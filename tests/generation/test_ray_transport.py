@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
 from rlhf_engine.integrations import ray_transport
 from rlhf_engine.integrations.ray import _other_gpus, generators_on_ray, room_for
@@ -382,6 +383,14 @@ def test_without_ray(config, monkeypatch):
     message = r"async: expected .* \(pip install 'rlhf-engine\[ray\]'\), got 'ray'"
     with pytest.raises(ConfigError, match=message), generators_on_ray(config):
         pass
+
+
+def test_the_command_says_so_before_a_model_is_loaded(config, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    path = tmp_path / "train.yaml"
+    path.write_text(replace(config, model_name_or_path=str(tmp_path / "no model is here")).to_yaml())
+    assert main(["train", "--config", str(path)]) == 2
+    assert "pip install 'rlhf-engine[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
