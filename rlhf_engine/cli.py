@@ -126,11 +126,21 @@ def _train(argv: Sequence[str]) -> int:
     from rlhf_engine.training.distributed import World
     from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
 
-    with _as_request_errors():
-        _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-    with contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout)) as world:
+    with contextlib.ExitStack() as stack:
         with _as_request_errors():
-            trainer = RlTrainer(config, world)
+            _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+            if config.async_mode == "ray" and launched() > 1:  # before every rank starts generators of its own
+                raise ConfigError(f"async: expected 'off' or 'replay' in a run of {launched()} processes, got 'ray'")
+        world = stack.enter_context(
+            contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout))
+        )
+        with _as_request_errors():
+            connect = None
+            if config.async_mode == "ray":
+                from rlhf_engine.integrations.ray import generators_on_ray
+
+                connect = stack.enter_context(generators_on_ray(config))
+            trainer = RlTrainer(config, world, connect=connect)
         finished = world.gather(trainer.finished())[0]
         if not world.is_main:
             if not finished:
@@ -142,8 +152,8 @@ def _train(argv: Sequence[str]) -> int:
         _say_what_was_left_out(trainer.reports.values())
         shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
         title = config.algorithm if world.size == 1 else f"{config.algorithm}, {world.size} processes"
-        with TrainingProgress(config.max_steps, title=title, step=trainer.state.step, shown=shown) as progress:
-            trainer.run(progress.update)
+        progress = TrainingProgress(config.max_steps, title=title, step=trainer.state.step, shown=shown)
+        trainer.run(stack.enter_context(progress).update)
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
     return 0

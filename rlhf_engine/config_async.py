@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config_parser import Options, option
 from rlhf_engine.errors import ConfigError
 
-AsyncMode = Literal["off", "replay", "overlap"]
+AsyncMode = Literal["off", "replay", "overlap", "ray"]
 Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
 
 
@@ -21,8 +22,9 @@ class AsyncOptions(Options):
 
     async_mode: AsyncMode = option(
         "off",
-        "overlap: draw the answers of later steps while this one is learned, on the same base; replay: the same "
-        "answers one after the other; off: every step draws its own",
+        "overlap: draw the answers of later steps while this one is learned, on the same base; ray: by processes "
+        "that hold the base as well, on Ray; replay: the same answers one after the other; off: every step draws its "
+        "own",
         alias="async",
     )
     max_staleness: int = option(
@@ -30,13 +32,25 @@ class AsyncOptions(Options):
     )
     async_policy: Literal["fixed", "newest", "in_flight"] = option(
         "fixed",
-        "overlap: answers are drawn by the policy of exactly max_staleness steps before, so that runs can be repeated; "
-        "by the newest one there is when a batch begins; or go on with each newer one from the next token",
+        "overlap, ray: answers are drawn by the policy of exactly max_staleness steps before, so that runs can be "
+        "repeated; by the newest one there is when a batch begins; or (overlap) go on with each newer one from the "
+        "next token",
     )
-    async_timeout: float = option(600.0, "overlap: seconds without a token after which a generator is given up", gt=0)
+    async_timeout: float = option(
+        600.0, "overlap, ray: seconds without a token after which a generator is given up", gt=0
+    )
     generator_threads: int | None = option(
-        None, "overlap on a CPU: threads of the generator, the learner has the others; none: half of them", ge=1
+        None,
+        "overlap, ray on a CPU: threads of each generator, on one machine the learner has the others; none: half of "
+        "them for all generators together",
+        ge=1,
     )
+    ray_generators: int = option(1, "ray: generators, each a process that holds the base", ge=1)
+    ray_address: str | None = option(None, "ray: address of the cluster's head, host:port; none: start Ray here")
+    ray_gpus_per_generator: float | None = option(
+        None, "ray: GPUs of each generator, or the part of one that it may use; none: 1, or 0 where device is cpu", gt=0
+    )
+    ray_restarts: int = option(3, "ray: times in a run that a lost generator is replaced", ge=0)
     batches_per_policy: int = option(
         1, "draw the answers of so many steps by the policy before the first of them (off-policy study)", ge=1
     )
@@ -77,13 +91,16 @@ class AsyncOptions(Options):
                     f"batches_per_policy: expected 1 with async {self.async_mode!r}, got {self.batches_per_policy}"
                 )
         unread: dict[str, tuple[str, ...]] = {
-            name: ("overlap",) for name in ("async_policy", "async_timeout", "generator_threads")
+            name: ("overlap", "ray") for name in ("async_policy", "async_timeout", "generator_threads")
         }
-        unread["max_staleness"] = ("overlap", "replay")
+        unread["max_staleness"] = ("overlap", "replay", "ray")
+        unread |= dict.fromkeys(("ray_generators", "ray_address", "ray_gpus_per_generator", "ray_restarts"), ("ray",))
         for name, modes in unread.items():
             value, default = getattr(self, name), _DEFAULTS[name]
             if self.async_mode not in modes and value != default:
                 raise ConfigError(f"{name}: expected it unset without async {' or '.join(modes)}, got {value!r}")
+        if self.async_mode == "ray":
+            self._check_ray()
         if not self.draws_beside:
             for name in ("off_policy_correction", "off_policy_clip_max"):
                 if getattr(self, name) != _DEFAULTS[name]:
@@ -114,6 +131,18 @@ class AsyncOptions(Options):
                 "off_policy_clip_max: expected it unset without off_policy_correction token_truncate or "
                 f"sequence_truncate, got {self.off_policy_clip_max}"
             )
+
+    def _check_ray(self) -> None:
+        if self.async_policy == "in_flight":
+            raise ConfigError(
+                "async_policy: expected 'fixed' or 'newest' with async 'ray', where a policy goes to generators before "
+                "they begin, got 'in_flight'"
+            )
+        gpus = self.ray_gpus_per_generator
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ConfigError(f"ray_gpus_per_generator: expected a part of one GPU or whole ones, got {gpus}")
+        if self.ray_address is not None and re.fullmatch(r"[^/\s]+:\d+", self.ray_address) is None:
+            raise ConfigError(f"ray_address: expected host:port, got {self.ray_address!r}")
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AsyncOptions)}

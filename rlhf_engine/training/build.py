@@ -56,9 +56,34 @@ def build_policy_model(config: TrainConfig) -> HydraModel:
     roles = ppo_roles(config)
     if config.draws_beside:
         roles |= _copies_of_the_actor(roles["actor"])
+    model = _load(config, roles, list(roles))
+    if config.critic_init == "reward":
+        _start_critic_as_reward(model)
+    if config.gradient_checkpointing:
+        for name in {role.backbone for role in model.roles.values() if role.trainable}:
+            model.backbone(name).enable_gradient_checkpointing()
+    return model
+
+
+def build_generator_model(config: TrainConfig) -> HydraModel:
+    """Of a generator in a process of its own: a slot for the policy that draws, fresh, and the frozen roles it asks."""
+    roles = ppo_roles(config)
+    roles |= _copies_of_the_actor(roles["actor"])
+    kept = [BEHAVIOUR, *(["reference"] if config.kl_estimator != "exact" else [])]
+    return _load(config, roles, [*kept, "reward"] if "reward" in roles else kept)
+
+
+def _load(config: TrainConfig, table: dict[str, RoleSpec], names: list[str]) -> HydraModel:
+    """The named roles of a role table, with the slots and backbones that they need."""
     check_sources(config)
+    roles = {name: table[name] for name in names}
     head = _reward_head(config, roles)
-    slots = _slots(config, roles)
+    used = {role.slot for role in roles.values()}
+    slots = {name: slot for name, slot in _slots(config, table).items() if name in used}
+    if "actor" not in roles:  # what starts as a copy of its slot gets its weights later
+        for role in roles.values():
+            if role.transient and role.slot is not None:
+                slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
     quantization = _quantization(config)
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)
     sources = _sources(config, roles, dtype, device, quantization)
@@ -78,11 +103,6 @@ def build_policy_model(config: TrainConfig) -> HydraModel:
     if head is not None:
         reward_model.load_reward_head(_head(model, "reward"), head, "reward_funcs: 'lane'")
         model.trained_heads.add("reward")
-    if config.critic_init == "reward":
-        _start_critic_as_reward(model)
-    if config.gradient_checkpointing:
-        for name in {role.backbone for role in roles.values() if role.trainable}:
-            model.backbone(name).enable_gradient_checkpointing()
     return model
 
 

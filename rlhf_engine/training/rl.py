@@ -51,7 +51,7 @@ from rlhf_engine.training.experience import (
     mismatch_bound,
     score_rollout,
 )
-from rlhf_engine.training.generation.build import make_source
+from rlhf_engine.training.generation.build import Connect, make_source
 from rlhf_engine.training.generation.orders import StepOrders, gather_rollout
 from rlhf_engine.training.generation.sources import PastState, Source
 from rlhf_engine.training.generation.versions import put
@@ -93,10 +93,12 @@ class Answers:
 class RlTrainer:
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
-    def __init__(self, config: TrainConfig, world: World = ALONE) -> None:
-        """world: the ranks of the run, of which this is one."""
+    def __init__(self, config: TrainConfig, world: World = ALONE, *, connect: Connect | None = None) -> None:
+        """world: the ranks of the run, of which this is one. connect: starts generators in other processes, for an
+        `async_mode` that has them.
+        """
         require_served(config, world)
-        self.world = world
+        self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
         world.each("the start of the run", self._build)
         if world.size > 1:
@@ -293,7 +295,7 @@ class RlTrainer:
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
         )
-        self.source.learned(self.state.step, self.state.policy_version)
+        published = self.source.learned(self.state.step, self.state.policy_version)
         if config.draws_beside:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
@@ -304,6 +306,7 @@ class RlTrainer:
             **scored.metrics,
             **lesson.metrics,
             **sampled.metrics,
+            **published,
             **update,
             **most,
             "learning_rate": config.learning_rate * factor,
@@ -422,6 +425,7 @@ class RlTrainer:
             policy_version=state.policy_version,
             reward=self.scorer.uses_lane,
             world=self.world,
+            connect=self._connect,
         )
 
     def _schedule(self, *, of_present: bool) -> Schedule:

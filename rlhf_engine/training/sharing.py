@@ -62,7 +62,7 @@ def require_served(config: TrainConfig, world: World) -> None:
         )
     if config.rollout_backend != "local":
         raise ConfigError(f"rollout_backend: expected 'local' {where}, got {config.rollout_backend!r}")
-    if config.async_mode == "overlap":
+    if config.async_mode in ("overlap", "ray"):
         raise ConfigError(f"async: expected 'off' or 'replay' {where}, got {config.async_mode!r}")
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")

@@ -81,6 +81,14 @@ def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, 
     assert not same(trained(beside), trained(alone))  # or being behind would have changed nothing
 
 
+def test_bytes_of_a_publication(model, tmp_path):
+    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3, critic_warmup_steps=1)
+    slot = sum(p.numel() * p.element_size() for p in trainer.model.backbone().slot("actor").parameters())
+    assert [row["async/published_bytes"] for row in rows] == [0, slot, slot]  # while only the critic learns, none
+    _, rows = steps_of(model, tmp_path / "replay", async_mode="replay", max_steps=1)
+    assert "async/published_bytes" not in rows[0]
+
+
 def test_a_policy_for_several_batches(model, tmp_path):
     _, rows = steps_of(model, tmp_path / "blocks", batches_per_policy=3, max_steps=7)
     assert ages(rows) == [0, 1, 2, 0, 1, 2, 0]
@@ -293,6 +301,15 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
         ({"async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
         ({"async_mode": "replay", "async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
         ({"async_mode": "replay", "generator_threads": 1}, "generator_threads: expected it unset"),
+        ({"async_mode": "overlap", "ray_generators": 2}, "ray_generators: expected it unset without async ray, got 2"),
+        ({"async_mode": "overlap", "ray_address": "head:6379"}, "ray_address: expected it unset without async ray"),
+        ({"ray_restarts": 0}, "ray_restarts: expected it unset without async ray, got 0"),
+        ({"ray_gpus_per_generator": 1.0}, "ray_gpus_per_generator: expected it unset without async ray"),
+        ({"async_mode": "ray", "async_policy": "in_flight"}, "async_policy: expected 'fixed' or 'newest' with async"),
+        ({"async_mode": "ray", "ray_gpus_per_generator": 1.5}, "expected a part of one GPU or whole ones, got 1.5"),
+        ({"async_mode": "ray", "ray_address": ""}, "ray_address: expected host:port, got ''"),
+        ({"async_mode": "ray", "ray_address": "ray://head:10001"}, "ray_address: expected host:port"),
+        ({"async_mode": "ray", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'ray'"),
         ({"async_mode": "overlap", "batches_per_policy": 2}, "batches_per_policy: expected 1 with async"),
         ({"off_policy_correction": "none"}, "off_policy_correction: expected it unset where every step"),
         ({"async_mode": "overlap", "method": "full_ppo"}, "got method 'full_ppo'"),

@@ -184,10 +184,12 @@ class Crowd:
         self.published: list[int] = []
         self.given_up: list[str] = []
         self.silent: set[str] = set()
+        self.on_their_way = 0
         self.closed = False
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: Snapshot) -> int:
         self.published.append(snapshot.version)
+        return snapshot.n_bytes
 
     def keep(self, versions: frozenset[int]) -> None:
         pass
@@ -209,6 +211,9 @@ class Crowd:
 
     def silent_for(self, worker: str) -> float:
         return 100.0 if worker in self.silent else 0.0
+
+    def expects_more(self) -> bool:
+        return self.on_their_way > 0
 
     def give_up(self, worker: str, cause: BaseException) -> None:
         self.given_up.append(worker)
@@ -282,6 +287,50 @@ def test_without_generators_the_cause_is_shown():
     crowd.tell(Lost(worker="b", cause=OSError("second")))
     with pytest.raises(GeneratorError, match="OSError: second"):
         scheduler.take(0)
+    scheduler.close()
+
+
+def test_while_another_is_on_its_way_the_learner_waits():
+    crowd, scheduler = crowd_of(["a"], 1)
+    ((_, first),) = crowd.wait_for_orders(1)
+    crowd.on_their_way = 1
+    crowd.tell(Lost(worker="a", cause=OSError("killed")))
+    crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
+    found: list[tuple[int, ...]] = []
+    learner = threading.Thread(target=lambda: found.append(scheduler.take(0).answered.rollout.batch.sample_ids))
+    learner.start()
+    time.sleep(0.3)
+    assert learner.is_alive()  # neither loss is the end
+    crowd.on_their_way = 0
+    crowd.tell(Joined(worker="late"))
+    *_, (worker, again) = crowd.wait_for_orders(2)
+    assert (worker, again) == ("late", first)
+    crowd.finish("late", first)
+    *_, (_, second) = crowd.wait_for_orders(3)
+    crowd.finish("late", second)
+    learner.join(10)
+    assert found == [(0, 1)]
+    scheduler.close()
+
+
+def test_when_the_last_one_on_its_way_is_lost_as_well_its_cause_is_shown():
+    crowd, scheduler = crowd_of(["a"], 1)
+    crowd.wait_for_orders(1)
+    crowd.on_their_way = 1
+    crowd.tell(Lost(worker="a", cause=OSError("killed")))
+    time.sleep(0.1)
+    crowd.on_their_way = 0
+    crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
+    with pytest.raises(GeneratorError, match="OSError: did not come up"):
+        scheduler.take(0)
+    scheduler.close()
+
+
+def test_bytes_are_counted_where_something_is_published():
+    crowd, scheduler = crowd_of(["a"], 3)
+    assert scheduler.publish(1, policy(1)) == policy(1).n_bytes
+    assert scheduler.publish(2, policy(1)) == 0  # nothing was learned, and nothing is sent
+    assert crowd.published == [0, 1]
     scheduler.close()
 
 

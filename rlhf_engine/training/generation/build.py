@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import Rollouts
@@ -24,8 +26,12 @@ from rlhf_engine.training.generation.sources import (
 )
 from rlhf_engine.training.generation.staleness import StalenessRule
 from rlhf_engine.training.generation.thread import GeneratorThread
+from rlhf_engine.training.generation.transport import Transport
 from rlhf_engine.training.generation.versions import VersionStore
 from rlhf_engine.training.lanes import FrozenScores, score_frozen
+
+Connect = Callable[[HydraModel], Transport]
+"""Starts generators in other processes, for the learner's model."""
 
 
 def make_source(
@@ -39,9 +45,13 @@ def make_source(
     policy_version: int,
     reward: bool,
     world: World = ALONE,
+    connect: Connect | None = None,
 ) -> Source:
     """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores;
-    world: ranks that draw a share each."""
+    world: ranks that draw a share each.
+
+    connect: for async_mode 'ray'. Raises ConfigError where it is missing.
+    """
     if not config.draws_beside:
         return OwnPolicy(rollouts, orders, world)
     store, stop = VersionStore(), threading.Event()
@@ -49,6 +59,23 @@ def make_source(
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
     options = EngineOptions.of(config)
+    if config.async_mode == "ray":
+        if connect is None:
+            raise ConfigError(
+                "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.integrations.ray, got none"
+            )
+        return Concurrent(
+            lambda: connect(model),
+            store,
+            tracker,
+            orders,
+            rule,
+            step=step,
+            total_steps=config.max_steps,
+            timeout=config.async_timeout,
+            n_shares=config.ray_generators,
+            drawn_by=past.drawn_by,
+        )
     if config.async_mode != "overlap":
         return PastPolicies(OrderDrawer(model, store, options), store, tracker, orders, rule, world)
 

@@ -89,15 +89,20 @@ class Scheduler:
 
     # ---- the learner's side ----------------------------------------------------------------------------------------
 
-    def publish(self, done: int, snapshot: Snapshot) -> None:
-        """The policy after so many steps is there. May be one that is known already: nothing was learned."""
+    def publish(self, done: int, snapshot: Snapshot) -> int:
+        """The policy after so many steps is there. May be one that is known already: nothing was learned.
+
+        Returns the bytes that are sent.
+        """
+        sent = 0
         with self._changed:
             if snapshot.version not in self._after.values():
-                self._transport.publish(snapshot)
+                sent = self._transport.publish(snapshot)
             self._after[done] = snapshot.version
             self._done = max(self._done, done)
             self._forget()
             self._dispatch()
+        return sent
 
     def take(self, step: int) -> StepAnswers:
         """The answers of a step, as soon as they are there. Raises GeneratorError if nobody is left to draw them."""
@@ -222,7 +227,7 @@ class Scheduler:
             self._waiting.appendleft(order)
         if event.worker in self._idle:
             self._idle.remove(event.worker)
-        if not self._idle and not self._running:
+        if not self._idle and not self._running and not self._transport.expects_more():
             self._failure = event.cause
 
     def _stop_running(self, worker: str) -> Order | None:

@@ -61,8 +61,8 @@ class Source(Protocol):
         """Of a step, which is the next one to learn from; version: of the present policy."""
         ...
 
-    def learned(self, done: int, version: int) -> None:
-        """So many steps are done, and the policy has that version."""
+    def learned(self, done: int, version: int) -> dict[str, float]:
+        """So many steps are done, and the policy has that version. Returns metrics."""
         ...
 
     def state(self) -> PastState:
@@ -101,8 +101,9 @@ class OwnPolicy:
             metrics=synced,
         )
 
-    def learned(self, done: int, version: int) -> None:
+    def learned(self, done: int, version: int) -> dict[str, float]:
         """Nothing to do."""
+        return {}
 
     def state(self) -> PastState:
         """Nothing to remember."""
@@ -169,7 +170,7 @@ class PastPolicies:
             metrics={},
         )
 
-    def learned(self, done: int, version: int) -> None:
+    def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for."""
         self._after[done] = self._tracker.now(version)
         earliest = self._rule.earliest(done)
@@ -177,6 +178,7 @@ class PastPolicies:
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
         self._store.add(self._after[done])
         self._store.keep(policy.version for policy in self._after.values())
+        return {}
 
     def state(self) -> PastState:
         """The policies of later steps."""
@@ -207,9 +209,10 @@ class Concurrent:
     ) -> None:
         """transport: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
 
-        mixed: answers may be of several policies. Others as for `Scheduler`.
+        mixed: answers may be of several policies. n_shares: generators, each of which gets a share of a step. Others
+        as for `Scheduler`.
         """
-        self._store, self._tracker, self._mixed = store, tracker, mixed
+        self._store, self._tracker, self._mixed, self._n_shares = store, tracker, mixed, n_shares
         self._policies = policies = dict(tracker.after)
         self._drawn_by = dict(drawn_by or {})
         self._begin = lambda: Scheduler(
@@ -246,7 +249,7 @@ class Concurrent:
             "async/ready_steps": float(found.ready),
             "async/generate_seconds": found.generate_seconds,
             "async/learner_utilisation": learning / wall,
-            "async/generator_utilisation": min(1.0, (found.busy_seconds - busy) / wall),
+            "async/generator_utilisation": min(1.0, (found.busy_seconds - busy) / wall / self._n_shares),
             "async/speedup_bound": (found.generate_seconds + learning) / longer,
             "async/speedup": (found.generate_seconds + learning) / max(wall, longer),
         }
@@ -265,13 +268,14 @@ class Concurrent:
             metrics=metrics,
         )
 
-    def learned(self, done: int, version: int) -> None:
+    def learned(self, done: int, version: int) -> dict[str, float]:
         """Publish the policy."""
         snapshot = self._tracker.now(version)
         assert self._scheduler is not None
         self._store.add(snapshot)
-        self._scheduler.publish(done, snapshot)
+        sent = self._scheduler.publish(done, snapshot)
         self._store.keep(self._scheduler.policies().values())
+        return {"async/published_bytes": float(sent)}
 
     def state(self) -> PastState:
         """What may still draw, and what has begun to."""

@@ -55,9 +55,10 @@ class GeneratorThread:
         self._thread.start()
         self._events.put(Joined(worker=WORKER))
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """From here on orders may name it."""
+    def publish(self, snapshot: Snapshot) -> int:
+        """From here on orders may name it; a copy goes into the generator's slot."""
         self._store.add(snapshot)
+        return snapshot.n_bytes
 
     def keep(self, versions: frozenset[int]) -> None:
         """Forget the others."""
@@ -78,6 +79,10 @@ class GeneratorThread:
     def silent_for(self, worker: str) -> float:
         """Since the last token, or since the order came."""
         return time.monotonic() - max(self._began, self._beat())
+
+    def expects_more(self) -> bool:
+        """There is one thread, and no other comes after it."""
+        return False
 
     def give_up(self, worker: str, cause: BaseException) -> None:
         """A thread cannot be killed: it is told to stop, and not waited for."""

@@ -45,8 +45,8 @@ Event = Drawn | Lost | Joined
 class Transport(Protocol):
     """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Let every generator draw by that policy, and those that join later as well."""
+    def publish(self, snapshot: Snapshot) -> int:
+        """Let every generator draw by that policy, and those that join later as well. Returns the bytes it sends."""
         ...
 
     def keep(self, versions: frozenset[int]) -> None:
@@ -63,6 +63,10 @@ class Transport(Protocol):
 
     def silent_for(self, worker: str) -> float:
         """Seconds since a generator with an order has last shown that it is at work."""
+        ...
+
+    def expects_more(self) -> bool:
+        """Whether a generator is on its way, so that a `Joined` or one more `Lost` will come."""
         ...
 
     def give_up(self, worker: str, cause: BaseException) -> None:
