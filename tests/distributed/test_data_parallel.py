@@ -125,12 +125,12 @@ def both(model, tmp_path_factory) -> Path:
         for name, options in CASES.items()
     ]
     held_out = {"eval_dataset_name": jobs[0]["config"]["dataset_name"], "eval_steps": 2}
-    run = {"save_steps": 1, "num_samples": 2, "lora_dropout": 0.2, **held_out}
-    replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 1}  # checkpoints hold past policies
+    run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
+    replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     for suffix, options in {"": run, "-replay": replay}.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
-        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 2, "config": resumed})
+        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
