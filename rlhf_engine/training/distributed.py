@@ -73,7 +73,8 @@ class World:
         try:
             result = work()
         except Exception as error:  # whatever it is: it is raised again, once the others know
-            self.gather(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RankError):  # of others that are gone by then: this one is what is to be told
+                self.gather(f"{type(error).__name__}: {error}")
             raise
         failed = {rank: text for rank, text in enumerate(self.gather("")) if text}
         if failed:

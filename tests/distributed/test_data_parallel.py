@@ -28,12 +28,12 @@ from tests.training.test_rl import without_timings
 ROOT = Path(__file__).resolve().parents[2]
 RTOL, ATOL = 1e-4, 1e-5
 
-# the sum of a rank's answers differs from the other's, so that means and moments of a share are not those of all;
-# a prompt of few letters has no reward, which leaves one rank without answers in some step, and short answers are ties
+# some prompts have no reward; where each rank has one prompt, one of them has then nothing to learn from
 PATCHY = """
 scores = [float(sum(7 + 2 * i == t % 50 for i, t in enumerate(row))) + len(row) for row in completion_ids]
 return [None if len(p) < 9 else s for p, s in zip(prompts, scores)]
 """
+TIES = "return [float(len(row) > 4) for row in completion_ids]"
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"whiten_rewards": True, "num_ppo_epochs": 2, "missing_eos_penalty": 1.0},
     "ppo-shared-slot": {"method": "j_hydra_ppo", "critic_warmup_steps": 1, "lora_dropout": 0.2, "kl_estimator": "k3"},
@@ -45,8 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": {"algorithm": "rloo", "num_generations": 2, "entropy_coef": 0.01},
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla"},
     "grpo": {"algorithm": "grpo", "reward_funcs": ["patchy"], "num_generations": 2},
+    "grpo-few": {
+        "algorithm": "grpo",
+        "reward_funcs": ["patchy"],
+        "num_generations": 3,
+        "generation_batch_size": 6,
+        "num_mini_batches": 1,
+    },
     "grpo-tokens": {"algorithm": "grpo", "loss_type": "bnpo"},
-    "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["patchy"], "num_mini_batches": 1, "num_generations": 2},
+    "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["ties"], "num_mini_batches": 1, "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
     "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
 }
@@ -64,7 +71,7 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
         "adam_epsilon": 1e-3,
         **changes,
     }
-    rewards = {"patchy": write_reward(folder, PATCHY, "patchy")}
+    rewards = {name: write_reward(folder, body, name) for name, body in {"patchy": PATCHY, "ties": TIES}.items()}
     if "reward_funcs" in options:
         options["reward_funcs"] = [rewards.get(source, source) for source in options["reward_funcs"]]
     return train_config(model, folder / name / "run", **options).to_dict()
@@ -125,12 +132,12 @@ def both(model, tmp_path_factory) -> Path:
         for name, options in CASES.items()
     ]
     held_out = {"eval_dataset_name": jobs[0]["config"]["dataset_name"], "eval_steps": 2}
-    run = {"save_steps": 1, "num_samples": 2, "lora_dropout": 0.2, **held_out}
-    replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 1}  # checkpoints hold past policies
+    run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
+    replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     for suffix, options in {"": run, "-replay": replay}.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
-        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 2, "config": resumed})
+        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
@@ -151,6 +158,10 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
     config = TrainConfig(**made(tmp_path, name, model, **CASES[name]))
     expected, rows = recorded_steps(config, ALONE, STEPS)
     assert all(row["optimizer_steps"] > 0 for row in rows)
+    if name == "grpo-few":
+        assert rows[0]["completions/skipped"] == 3  # all answers of one rank
+    if name == "online_dpo":
+        assert rows[0]["pairs/tied_ratio"] == pytest.approx(5 / 6)  # one pair for two ranks
     found = [load_file(both / f"{name}-{rank}.safetensors") for rank in range(2)]
     for tensors in found:
         assert tensors.keys() == expected.keys()
