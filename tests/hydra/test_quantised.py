@@ -77,13 +77,26 @@ def test_off_is_the_quantised_model(base, bits, dtype):
     assert torch.equal(lane_logits(make(base, bits, dtype=dtype), None), plain_logits(plain))
 
 
+@torch.no_grad()
+def rounds_activations(plain: torch.nn.Module) -> bool:
+    """Whether 4-bit products round what they multiply to bf16, as bitsandbytes does on CPUs that multiply such numbers.
+
+    Rounded, inputs that differ in their sixth digit give products that are equal or a step apart.
+    """
+    linear = plain.get_submodule("model.layers.0.self_attn.q_proj")
+    x = torch.randn(24, linear.in_features, generator=torch.Generator().manual_seed(0))
+    return bool((linear(x * (1 + 1e-5)) - linear(x)).abs().max() > 1e-3)
+
+
 @both
 def test_a_slot_is_what_peft_makes_of_it(base, bits, tmp_path):
     model = make(base, bits)
     save_pretrained(model, tmp_path)
     plain = load_model(base, dtype=torch.float32, device="cpu", quantization=bits)
     theirs = PeftModel.from_pretrained(plain, tmp_path, is_trainable=True).eval()
-    torch.testing.assert_close(lane_logits(model, "actor"), plain_logits(theirs), rtol=1e-3, atol=1e-3)
+    coarse = bits == "8bit" or rounds_activations(plain)
+    near = 0.02 if bits == "4bit" and coarse else 1e-3
+    torch.testing.assert_close(lane_logits(model, "actor"), plain_logits(theirs), rtol=near, atol=near)
 
     (out,) = model(BATCH, (Logprobs(),))
     out.logprob.sum().backward()
@@ -94,8 +107,8 @@ def test_a_slot_is_what_peft_makes_of_it(base, bits, tmp_path):
         for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):
             gradient = getattr(modules[path], half)["default"].weight.grad
             relative = (ours.grad - gradient).norm() / gradient.norm()
-            # 8-bit products quantise the activations too, where rounding can move a whole step
-            assert relative < (1e-4 if bits == "4bit" else 0.05), f"{path}.{half} {relative}"
+            # where products quantise or round the activations too, the last bit of one can move a whole step
+            assert relative < (0.05 if coarse else 1e-4), f"{path}.{half} {relative}"
 
 
 @both
