@@ -90,10 +90,8 @@ class AsyncOptions(Options):
                 raise ConfigError(
                     f"batches_per_policy: expected 1 with async {self.async_mode!r}, got {self.batches_per_policy}"
                 )
-        unread: dict[str, tuple[str, ...]] = {
-            name: ("overlap", "ray") for name in ("async_policy", "async_timeout", "generator_threads")
-        }
-        unread["max_staleness"] = ("overlap", "replay", "ray")
+        unread: dict[str, tuple[str, ...]] = {name: ("overlap", "ray") for name in ("async_policy", "async_timeout")}
+        unread |= dict.fromkeys(("max_staleness", "generator_threads"), ("overlap", "replay", "ray"))
         unread |= dict.fromkeys(("ray_generators", "ray_address", "ray_gpus_per_generator", "ray_restarts"), ("ray",))
         for name, modes in unread.items():
             value, default = getattr(self, name), _DEFAULTS[name]

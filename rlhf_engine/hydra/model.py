@@ -296,7 +296,7 @@ class HydraModel(nn.Module):
         readers: dict[str, Output] = {
             "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
             "reference": Logprobs(role="reference", temperature=temperature),
-            **{name: Logprobs(role=name, temperature=temperature) for name in ("past", "behaviour")},
+            **{n: Logprobs(role=n, temperature=temperature) for n in ("past", "behaviour") if n in self.roles},
             "critic": Values(role="critic"),
             "reward": Rewards(role="reward"),
         }

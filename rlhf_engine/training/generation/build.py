@@ -76,18 +76,29 @@ def make_source(
             n_shares=config.ray_generators,
             drawn_by=past.drawn_by,
         )
-    if config.async_mode != "overlap":
-        return PastPolicies(OrderDrawer(model, store, options), store, tracker, orders, rule, world)
+    device = model.role_backbone(BEHAVIOUR).device
+    threads = None
+    if device.type == "cpu" and config.async_mode != "off":
+        threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
 
     def score(batch: PackedBatch) -> FrozenScores | None:
         return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
 
+    if config.async_mode != "overlap":
+        draw = OrderDrawer(model, store, options, score=score)
+        return PastPolicies(draw, store, tracker, orders, rule, world, threads=threads)
     hurry = threading.Event()
-    draw = OrderDrawer(model, store, options, in_flight=in_flight, score=score, hurry=hurry.is_set, stopped=stop.is_set)
-    device = model.role_backbone(BEHAVIOUR).device
-    threads = None
-    if device.type == "cpu":
-        threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
+    # who asks the frozen lanes must not show in their bits
+    alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
+    draw = OrderDrawer(
+        model,
+        store,
+        options,
+        in_flight=in_flight,
+        score=score,
+        hurry=hurry.is_set if alike else lambda: False,
+        stopped=stop.is_set,
+    )
     return Concurrent(
         lambda: GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads),
         store,

@@ -7,9 +7,10 @@ Concurrent     generators draw the answers of later steps meanwhile
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -144,10 +145,16 @@ class PastPolicies:
         orders: StepOrders,
         rule: StalenessRule,
         world: World = ALONE,
+        *,
+        threads: int | None = None,
     ) -> None:
-        """world: ranks, of which this one draws its share."""
+        """world: ranks, of which this one draws its share. threads: of the CPU, those that a generator would take from
+        the learner; each side has its own number here as well, because the bits of a product may depend on it.
+        """
         self._draw, self._store, self._tracker, self._orders, self._rule = draw, store, tracker, orders, rule
         self._world = world
+        self._threads = threads
+        self._all_threads: int | None = None
         self._after = dict(tracker.after)
         for snapshot in self._after.values():
             store.add(snapshot)
@@ -159,7 +166,8 @@ class PastPolicies:
         policy = self._after[max(known) if known else min(self._after)]
         order = self._orders.orders(step, policy.version, self._world.size)[self._world.rank]
         began = time.perf_counter()
-        rollout, frozen = self._draw(order)
+        with self._generator_threads():
+            rollout, frozen = self._draw(order)
         seconds = time.perf_counter() - began
         return Sampled(
             rollout=rollout,
@@ -185,7 +193,24 @@ class PastPolicies:
         return PastState(policies=dict(self._after))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Give the learner all threads back."""
+        if self._all_threads is not None:
+            torch.set_num_threads(self._all_threads)
+            self._all_threads = None
+
+    @contextlib.contextmanager
+    def _generator_threads(self) -> Iterator[None]:
+        """Within the block the generator's threads, after it those of the learner."""
+        if self._threads is None:
+            yield
+            return
+        if self._all_threads is None:
+            self._all_threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(max(1, self._all_threads - self._threads))
 
 
 class Concurrent:
