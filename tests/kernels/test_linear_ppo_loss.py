@@ -106,10 +106,11 @@ def test_tier1_against_dense_logits(n, vocab, scale):
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact, name).item())), name
     for name, g, g64, g32 in zip(("hidden", "weight"), grads, grads64, grads32, strict=True):
         report = tier1(g, g64, g32)
-        # hidden's gradient is a sum over the vocabulary, whose order is a BLAS's own: some CPUs' add the dense product
-        # up far better than its tiles, so that its error says little of what fp32 can do
-        random_walk = 2**-24 * vocab**0.5 * float(g64.abs().max())
-        if name == "weight" or report.error > random_walk:
+        if name == "hidden" and registry.default_backend() == "reference":
+            # A sum over the vocabulary in the order of a BLAS, which may be another one for another layout or number of
+            # threads: seen 13 times as far off with two threads as with one. Our own kernels have no such excuse.
+            assert report.error <= max(report.bound, 2**-24 * vocab**0.5 * float(g64.abs().max())), report
+        else:
             assert_ok(report, name)
 
 

@@ -207,7 +207,7 @@ class Scheduler:
                     self._give_up_silent()
                     self._dispatch()
                     self._changed.notify_all()
-        except BaseException as error:
+        except BaseException as error:  # a thread's error reaches nobody unless the learner raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()

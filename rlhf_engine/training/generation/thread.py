@@ -109,7 +109,7 @@ class GeneratorThread:
                     answered = self._draw(order)
             except StoppedError:
                 return
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, the learner has to hear of it, and raises it
                 self._events.put(Lost(worker=WORKER, cause=error))
                 return
             self._events.put(Drawn(worker=WORKER, order=order, answered=answered, seconds=time.perf_counter() - began))
