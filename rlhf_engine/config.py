@@ -106,6 +106,10 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
     )
 
+    shard_base: bool = option(
+        False, "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("reward_funcs", self.reward_funcs)
@@ -161,6 +165,11 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             )
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if self.shard_base and getattr(self, name):
+                raise ConfigError(
+                    f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
+                )
         if self.method == "full_ppo":
             if self.rollout_backend != "local":
                 raise ConfigError(

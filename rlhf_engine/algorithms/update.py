@@ -105,11 +105,32 @@ class Objective(ABC):
         return measured.floats()
 
 
+class Pace(NamedTuple):
+    """How a process calls the model in a minibatch."""
+
+    calls: int
+    """Micro-batches."""
+    joint: bool
+    """Whether the terms of every micro-batch share a traversal."""
+
+
 class Crew(Protocol):
     """Processes that share the work on each minibatch and know all answers of the rollout."""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether each call of the model is one of all processes, as with a sharded base.
+
+        One that has fewer micro-batches then repeats a short one, to no effect, and none can try smaller ones.
+        """
+        ...
+
     def own(self, sizes: Sequence[int]) -> list[int]:
         """Which of a minibatch's units this process takes; every unit is some process's. sizes: tokens of each."""
+        ...
+
+    def agree(self, pace: Pace) -> Pace:
+        """The pace of all processes: that of the one that needs most calls."""
         ...
 
     def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
@@ -150,9 +171,7 @@ def update(
             k = objective.answers_per_unit
             indices = [unit * k + i for unit in units for i in range(k)]
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            own = indices if crew is None else _own(crew, objective, indices)
-            work = functools.partial(_accumulate_in_memory, model, objective, own, indices, schedule, dropout_seed)
-            measured, schedule = work() if crew is None else crew.together(work)
+            measured, schedule = _Minibatch(model, objective, indices, dropout_seed).accumulate(schedule, crew)
             stats = objective.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
@@ -194,105 +213,129 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def _accumulate_in_memory(
-    model: HydraModel,
-    objective: Objective,
-    indices: Sequence[int],
-    minibatch: Sequence[int],
-    schedule: Schedule,
-    dropout_seed: int,
-) -> tuple[Measured, Schedule]:
-    """`_accumulate`, with smaller micro-batches until it fits; what it measured, and the schedule that fitted."""
-    least = objective.answers_per_unit
-    while True:
-        parts = _micro_batches(objective, indices, schedule)
+class _Minibatch:
+    """The gradients of one minibatch, micro-batch by micro-batch."""
+
+    def __init__(self, model: HydraModel, objective: Objective, indices: Sequence[int], dropout_seed: int) -> None:
+        self.model, self.objective = model, objective
+        self.indices, self.dropout_seed = indices, dropout_seed
+        """Places of its answers; key of its dropout masks."""
+
+    def accumulate(self, schedule: Schedule, crew: Crew | None) -> tuple[Measured, Schedule]:
+        """Add its gradients, or this process's share of them; what all measure, and the schedule to go on with."""
+        if crew is None:
+            return self._in_memory(self.indices, schedule)
+        units = self._units(self.indices)
+        own = [i for unit in crew.own(self._lengths(units)) for i in units[unit]]
+        if not crew.in_step:
+            return crew.together(functools.partial(self._in_memory, own, schedule))
+        parts = self._micro_batches(own, schedule)
+        pace = crew.agree(Pace(calls=len(parts), joint=all(map(self._runs_together, parts))))
+        return crew.together(lambda: (self._at_pace(pace, parts), schedule))
+
+    def _in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
+        """With smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
+        least = self.objective.answers_per_unit
+        while True:
+            parts = self._micro_batches(indices, schedule)
+            try:
+                return self._add_up(parts), schedule
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = max(map(len, parts))
+                if size <= least:
+                    self.model.zero_grad(set_to_none=True)  # of the answers before it
+                    single = "sequence" if least == 1 else f"group of {least} sequences"
+                    raise MemoryLimitError(
+                        f"the update of a single {single} does not fit into memory; shorten answers, lower "
+                        "token_budget or lora_r, or switch gradient_checkpointing on"
+                    ) from error
+            # here rather than above, where the error still holds the tensors of the failed pass
+            self.model.zero_grad(set_to_none=True)
+            release_memory(self.model.device)
+            schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
+
+    def _at_pace(self, pace: Pace, parts: Sequence[Sequence[int]]) -> Measured:
+        """With as many calls of the model as every other process makes."""
+        shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
+        spare = [shortest] * (pace.calls - len(parts))
         try:
-            return _accumulate(model, objective, minibatch, parts, dropout_seed), schedule
+            if spare:
+                self._add_up(spare, joint=pace.joint)
+                self.model.zero_grad(set_to_none=True)
+            return self._add_up(parts, joint=pace.joint)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            size = max(map(len, parts))
-            if size <= least:
-                model.zero_grad(set_to_none=True)  # of the answers before it
-                single = "sequence" if least == 1 else f"group of {least} sequences"
-                raise MemoryLimitError(
-                    f"the update of a single {single} does not fit into memory; shorten answers, lower token_budget or "
-                    "lora_r, or switch gradient_checkpointing on"
-                ) from error
-        # here rather than above, where the error still holds the tensors of the failed pass
-        model.zero_grad(set_to_none=True)
-        release_memory(model.device)
-        schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
+            raise MemoryLimitError(
+                f"the update of {max(map(len, parts), default=0)} sequences at a time does not fit into memory, and "
+                "processes that go in step cannot try fewer; lower per_device_train_batch_size or "
+                "max_tokens_per_micro_batch, or switch gradient_checkpointing on"
+            ) from error
 
+    def _micro_batches(self, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
+        """Answers by micro-batch; units stay whole."""
+        units = self._units(indices)
+        rows = max(1, schedule.micro_batch_size // self.objective.answers_per_unit)
+        parts = pack(self._lengths(units), max_rows=rows, max_tokens=schedule.max_tokens)
+        return [[i for unit in part for i in units[unit]] for part in parts]
 
-def _micro_batches(objective: Objective, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
-    """A minibatch's answers by micro-batch; units stay whole."""
-    k = objective.answers_per_unit
-    units = _units(objective, indices)
-    rows = max(1, schedule.micro_batch_size // k)
-    parts = pack(_unit_lengths(objective, indices), max_rows=rows, max_tokens=schedule.max_tokens)
-    return [[i for unit in part for i in units[unit]] for part in parts]
+    def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        k = self.objective.answers_per_unit
+        return [indices[i : i + k] for i in range(0, len(indices), k)]
 
+    def _lengths(self, units: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each unit."""
+        return [sum(self.objective.batch.lengths[i] for i in unit) for unit in units]
 
-def _units(objective: Objective, indices: Sequence[int]) -> list[Sequence[int]]:
-    k = objective.answers_per_unit
-    return [indices[i : i + k] for i in range(0, len(indices), k)]
-
-
-def _unit_lengths(objective: Objective, indices: Sequence[int]) -> list[int]:
-    """Tokens of each unit."""
-    return [sum(objective.batch.lengths[i] for i in unit) for unit in _units(objective, indices)]
-
-
-def _own(crew: Crew, objective: Objective, indices: Sequence[int]) -> list[int]:
-    """This process's share of a minibatch, of whole units; perhaps nothing."""
-    units = _units(objective, indices)
-    return [i for unit in crew.own(_unit_lengths(objective, indices)) for i in units[unit]]
-
-
-def _accumulate(
-    model: HydraModel,
-    objective: Objective,
-    minibatch: Sequence[int],
-    parts: Sequence[Sequence[int]],
-    dropout_seed: int,
-) -> Measured:
-    """Gradients of one minibatch, or of a part of it, micro-batch by micro-batch (`parts`); what they tell."""
-    total = Measured()
-    for chosen in parts:
-        micro = MicroBatch(
-            batch=objective.batch.select(chosen),
+    def _micro(self, chosen: Sequence[int]) -> MicroBatch:
+        return MicroBatch(
+            batch=self.objective.batch.select(chosen),
             indices=chosen,
-            rows_M=objective.batch.select_completion_rows(chosen),
-            minibatch=minibatch,
+            rows_M=self.objective.batch.select_completion_rows(chosen),
+            minibatch=self.indices,
         )
-        loss, results = _backward(model, micro.batch, objective.terms(micro), dropout_seed)
-        for role in objective.discarded_roles:
-            for p in model.trainable_parameters(role).values():
-                p.grad = None
-        total.add(Measured(sums={"loss": loss}))
-        total.add(objective.measure(micro, results))
-    return total
+
+    def _runs_together(self, chosen: Sequence[int]) -> bool:
+        """Whether the lanes of all terms share a traversal, for these answers."""
+        micro = self._micro(chosen)
+        return self.model.runs_together(micro.batch, _roles(self.objective.terms(micro)))
+
+    def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None) -> Measured:
+        """Gradients of micro-batches, one after another; what they tell.
+
+        joint: whether all terms of a micro-batch go through the model at once; None: where their lanes share a
+        traversal. One by one, only one graph is alive at a time; together they would cost memory for nothing.
+        """
+        total = Measured()
+        for chosen in parts:
+            micro = self._micro(chosen)
+            terms = self.objective.terms(micro)
+            together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
+            loss, results = self._backward(micro.batch, [terms] if together else [[term] for term in terms])
+            for role in self.objective.discarded_roles:
+                for p in self.model.trainable_parameters(role).values():
+                    p.grad = None
+            total.add(Measured(sums={"loss": loss}))
+            total.add(self.objective.measure(micro, results))
+        return total
+
+    def _backward(self, part: PackedBatch, groups: Sequence[Sequence[Term]]) -> tuple[torch.Tensor, list[Any]]:
+        """Add a micro-batch's gradients, group by group of terms; the weighted sum [] of all, and their results."""
+        losses: list[torch.Tensor] = []
+        results: list[Any] = []
+        for group in groups:
+            found = self.model(part, [term.output for term in group], dropout_seed=self.dropout_seed)
+            loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
+            loss.backward()
+            losses.append(loss.detach())
+            results.extend(found)
+        return torch.stack(losses).sum(), results
 
 
-def _backward(
-    model: HydraModel, part: PackedBatch, terms: Sequence[Term], dropout_seed: int
-) -> tuple[torch.Tensor, list[Any]]:
-    """Add a micro-batch's gradients: of all terms at once where their lanes share a traversal, else one by one.
-
-    One by one, only one graph is alive at a time; together they would cost memory for nothing. Returns the weighted sum
-    [] whose gradient was taken, and the terms' results.
-    """
-    roles = [role for term in terms for role in term.output.roles]
-    losses: list[torch.Tensor] = []
-    results: list[Any] = []
-    for group in [terms] if model.runs_together(part, roles) else [[term] for term in terms]:
-        found = model(part, [term.output for term in group], dropout_seed=dropout_seed)
-        loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
-        loss.backward()
-        losses.append(loss.detach())
-        results.extend(found)
-    return torch.stack(losses).sum(), results
+def _roles(terms: Sequence[Term]) -> list[str]:
+    return [role for term in terms for role in term.output.roles]
 
 
 def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:

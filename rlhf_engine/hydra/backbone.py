@@ -61,6 +61,8 @@ class Backbone(nn.Module):
         self.model = model
         self.frozen = frozen
         self.quantized = is_quantised(model)
+        self.sharded = False
+        """Whether this process holds a share of every tensor only, see `sharding`."""
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
@@ -102,6 +104,13 @@ class Backbone(nn.Module):
         """The decoder without its LM head."""
         trunk: nn.Module = self.model.base_model
         return trunk
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder blocks."""
+        found = self.model.get_submodule(self.blocks_prefix.removesuffix("."))
+        assert isinstance(found, nn.ModuleList)
+        return found
 
     @property
     def has_lm_head(self) -> bool:

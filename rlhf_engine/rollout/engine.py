@@ -322,6 +322,8 @@ def _no_graphs(backbone: Backbone) -> str | None:
         return f"graphs are CUDA's, the backbone is on {backbone.device.type}"
     if backbone.quantized:
         return "bitsandbytes' products may not be captured"
+    if backbone.sharded:
+        return "the hooks of sharded blocks may not be captured"
     kind = getattr(getattr(backbone.trunk, "rotary_emb", None), "rope_type", "default")
     if kind in _LOOKS_AT_LENGTHS:
         return f"its rotary embedding, of the kind {kind!r}, waits for the device to know the longest row"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from rlhf_engine.config import TrainConfig
@@ -17,7 +19,10 @@ from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io
 from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
+from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import OFF
+from rlhf_engine.hydra.sharding import ShardedBase
+from rlhf_engine.training.distributed import World
 
 BEHAVIOUR = "behaviour"
 """Role and slot that draw answers beside the learner: a copy of the actor's slot, which the learner does not touch."""
@@ -65,6 +70,15 @@ def build_policy_model(config: TrainConfig) -> HydraModel:
     return model
 
 
+def shard_base(model: HydraModel, config: TrainConfig, world: World) -> ShardedBase:
+    """Share a model's frozen backbones out among the ranks, onto their devices."""
+    group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
+    base = ShardedBase(model, group, world.device)
+    if config.token_budget is None:
+        model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
+    return base
+
+
 def build_generator_model(config: TrainConfig) -> HydraModel:
     """Of a generator in a process of its own: a slot for the policy that draws, fresh, and the frozen roles it asks."""
     roles = ppo_roles(config)
@@ -85,7 +99,9 @@ def _load(config: TrainConfig, table: dict[str, RoleSpec], names: list[str]) -> 
             if role.transient and role.slot is not None:
                 slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
     quantization = _quantization(config)
-    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    dtype = DTYPES[config.dtype]
+    # a base that is to be sharded need not fit into the memory of one device
+    device = torch.device("cpu") if config.shard_base else resolve_device(config.device)
     sources = _sources(config, roles, dtype, device, quantization)
     roles = sources.roles
     model = HydraModel.from_pretrained(

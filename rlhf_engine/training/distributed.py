@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +83,19 @@ class World:
             raise RankError(f"{what}: another rank could not go on, {listed}")
         return result
 
+    def in_step(self, work: Callable[[], T]) -> T:
+        """Work that is itself made of exchanges, such as a pass through a sharded base.
+
+        Nobody can be told where it fails on one rank: it raises its error there, and RankError on the others, once the
+        first has closed its connections or `timeout` has passed.
+        """
+        try:
+            return work()
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)):
+                raise self._lost(error) from error
+            raise
+
     def on_main(self, what: str, work: Callable[[], T]) -> T | None:
         """Work of the main rank, which the others wait for; None on these."""
         return self.each(what, lambda: work() if self.is_main else None)
@@ -145,13 +159,18 @@ class World:
         try:
             yield
         except RuntimeError as error:  # torch's: a connection was closed, or nothing came for too long
-            raise RankError(
-                f"rank {self.rank} of {self.size} has lost another one, which ended without saying why or was silent "
-                f"for too long (ddp_timeout): {' '.join(str(error).split())[:200]}"
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        return RankError(
+            f"rank {self.rank} of {self.size} has lost another one, which ended without saying why or was silent "
+            f"for too long (ddp_timeout): {' '.join(str(error).split())[:200]}"
+        )
 
 
 ALONE = World()
+_OF_GLOO = re.compile(r"\bgloo\b")
+"""In its messages alone: torch gives them no class."""
 
 
 def share(n: int, rank: int, size: int) -> range:

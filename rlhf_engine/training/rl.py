@@ -33,7 +33,7 @@ from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.training.build import PAST, build_policy_model, check_sources
+from rlhf_engine.training.build import PAST, build_policy_model, check_sources, shard_base
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     load_checkpoint,
@@ -100,23 +100,35 @@ class RlTrainer:
         require_served(config, world)
         self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
-        world.each("the start of the run", self._build)
+        world.each("the start of the run", self._load)
         if world.size > 1:
             weights = fingerprint_of_all(self.model.parameters())
-            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self.state.step)
+            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._resumed_step)
+        self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """All of the base on every rank, which all enter together."""
+        if config.shard_base:
+            self._whole_base = shard_base(self.model, self.config, world).whole
+        with self._whole_base():
+            world.each("the start of the run", self._prepare)
+        if world.size > 1:
+            self._check_same(self.state.step)
 
-    def _build(self) -> None:
+    def _load(self) -> None:
+        """Data, and the model as it is before any step."""
         config = self.config
         self.output = Path(config.output_dir)
-        resume = resolve_resume(config.resume_from_checkpoint, self.output)
+        self._resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
             self.output,
             resume=config.resume_from_checkpoint,
-            checkpoint=resume,
+            checkpoint=self._resume,
             overwrite=config.overwrite_output_dir,
         )
-        if resume is not None:
-            require_same(resume, read_counters(resume), seed=config.seed, algorithm=config.algorithm)
+        self._resumed_step = 0
+        if self._resume is not None:
+            counters: TrainerState = read_counters(self._resume)
+            require_same(self._resume, counters, seed=config.seed, algorithm=config.algorithm)
+            self._resumed_step = counters.step
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
@@ -134,10 +146,13 @@ class RlTrainer:
         together = DpoObjective.answers_per_unit if config.algorithm == "online_dpo" else 1
         longest = max(map(len, self.train_set.ids)) + config.max_completion_length
         require_room(together * longest, config.max_tokens_per_micro_batch)
-        prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
-        server = find_server(config, prompts)
+        self._server = find_server(config, self._prompts())
         self.model: HydraModel = build_policy_model(config)
-        self.rollouts = make_rollouts(config, self.model, server, prompts)
+
+    def _prepare(self) -> None:
+        """What works on the model, and where the run stands."""
+        config = self.config
+        self.rollouts = make_rollouts(config, self.model, self._server, self._prompts())
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
@@ -152,15 +167,15 @@ class RlTrainer:
         )
         self.model.eval()
         self.state = TrainerState(step=0, seed=config.seed, algorithm=config.algorithm, samples=0, policy_version=0)
-        if resume is not None:
-            self.state = replace(load_checkpoint(resume, self.model, self.optimizer), algorithm=config.algorithm)
+        if self._resume is not None:
+            self.state = replace(load_checkpoint(self._resume, self.model, self.optimizer), algorithm=config.algorithm)
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
         self._orders = StepOrders(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
-        self.source = self._make_source(resume)
+        self.source = self._make_source(self._resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
@@ -178,7 +193,8 @@ class RlTrainer:
         last checkpoint and all metrics so far in place.
         """
         world = self.world
-        before = world.on_main("the start of the run", self._begin)
+        with self._whole_base():
+            before = world.on_main("the start of the run", self._begin)
         with contextlib.closing(self.source), contextlib.ExitStack() as stack:
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
             while self.state.step < self.config.max_steps:
@@ -187,7 +203,8 @@ class RlTrainer:
                     metrics |= self.evaluate()
                 # bound now: it runs before the loop goes on
                 world.each("metrics and checkpoints", functools.partial(self._note, writer, metrics, on_step))
-        world.on_main("the final model", lambda: self._end(before))
+        with self._whole_base():
+            world.on_main("the final model", lambda: self._end(before))
 
     def _begin(self) -> dict[str, list[Any]]:
         """Make the output folder ready; answers before the first step, for samples."""
@@ -240,27 +257,30 @@ class RlTrainer:
         clock = _Clock(self.model.device)
         questions = self._orders.questions(state.step)
         own = questions if world.size == 1 else self._orders.share(state.step, world.rank, world.size)
-        sampled = world.each("drawing answers", lambda: self.source.draw(state.step, state.policy_version))
-        rollout = gather_rollout(world, sampled.rollout)
-        clock.add(sampled.seconds)
-        indices = own.indices
-        if sampled.policy is not None and sampled.frozen is None:
-            put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
-        scored = score_rollout(
-            self.model,
-            sampled.rollout,
-            own.layout,
-            self.scorer,
-            self.tokenizer,
-            config,
-            self.train_set.texts(indices),
-            self.train_set.columns(indices),
-            policy_version=state.policy_version,
-            frozen=sampled.frozen,
-            past=sampled.policy is not None,
-            first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
-            joint=Joint(world, rollout, questions.layout),
-        )
+        with self._whole_base():
+            if config.shard_base:
+                clock.lap("gather_base")
+            sampled = world.each("drawing answers", lambda: self.source.draw(state.step, state.policy_version))
+            rollout = gather_rollout(world, sampled.rollout)
+            clock.add(sampled.seconds)
+            indices = own.indices
+            if sampled.policy is not None and sampled.frozen is None:
+                put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
+            scored = score_rollout(
+                self.model,
+                sampled.rollout,
+                own.layout,
+                self.scorer,
+                self.tokenizer,
+                config,
+                self.train_set.texts(indices),
+                self.train_set.columns(indices),
+                policy_version=state.policy_version,
+                frozen=sampled.frozen,
+                past=sampled.policy is not None,
+                first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
+                joint=Joint(world, rollout, questions.layout),
+            )
         train_actor = state.step >= config.critic_warmup_steps
         lesson = make_lesson(config, scored, train_actor=train_actor)
         clock.lap("score")
@@ -277,7 +297,7 @@ class RlTrainer:
         update = nothing_learned(schedule)
         if lesson.objective is not None:
             seed = config.seed * 1_000_003 + state.step
-            crew = None if world.size == 1 else Crew(world)
+            crew = None if world.size == 1 else Crew(world, in_step=config.shard_base)
             update = learn(self.model, lesson.objective, schedule, self._apply, seed=seed, crew=crew)
         self.model.eval()
         self._check_moved(before, update)
@@ -285,7 +305,7 @@ class RlTrainer:
             self.model.trained_heads.add("value")
         clock.lap("update")
         if world.size > 1:
-            self._check_same()
+            self._check_same(state.step + 1)
         n_answers = len(questions.indices)
         self.state = replace(
             state,
@@ -355,7 +375,8 @@ class RlTrainer:
         assert self.eval_set is not None
         n = len(self.eval_set.rows)
         own = list(share(n, self.world.rank, self.world.size))
-        found = self.world.gather(self.world.each("evaluation", lambda: self._evaluate(own)))
+        with self._whole_base():
+            found = self.world.gather(self.world.each("evaluation", lambda: self._evaluate(own)))
         reward = mean_or_none([score for scores, _ in found for score in scores])
         metrics = {"eval/kl": float(torch.tensor([kl for _, kl in found]).sum() / n)}
         return metrics if reward is None else {**metrics, "eval/reward": reward}
@@ -442,6 +463,10 @@ class RlTrainer:
             target_kl=config.target_kl,
         )
 
+    def _prompts(self) -> list[list[int]]:
+        """All that answers will be drawn to."""
+        return [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
+
     def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
@@ -499,9 +524,9 @@ class RlTrainer:
         sum_gradients(self.world, self._trained())
         return self.optimizer.step()
 
-    def _check_same(self) -> None:
-        """Ranks hold the same parameters after a step, and go on with the memory that all of them have."""
-        require_same_weights(self.world, fingerprint_of_all(self._trained()), self.state.step + 1)
+    def _check_same(self, step: int) -> None:
+        """Ranks hold the same parameters after so many steps, and go on with the memory that all of them have."""
+        require_same_weights(self.world, fingerprint_of_all(self._trained()), step)
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     def _fingerprints(self) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlhf_engine.algorithms.update import Measured, Schedule
+from rlhf_engine.algorithms.update import Measured, Pace, Schedule
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import Scores
@@ -44,6 +44,8 @@ _PATHS = (
 def require_served(config: TrainConfig, world: World) -> None:
     """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
     if world.size == 1:
+        if config.shard_base:
+            raise ConfigError("shard_base: expected several processes to share the base, got one")
         return
     options = {name: value for name, value in config.to_dict().items() if name not in _PATHS}
     everyone = world.gather(options)
@@ -126,14 +128,21 @@ class Crew:
     """The ranks as `algorithms.update` sees them."""
 
     world: World
+    in_step: bool
+    """Whether every call of the model is one of all ranks, as with a sharded base."""
 
     def own(self, sizes: Sequence[int]) -> list[int]:
         """This rank's share of units of these sizes."""
         return balanced(sizes, self.world.size)[self.world.rank]
 
+    def agree(self, pace: Pace) -> Pace:
+        """Most calls of any rank, and terms jointly where they are so on all of them."""
+        everyone = self.world.gather((pace.calls, pace.joint))
+        return Pace(calls=max(calls for calls, _ in everyone), joint=all(joint for _, joint in everyone))
+
     def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
         """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
-        measured, schedule = self.world.each("the update", work)
+        measured, schedule = self.world.in_step(work) if self.in_step else self.world.each("the update", work)
         own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
         total, size = Measured(), schedule.micro_batch_size
         for sums, most, fitted in self.world.gather(own):

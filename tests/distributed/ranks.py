@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import EngineError
@@ -42,6 +43,21 @@ def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[
     return found, [without_timings(trainer.step()) for _ in range(steps)]
 
 
+def held_by(trainer: RlTrainer) -> list[int]:
+    """Bytes of the backbones that this process holds, by backbone."""
+    found = []
+    for name in trainer.model.backbones:
+        tensors = [p for _, p in trainer.model.backbone(name).base_parameters()]
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in tensors]
+        found.append(sum(p.untyped_storage().nbytes() for p in local))
+    return found
+
+
+def run_out_of_memory(module: torch.nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("out of memory, says the test")
+
+
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     config = TrainConfig(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
     if job["do"] == "steps":
@@ -59,10 +75,19 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
             trainer.run()
         save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
         return trainer.state.step
+    if job["do"] == "hold":
+        trainer = RlTrainer(config, world)
+        trainer.step()
+        with trainer._whole_base():
+            whole = held_by(trainer)
+        return {"whole": whole, "share": held_by(trainer)}
     assert job["do"] == "fail"
     began = time.monotonic()
     try:
-        RlTrainer(config, world).run()
+        trainer = RlTrainer(config, world)
+        if job.get("out_of_memory") == world.rank:  # in the middle of a traversal
+            trainer.model.backbone().blocks[1].register_forward_pre_hook(run_out_of_memory)
+        trainer.run()
     except EngineError as error:
         return [type(error).__name__, str(error), time.monotonic() - began]
     return None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from rlhf_engine.cli import main
 from rlhf_engine.config import TrainConfig
@@ -56,6 +57,10 @@ CASES: dict[str, dict[str, Any]] = {
     "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["ties"], "num_mini_batches": 1, "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
     "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
+}
+CASES |= {
+    "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
+    "ppo-some-lanes-together": {"token_budget": 30, "per_device_train_batch_size": 1, "generation_batch_size": 10},
 }
 STEPS = 2
 WAIT = 240.0
@@ -132,12 +137,18 @@ def both(model, tmp_path_factory) -> Path:
         for name, options in CASES.items()
     ]
     held_out = {"eval_dataset_name": jobs[0]["config"]["dataset_name"], "eval_steps": 2}
+    jobs += [
+        {**job, "name": f"sharded-{job['name']}", "config": made(folder, f"sharded-{job['name']}", model, **options)}
+        for job, options in zip(jobs, ({**options, "shard_base": True} for options in CASES.values()), strict=True)
+    ]
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
-    for suffix, options in {"": run, "-replay": replay}.items():
+    for suffix, options in {"": run, "-replay": replay, "-sharded": {**run, "shard_base": True}}.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
         jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
+    held = {"method": "dynamic_lora_ppo", "shard_base": True}
+    jobs.append({"name": "hold", "do": "hold", "config": made(folder, "hold", model, **held)})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
@@ -174,7 +185,21 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
             assert_same_numbers(row, expected_row)
 
 
-@pytest.mark.parametrize("suffix", ["", "-replay"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sharded_base_changes_no_bit(name, both):
+    for rank in range(2):
+        expected, found = (load_file(both / f"{kind}{name}-{rank}.safetensors") for kind in ("", "sharded-"))
+        assert found.keys() == expected.keys()
+        if name == "ppo-some-lanes-together":  # where the base is sharded none are, because one rank's would not fit
+            for key, tensor in expected.items():
+                atol = ATOL * max(1.0, float(tensor.abs().max()))
+                torch.testing.assert_close(found[key], tensor, rtol=RTOL, atol=atol)
+            continue
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
+
+
+@pytest.mark.parametrize("suffix", ["", "-replay", "-sharded"])
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
     other = load_file(both / f"whole{suffix}-1.safetensors")
@@ -186,7 +211,7 @@ def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     ]
     assert rows[0] == rows[1]
     assert [row["step"] for row in rows[0]] == [1, 2, 3]
-    assert suffix or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+    assert suffix == "-replay" or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
 
 
 def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_path):
@@ -225,6 +250,27 @@ def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
         assert seconds < WAIT / 2  # at once rather than after the longest wait
     if name == "raises":
         assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
+
+
+def test_each_process_holds_its_share_of_a_sharded_base(both, model):
+    base = LlamaForCausalLM.from_pretrained(model)
+    trunk = sum(p.numel() * 4 for p in base.model.parameters())
+    head = base.lm_head.weight.numel() * 4
+    for rank in range(2):
+        found = left(both, "hold", rank)
+        # of reward model and critic's backbone, too, but without LM head
+        assert found["whole"] == pytest.approx([trunk + head, trunk], rel=0.01)  # uneven shares are padded
+        assert found["share"] == pytest.approx([n / 2 for n in found["whole"]], rel=0.01)
+
+
+def test_a_process_without_memory_for_its_share_of_an_update_ends_the_other(model, tmp_path):
+    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "config": made(tmp_path, "run", model, shard_base=True)}
+    assert finish(start(tmp_path, [job])) == [0, 0]
+    kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
+    assert kinds == ("RankError", "MemoryLimitError")
+    assert "rank 0 of 2 has lost another one" in messages[0]
+    assert "lower per_device_train_batch_size" in messages[1]
+    assert max(seconds) < WAIT / 2
 
 
 # ---- without processes -----------------------------------------------------------------------------------------------

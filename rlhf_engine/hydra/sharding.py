@@ -1,0 +1,93 @@
+"""A frozen base in shares: each of several processes holds a part of every tensor of it (FSDP2, `fully_shard`).
+
+    base = ShardedBase(model, group)
+    model(batch, outputs)     # each block is gathered when it runs and given back after it: all processes together
+    with base.whole():        # all of the base on every process
+        generate(model, ...)  # each at its own pace
+
+Slots and heads are replicated: what is trained, saved and published is the same as without. The base has no gradients,
+so gathering its blocks, once per traversal and once more on the way back, is all the traffic that sharding makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.model import HydraModel
+
+
+class ShardedBase:
+    """Makes the frozen backbones of a model sharded ones, in place."""
+
+    def __init__(self, model: HydraModel, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        """All processes of the group do this together, with equal models.
+
+        device: where the shares go, block by block, of a model that lies in the host's memory; None: where it lies.
+        Raises ValueError for backbones that are quantised or trained, and RuntimeError where the sharded model's
+        hidden states differ from what they were.
+        """
+        backbones = [model.backbone(name) for name in model.backbones]
+        for name, backbone in zip(model.backbones, backbones, strict=True):
+            if backbone.quantized or not backbone.frozen:
+                kind = "quantised" if backbone.quantized else "trained"
+                raise ValueError(f"model: expected frozen backbones in full precision, got {name!r}, which is {kind}")
+        moves = device is not None and device != model.device
+        before = None if moves else _probe(model)
+        mesh = DeviceMesh.from_group(group, (device or model.device).type)
+        self._blocks: list[FSDPModule] = []
+        first: list[FSDPModule] = []
+        for backbone in backbones:
+            # asked for by checkpoints, when no process has all of the base
+            backbone.base_hash()
+            backbone.trunk_hash()
+            backbone.sharded = True
+            blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=True) for block in backbone.blocks]
+            for earlier, block in itertools.pairwise(blocks):
+                block.set_modules_to_backward_prefetch([earlier])
+            first.append(blocks[0])
+            self._blocks += blocks
+        replicated = [model.heads, *(backbone.slots for backbone in backbones)]
+        for module in replicated:
+            module.to(device)
+        # embeddings, norms and LM heads: gathered as the model's forward begins, because heads and losses are in it
+        self._rest = fully_shard(
+            model, mesh=mesh, ignored_params={p for module in replicated for p in module.parameters()}
+        )
+        for block in first:  # nothing is left to gather; without a word FSDP would take what ran before it
+            block.set_modules_to_backward_prefetch([self._rest])
+        after = _probe(model)  # its first forward also tells FSDP which module is the outermost
+        if before is not None and not all(map(torch.equal, before, after)):
+            raise RuntimeError("model: expected the same hidden states of the sharded base, got others")
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """All of the base on every process. All processes enter together; within, none waits for another."""
+        modules = [self._rest, *self._blocks]
+        for module in modules:
+            module.unshard()
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in self._blocks:
+                module.set_reshard_after_forward(True, recurse=False)
+            for module in modules:
+                module.reshard()
+
+
+@torch.no_grad()
+def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
+    """What the model says of a few tokens: log-probs, values or rewards of every role there is."""
+    batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
+    asked = [role for role in ("actor", "reference", "critic", "reward") if role in model.roles]
+    scores = model.score(batch, asked)
+    found = (scores.logprobs_M, scores.ref_logprobs_M, scores.values_M, scores.rewards_N)
+    return [tensor for tensor in found if tensor is not None]
