@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from rlhf_engine.config import (
     parse_config,
 )
 from rlhf_engine.errors import ConfigError, EngineError, RewardError
-from rlhf_engine.launch import launched, launched_rank
+from rlhf_engine.launch import asked_to_shard, launched, launched_rank
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
@@ -131,6 +132,8 @@ def _train(argv: Sequence[str]) -> int:
             _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
             if config.async_mode == "ray" and launched() > 1:  # before every rank starts generators of its own
                 raise ConfigError(f"async: expected 'off' or 'replay' in a run of {launched()} processes, got 'ray'")
+            if asked_to_shard():
+                config = dataclasses.replace(config, shard_base=True)
         world = stack.enter_context(
             contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout))
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from rlhf_engine.errors import ConfigError
+
 
 def launched() -> int:
     """Processes of this run; 1 without a launcher."""
@@ -14,3 +16,21 @@ def launched() -> int:
 def launched_rank() -> int:
     """Which of them this is."""
     return int(os.environ["RANK"]) if launched() > 1 else 0
+
+
+def asked_to_shard() -> bool:
+    """Whether `accelerate launch` was configured for FSDP. Raises ConfigError for options of it that are not served."""
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return False
+    expected = {
+        "FSDP_VERSION": ("2", "fsdp_version"),
+        "FSDP_RESHARD_AFTER_FORWARD": ("true", "fsdp_reshard_after_forward"),
+        "FSDP_OFFLOAD_PARAMS": ("false", "fsdp_offload_params"),
+        "FSDP_ACTIVATION_CHECKPOINTING": ("false", "fsdp_activation_checkpointing"),
+    }
+    for name, (value, option) in expected.items():
+        found = os.environ.get(name, value)
+        if found != value:
+            hint = "; gradient_checkpointing is an option of the run" if "CHECKPOINTING" in name else ""
+            raise ConfigError(f"{option}: expected {value} in the launcher's configuration{hint}, got {found}")
+    return True

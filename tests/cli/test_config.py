@@ -48,7 +48,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         vllm_importance_sampling_clip_max=2.0,
         async_mode="off", max_staleness=1, async_policy="fixed", async_timeout=600.0, generator_threads=None,
         ray_generators=1, ray_address=None, ray_gpus_per_generator=None, ray_restarts=3,
-        batches_per_policy=1, off_policy_correction=None, off_policy_clip_max=2.0, ddp_timeout=1800.0,
+        batches_per_policy=1, off_policy_correction=None, off_policy_clip_max=2.0, ddp_timeout=1800.0, shard_base=False,
     )  # fmt: skip
     assert values == expected
 

@@ -6,11 +6,13 @@ tensors beside it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import EngineError
+from rlhf_engine.hydra import HydraModel, Logprobs
+from rlhf_engine.hydra.sharding import ShardedBase
+from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.distributed import World
 from rlhf_engine.training.rl import RlTrainer
+from tests.hydra.architectures import CONFIGS
+from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
 
 
@@ -43,6 +50,35 @@ def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[
     return found, [without_timings(trainer.step()) for _ in range(steps)]
 
 
+def says(model: HydraModel, whole: Callable[[], contextlib.AbstractContextManager[None]]) -> list[torch.Tensor]:
+    """Answers and their log-probs, a gradient, and the same answers drawn again."""
+    sampling = SamplingConfig(max_completion_length=10, eos_token_ids=(2,), seed=3)
+    prompts = [[5, 9, 11, 3, 20, 6, 7], [8, 12], [4, 4, 4]]
+    rollouts = []
+    for again in (False, True):
+        with whole():
+            rollouts.append(generate(model.eval(), prompts, sampling))
+        if again:
+            break
+        model.train()
+        (out,) = model(rollouts[0].batch, (Logprobs(),))
+        out.logprob.sum().backward()
+    gradients = [p.grad for p in model.backbone().slot("actor").parameters() if p.grad is not None]
+    return [*gradients, *(tensor for rollout in rollouts for tensor in (rollout.batch.tokens_T, rollout.logprobs_M))]
+
+
+def same_in_shares(name: str, checkpointing: bool) -> bool:
+    """Whether sharding an architecture changes a bit of what it says."""
+    found = []
+    for shares in (False, True):
+        model = hydra(name)
+        if checkpointing:
+            model.backbone().enable_gradient_checkpointing()
+        whole = ShardedBase(model, dist.new_group()).whole if shares else contextlib.nullcontext
+        found.append(says(model, whole))
+    return len(found[0]) == len(found[1]) > 4 and all(map(torch.equal, *found))
+
+
 def held_by(trainer: RlTrainer) -> list[int]:
     """Bytes of the backbones that this process holds, by backbone."""
     found = []
@@ -59,6 +95,8 @@ def run_out_of_memory(module: torch.nn.Module, args: object) -> None:
 
 
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
+    if job["do"] == "architectures":
+        return {name: [same_in_shares(name, checkpointing) for checkpointing in (False, True)] for name in CONFIGS}
     config = TrainConfig(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
     if job["do"] == "steps":
         tensors, rows = recorded_steps(config, world, job["steps"])

@@ -7,22 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from rlhf_engine.algorithms.update import Pace, update
 from rlhf_engine.cli import main
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.launch import asked_to_shard
 from rlhf_engine.training.distributed import ALONE, World, balanced, share
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sharing import require_served
 from tests.distributed.ranks import recorded_steps
+from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import without_timings
 
@@ -119,6 +124,11 @@ def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None
         assert found[key] == pytest.approx(value, rel=RTOL, abs=tolerance), key
 
 
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative to the largest number of a tensor: its small ones are sums of large ones."""
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=ATOL * max(1.0, float(expected.abs().max())))
+
+
 def left(folder: Path, name: str, rank: int) -> Any:
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
@@ -149,6 +159,7 @@ def both(model, tmp_path_factory) -> Path:
         jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     held = {"method": "dynamic_lora_ppo", "shard_base": True}
     jobs.append({"name": "hold", "do": "hold", "config": made(folder, "hold", model, **held)})
+    jobs.append({"name": "architectures", "do": "architectures"})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
@@ -178,8 +189,7 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[key], found[0][key]) for key in expected)
     for key, tensor in expected.items():
-        # relative to the largest number of a tensor: its small ones are sums of large ones
-        torch.testing.assert_close(found[0][key], tensor, rtol=RTOL, atol=ATOL * max(1.0, float(tensor.abs().max())))
+        assert_close(found[0][key], tensor)
     for rank in range(2):
         for row, expected_row in zip(left(both, name, rank), rows, strict=True):
             assert_same_numbers(row, expected_row)
@@ -192,8 +202,7 @@ def test_a_sharded_base_changes_no_bit(name, both):
         assert found.keys() == expected.keys()
         if name == "ppo-some-lanes-together":  # where the base is sharded none are, because one rank's would not fit
             for key, tensor in expected.items():
-                atol = ATOL * max(1.0, float(tensor.abs().max()))
-                torch.testing.assert_close(found[key], tensor, rtol=RTOL, atol=atol)
+                assert_close(found[key], tensor)
             continue
         assert all(torch.equal(found[key], expected[key]) for key in expected)
         assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
@@ -263,6 +272,12 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
         assert found["share"] == pytest.approx([n / 2 for n in found["whole"]], rel=0.01)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sharded_architecture_says_the_same(name, both):
+    for rank in range(2):
+        assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
+
+
 def test_a_process_without_memory_for_its_share_of_an_update_ends_the_other(model, tmp_path):
     job = {"name": "memory", "do": "fail", "out_of_memory": 1, "config": made(tmp_path, "run", model, shard_base=True)}
     assert finish(start(tmp_path, [job])) == [0, 0]
@@ -306,10 +321,82 @@ def test_what_several_processes_are_not_served(options, message, model, tmp_path
         require_served(config, TwoRanks(size=2))
 
 
+def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_path):
+    with pytest.raises(ConfigError, match="shard_base: expected several processes to share the base, got one"):
+        require_served(train_config(model, tmp_path / "run", shard_base=True), ALONE)
+    with pytest.raises(ConfigError, match="load_in_4bit: expected false with shard_base"):
+        train_config(model, tmp_path / "run", shard_base=True, load_in_4bit=True)
+
+
 def test_shares():
     assert [list(share(5, rank, 3)) for rank in range(3)] == [[0, 1], [2], [3, 4]]
     assert balanced([5, 1, 4, 2, 2], 2) == [[0, 4], [1, 2, 3]]
     assert balanced([3], 3) == [[0], [], []]
+
+
+def test_options_of_the_launcher_that_are_not_served(monkeypatch):
+    assert not asked_to_shard()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert asked_to_shard()
+    for name, value, message in [
+        ("FSDP_VERSION", "1", "fsdp_version: expected 2"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params: expected false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "gradient_checkpointing is an option of the run, got true"),
+    ]:
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            with pytest.raises(ConfigError, match=message):
+                asked_to_shard()
+
+
+class OneOfTwo:
+    """A process of a crew, whose other one needs two calls more and lacks memory for joint lanes."""
+
+    in_step = True
+
+    def own(self, sizes: Sequence[int]) -> list[int]:
+        return list(range(len(sizes)))[::2]
+
+    def agree(self, pace: Pace) -> Pace:
+        self.pace = pace
+        return Pace(calls=pace.calls + 2, joint=False)
+
+    def together(self, work):
+        return work()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
+def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of_its_own(algorithm, model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run", algorithm=algorithm, num_mini_batches=1))
+    calls, gradients = [], []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    crews: list[OneOfTwo] = []
+
+    def learn(model, objective, schedule, step, *, seed, crew):
+        for in_step in (False, True):
+            crew = OneOfTwo()
+            crew.in_step = in_step
+            calls.clear()
+            update(model, objective, dataclasses.replace(schedule, micro_batch_size=2), taken, seed=seed, crew=crew)
+            crew.calls = sum(calls)
+            crews.append(crew)
+        return update(model, objective, schedule, step, seed=seed)
+
+    def taken() -> dict[str, float]:
+        gradients.append({p: p.grad.clone() for p in trainer._trained() if p.grad is not None})
+        trainer.model.zero_grad(set_to_none=True)
+        return {}
+
+    with mock.patch("rlhf_engine.training.rl.learn", learn):
+        trainer.step()
+    alone, paced = crews
+    terms = 2 if algorithm == "ppo" else 1
+    assert paced.pace == Pace(calls=alone.calls, joint=True)  # in a traversal for all terms, while that was possible
+    assert paced.calls == terms * (alone.calls + 2)
+    assert gradients[0].keys() == gradients[1].keys()
+    for p, gradient in gradients[0].items():
+        assert_close(gradients[1][p], gradient)
 
 
 def test_commands_for_one_process_say_so(monkeypatch, capsys):
@@ -339,16 +426,19 @@ def test_a_process_does_not_wait_for_ever(model, tmp_path):
 
 
 @pytest.mark.long
-def test_the_shipped_configuration_launches_a_run(model, tmp_path):
+@pytest.mark.parametrize("file", ["data_parallel.yaml", "fsdp2.yaml"])
+def test_the_shipped_configurations_launch_a_run(file, model, tmp_path):
     config = TrainConfig(**made(tmp_path, "cli", model, num_samples=1, max_steps=2))
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launch += ["--config_file", str(ROOT / "examples" / "accelerate" / "data_parallel.yaml")]
+    launch += ["--config_file", str(ROOT / "examples" / "accelerate" / file)]
     command = [*launch, "-m", "rlhf_engine.cli", "train", "--config", str(tmp_path / "run.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("model ") == 1  # the main process alone says so
     output = Path(config.output_dir)
-    assert json.loads((output / "run.json").read_text())["processes"] == 2
+    record = json.loads((output / "run.json").read_text())
+    assert record["processes"] == 2
+    assert record["config"]["shard_base"] == (file == "fsdp2.yaml")
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
     assert (output / "final" / "adapter_model.safetensors").is_file()
