@@ -16,6 +16,8 @@ curves are kept and the numbers that the table compares:
     with: {algorithm: {remax: {num_mini_batches: 1}}}     # flags that come with a value of an axis
     against: [[kl, reward], [seconds, reward]]            # plotted in place of curves over steps: x, y
 
+    reach: {reward: 2.0}                                  # seconds until the smoothed curve of a metric is there
+
 `seconds` is the time of a run's steps so far; it needs `seconds/step` among the curves.
 
 Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
@@ -48,7 +50,7 @@ from rlhf_engine.training.metrics import read_metrics, write_json_atomic
 
 WORK = Path("runs/sweeps")
 SEED = "seed"
-_FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against"}
+_FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against", "reach"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Grid:
     """axis → value → flags"""
     against: list[tuple[str, str]]
     """(x, y) of each panel"""
+    reach: dict[str, float]
+    """metric → level whose time is told"""
 
     @classmethod
     def read(cls, path: Path) -> Grid:
@@ -87,6 +91,11 @@ class Grid:
         for pair in found.get("against") or []:
             if len(pair) != 2 or not set(pair) <= known | set(curves):
                 raise ValueError(f"{path}: against: expected pairs of {sorted(known | set(curves))}, got {pair}")
+        reach = found.get("reach") or {}
+        if reach and not {"seconds/step", *reach} <= set(curves):
+            raise ValueError(
+                f"{path}: reach: expected metrics among the curves, with seconds/step, got {sorted(reach)}"
+            )
         return cls(
             name=path.stem,
             command=found["command"],
@@ -96,6 +105,7 @@ class Grid:
             final=found.get("final") or [],
             presets=presets,
             against=[(x, y) for x, y in found.get("against") or []],
+            reach=reach,
         )
 
     def runs(self) -> list[dict[str, Any]]:
@@ -190,9 +200,10 @@ def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str
 
 def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     """summary.md and curves.png; returns the table."""
+    columns = [*grid.final, *(f"seconds to {metric} {level:g}" for metric, level in grid.reach.items())]
     lines = [
-        f"| {' '.join(axis for axis in grid.axes if axis != SEED)} | runs | " + " | ".join(grid.final) + " |",
-        "|---" * (2 + len(grid.final)) + "|",
+        f"| {' '.join(axis for axis in grid.axes if axis != SEED)} | runs | " + " | ".join(columns) + " |",
+        "|---" * (2 + len(columns)) + "|",
     ]
     for name, members in groups(grid, records).items():
         cells = []
@@ -200,6 +211,8 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
             values = [member["final"][metric] for member in members]
             spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
             cells.append(f"{statistics.fmean(values):.4g}{spread} ({', '.join(f'{v:.4g}' for v in values)})")
+        for metric, level in grid.reach.items():
+            cells.append(_times([seconds_to(member, metric, level) for member in members]))
         lines.append(f"| {name} | {len(members)} | " + " | ".join(cells) + " |")
     table = "\n".join(lines)
     found = [record["git_commit"] for record in records if record["git_commit"]]
@@ -211,6 +224,20 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     elif grid.curves:
         plot(grid, records, out / "curves.png")
     return table
+
+
+def seconds_to(record: dict[str, Any], metric: str, level: float) -> float | None:
+    """Seconds of a run's steps until a smoothed curve is at a level or above; None if it never is."""
+    reached = [s for s, value in zip(_curve(record, "seconds"), _curve(record, metric), strict=True) if value >= level]
+    return reached[0] if reached else None
+
+
+def _times(found: list[float | None]) -> str:
+    times = [seconds for seconds in found if seconds is not None]
+    if len(times) < len(found):
+        return f"{len(times)} of {len(found)} runs" if times else "never"
+    spread = f" ± {statistics.stdev(times):.2g}" if len(times) > 1 else ""
+    return f"{statistics.fmean(times):.1f}{spread} ({', '.join(f'{seconds:.1f}' for seconds in times)})"
 
 
 def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:

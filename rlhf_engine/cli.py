@@ -245,7 +245,7 @@ def _demo(argv: Sequence[str]) -> int:
 
     from rlhf_engine.demo import run_demo
     from rlhf_engine.devices import resolve_device
-    from rlhf_engine.report import TrainingProgress
+    from rlhf_engine.report import ASYNC_SHOWN, TrainingProgress
 
     _check_kernels(config.kernels, resolve_device("auto").type, torch.float32)
     # standard output belongs to the result
@@ -253,11 +253,14 @@ def _demo(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         bars: dict[str, TrainingProgress] = {}
         titles = {"sft": "supervised + reward", "rl": config.algorithm}
+        shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.async_mode != "off" else {})}
 
         def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             if phase not in bars:
                 stack.close()  # the earlier phase's bar is done
-                bars[phase] = stack.enter_context(TrainingProgress(total, title=titles[phase], console=console))
+                bars[phase] = stack.enter_context(
+                    TrainingProgress(total, title=titles[phase], console=console, shown=shown)
+                )
             if not bars[phase].plain or step % 10 == 0 or step == total:
                 bars[phase].update(step, metrics)
 

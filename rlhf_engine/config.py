@@ -351,6 +351,11 @@ class DemoConfig(RunOptions):
     algorithm: Algorithm = option("ppo", "ppo, remax, rloo, reinforce, grpo, online_dpo or best_of_n")
     output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
     method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
+    async_mode: Literal["off", "replay", "overlap"] = option(
+        "off",
+        "overlap: draw the answers of the next step while this one is learned; replay: the same in turn",
+        alias="async",
+    )
     quick: bool = option(False, "a few steps only, to see that everything runs")
     json: bool = option(False, "print the summary as one JSON object")
 

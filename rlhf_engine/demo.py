@@ -195,6 +195,7 @@ def _rl_config(config: DemoConfig, size: DemoSize, output: Path) -> TrainConfig:
         "output_dir": str(output / "rl"),
         "algorithm": config.algorithm,
         "method": config.method,
+        "async_mode": config.async_mode,
         "generation_batch_size": 96,
         "per_device_train_batch_size": 32,
         "learning_rate": 2e-3,

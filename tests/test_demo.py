@@ -27,6 +27,14 @@ def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path):
     assert "wins by true preference" in shown
 
 
+@pytest.mark.long
+def test_the_demo_draws_beside_its_updates(tmp_path):
+    results = [run_demo(tmp_path / mode, "--quick", "--async", mode)[0] for mode in ("replay", "overlap")]
+    assert results[0]["reward_after"] == results[1]["reward_after"]  # the floats do not depend on timing
+    rows = [json.loads(line) for line in (tmp_path / "overlap" / "rl" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["staleness/max"] for row in rows] == [0, 1]
+
+
 def test_the_demo_leaves_a_folder_alone_that_is_not_its_own(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     command = [sys.executable, "-m", "rlhf_engine.cli", "demo", "--quick", "--output_dir", str(tmp_path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -146,6 +147,8 @@ def test_presets_of_an_axis_and_curves_over_another(tmp_path, sweep):
         for point in grid.runs()
     ]
     assert "| remax | 2 | " in sweep.summarise(grid, records, tmp_path)
+    reaching = dataclasses.replace(grid, reach={"reward": 0.5, "kl": 9.0})
+    assert "| 3.0 ± 0 (3.0, 3.0) | never |" in sweep.summarise(reaching, records, tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 5000
     for changes, message in (
         ({"with": {"algorithm": {"dpo": {}}}}, r"with.algorithm: expected values of the grid, got \['dpo'\]"),
@@ -175,6 +178,16 @@ def test_answers_drawn_beside_the_updates_and_in_turn(tmp_path):
     assert found["overlap"]["generate"] > 0
     assert "| off |" in shown
     assert run("overlap.py", "--quick", "--steps", 2, "--out", tmp_path, code=2).stderr.endswith("got 2\n")
+
+
+@pytest.mark.long
+def test_a_base_of_each_process_and_a_base_in_shares(tmp_path):
+    shown = run("sharded_base.py", "--quick", "--rounds", 1, "--steps", 2, "--out", tmp_path).stdout
+    found = json.loads((tmp_path / "sharded_base.json").read_text())
+    assert found["same"]
+    whole, share = (found["medians"][arm]["base"] for arm in ("replicated", "sharded"))
+    assert share == pytest.approx(whole / 2, rel=0.01)
+    assert "| sharded |" in shown
 
 
 @pytest.mark.long
