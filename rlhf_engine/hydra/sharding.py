@@ -42,6 +42,7 @@ class ShardedBase:
         moves = device is not None and device != model.device
         before = None if moves else _probe(model)
         mesh = DeviceMesh.from_group(group, (device or model.device).type)
+        self._is_whole = False
         self._blocks: list[FSDPModule] = []
         first: list[FSDPModule] = []
         for backbone in backbones:
@@ -69,14 +70,22 @@ class ShardedBase:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """All of the base on every process. All processes enter together; within, none waits for another."""
+        """All of the base on every process. All processes enter together; within, none waits for another.
+
+        To enter again within costs nothing and concerns nobody else.
+        """
+        if self._is_whole:
+            yield
+            return
         modules = [self._rest, *self._blocks]
         for module in modules:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
+        self._is_whole = True
         try:
             yield
         finally:
+            self._is_whole = False
             for module in self._blocks:
                 module.set_reshard_after_forward(True, recurse=False)
             for module in modules:

@@ -108,13 +108,13 @@ def score_rollout(
 ) -> ScoredRollout:
     """Score a rollout.
 
-    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. frozen: what
-    the generator has asked the frozen lanes; where it has not, past: the slot `past` holds the policy that drew the
+    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. frozen: what the
+    generator has asked the frozen lanes; where it has not, past: the slot `past` holds the policy that drew the
     answers. first_step_from_reference: the policy has not been updated yet and started as the reference, so their
     log-probs must agree. joint: where the rollout is one rank's share, all of it, which is what comes back scored.
-    Raises MismatchError if they or rollout and training
-    log-probs do not, NonFiniteError for a score that is not finite, ConfigError if a None reward left no answer to
-    learn from.
+
+    Raises MismatchError if log-probs of rollout and training forward, or those of policy and reference, do not agree,
+    NonFiniteError for a score that is not finite, ConfigError if None rewards left no answer to learn from.
     """
     joint = joint or Joint(ALONE, rollout, layout)
     world, own = joint.world, _drawn(rollout, layout)

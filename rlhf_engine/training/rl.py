@@ -256,7 +256,7 @@ class RlTrainer:
         config, state, world = self.config, self.state, self.world
         clock = _Clock(self.model.device)
         questions = self._orders.questions(state.step)
-        own = questions if world.size == 1 else self._orders.share(state.step, world.rank, world.size)
+        own = self._orders.shares(questions, world.size)[world.rank]
         with self._whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
@@ -349,13 +349,15 @@ class RlTrainer:
     ) -> Answers:
         """Sample one answer per prompt from a role and score it, without penalties for a missing end.
 
-        sample_ids: of the answers, from 0 on unless told; an answer's draws are a function of seed and id.
+        sample_ids: of the answers, from 0 on unless told; an answer's draws are a function of seed and id. With a
+        sharded base all ranks call this and `kl_to_reference` together, each for answers of its own.
         """
         self.rollouts.sync(self.state.policy_version)
         asked = [prompts.ids[i] for i in indices]
-        rollout = self.rollouts.generate(asked, self._sampling(seed), role=role, sample_ids=sample_ids)
+        with self._whole_base():
+            rollout = self.rollouts.generate(asked, self._sampling(seed), role=role, sample_ids=sample_ids)
+            lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
         texts, ids = decode_answers(self.tokenizer, rollout.batch)
-        lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
         scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
         return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
 
@@ -364,9 +366,10 @@ class RlTrainer:
         return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
 
     def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
-        scores = self.model.score(
-            rollout.batch, ("actor", "reference"), temperature=self.config.temperature, exact_kl=True
-        )
+        with self._whole_base():
+            scores = self.model.score(
+                rollout.batch, ("actor", "reference"), temperature=self.config.temperature, exact_kl=True
+            )
         assert scores.kl_M is not None
         return scores.kl_M.sum()
 

@@ -270,6 +270,7 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
         # of reward model and critic's backbone, too, but without LM head
         assert found["whole"] == pytest.approx([trunk + head, trunk], rel=0.01)  # uneven shares are padded
         assert found["share"] == pytest.approx([n / 2 for n in found["whole"]], rel=0.01)
+        assert found["kl"] > 0  # after a step
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

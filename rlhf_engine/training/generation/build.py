@@ -16,6 +16,7 @@ from rlhf_engine.training.build import BEHAVIOUR
 from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
+from rlhf_engine.training.generation.scheduler import Scheduler
 from rlhf_engine.training.generation.sources import (
     Concurrent,
     OwnPolicy,
@@ -54,61 +55,62 @@ def make_source(
     """
     if not config.draws_beside:
         return OwnPolicy(rollouts, orders, world)
-    store, stop = VersionStore(), threading.Event()
-    tracker = PolicyTracker(model, past, done=step, version=policy_version)
+    if config.async_mode == "ray" and connect is None:
+        raise ConfigError(
+            "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.integrations.ray, got none"
+        )
+    store, tracker = VersionStore(), PolicyTracker(model, past, done=step, version=policy_version)
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
-    options = EngineOptions.of(config)
-    if config.async_mode == "ray":
-        if connect is None:
-            raise ConfigError(
-                "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.integrations.ray, got none"
-            )
-        return Concurrent(
-            lambda: connect(model),
-            store,
-            tracker,
-            orders,
-            rule,
-            step=step,
-            total_steps=config.max_steps,
-            timeout=config.async_timeout,
-            n_shares=config.ray_generators,
-            drawn_by=past.drawn_by,
-        )
-    device = model.role_backbone(BEHAVIOUR).device
-    threads = None
-    if device.type == "cpu" and config.async_mode != "off":
-        threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
 
     def score(batch: PackedBatch) -> FrozenScores | None:
         return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
 
-    if config.async_mode != "overlap":
+    options = EngineOptions.of(config)
+    device = model.role_backbone(BEHAVIOUR).device
+    threads = _generator_threads(config, device)
+    if config.async_mode in ("off", "replay"):
         draw = OrderDrawer(model, store, options, score=score)
         return PastPolicies(draw, store, tracker, orders, rule, world, threads=threads)
-    hurry = threading.Event()
-    # who asks the frozen lanes must not show in their bits
-    alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
-    draw = OrderDrawer(
-        model,
-        store,
-        options,
-        in_flight=in_flight,
-        score=score,
-        hurry=hurry.is_set if alike else lambda: False,
-        stopped=stop.is_set,
-    )
-    return Concurrent(
-        lambda: GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads),
-        store,
-        tracker,
-        orders,
-        rule,
-        step=step,
-        total_steps=config.max_steps,
-        timeout=config.async_timeout,
-        mixed=in_flight,
-        drawn_by=past.drawn_by,
-        hurry=hurry,
-    )
+    hurry, stop = threading.Event(), threading.Event()
+
+    def start() -> Transport:
+        if config.async_mode == "ray" and connect is not None:
+            return connect(model)
+        # who asks the frozen lanes must not show in their bits
+        alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
+        draw = OrderDrawer(
+            model,
+            store,
+            options,
+            in_flight=in_flight,
+            score=score,
+            hurry=hurry.is_set if alike else lambda: False,
+            stopped=stop.is_set,
+        )
+        return GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads)
+
+    n_shares = config.ray_generators if config.async_mode == "ray" else 1
+
+    def begin() -> Scheduler:
+        return Scheduler(
+            start(),
+            orders.orders,
+            rule,
+            tracker.after,
+            step=step,
+            total_steps=config.max_steps,
+            n_shares=n_shares,
+            timeout=config.async_timeout,
+            drawn_by=past.drawn_by,
+            hurry=hurry,
+        )
+
+    return Concurrent(begin, store, tracker, drawn_by=past.drawn_by, n_shares=n_shares, mixed=in_flight)
+
+
+def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
+    """Threads of the CPU that are a generator's; None where it takes none from the learner."""
+    if device.type != "cpu" or config.async_mode not in ("replay", "overlap"):
+        return None
+    return config.generator_threads or max(1, torch.get_num_threads() // 2)

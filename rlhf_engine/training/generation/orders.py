@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,33 +79,31 @@ class StepOrders:
         first = self._samples + (step - self._step) * len(indices)
         return Questions(indices, layout, range(first, first + len(indices)))
 
-    def share(self, step: int, i: int, n_shares: int) -> Questions:
-        """Of a step, those of one of so many nearly equal shares; the answers to a prompt stay together."""
-        indices, layout, ids = self.questions(step)
-        a, b = self._bounds(n_shares)[i : i + 2]
-        return Questions(indices[a:b], Layout(layout.groups[a:b], layout.greedy[a:b]), ids[a:b])
-
-    def _bounds(self, n_shares: int) -> list[int]:
+    def shares(self, questions: Questions, n_shares: int) -> list[Questions]:
+        """A step's questions in so many nearly equal shares; the answers to a prompt stay together."""
+        indices, layout, ids = questions
         n_prompts = self._config.prompts_per_step
-        return [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+        bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+        return [
+            Questions(indices[a:b], Layout(layout.groups[a:b], layout.greedy[a:b]), ids[a:b])
+            for a, b in itertools.pairwise(bounds)
+        ]
 
     def orders(self, step: int, version: int, n_shares: int = 1) -> list[Order]:
-        """A step's answers in nearly equal shares; the answers to a prompt stay together."""
-        indices, layout, ids = self.questions(step)
+        """A step's answers in so many `shares`, or one for each prompt."""
         n_shares = min(n_shares, self._config.prompts_per_step)
-        bounds = self._bounds(n_shares)
         return [
             Order(
                 step=step,
                 share=i,
                 n_shares=n_shares,
                 version=version,
-                prompts=tuple(tuple(self._prompts.ids[j]) for j in indices[a:b]),
-                greedy=tuple(layout.greedy[a:b]),
-                sample_ids=tuple(ids[a:b]),
+                prompts=tuple(tuple(self._prompts.ids[j]) for j in share.indices),
+                greedy=tuple(share.layout.greedy),
+                sample_ids=tuple(share.sample_ids),
                 sampling=self._sampling,
             )
-            for i, (a, b) in enumerate(itertools.pairwise(bounds))
+            for i, share in enumerate(self.shares(self.questions(step), n_shares))
         ]
 
 
@@ -131,6 +129,13 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
     """The answers of all ranks, in the ranks' order, as one rollout."""
     if world.size == 1:
         return rollout
+    plain, tensors = take_apart(rollout)
+    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
+    return join([Answered(put_together(values, found), None) for values, found in parts]).rollout
+
+
+def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Plain values and tensors of a rollout, by name, to be sent."""
     batch = rollout.batch
     plain = {
         "cu_seqlens": batch.cu_seqlens,
@@ -140,22 +145,21 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
         "filtered": rollout.filtered,
         "stats": dataclasses.asdict(rollout.stats),
     }
-    tensors = {"tokens_T": batch.tokens_T, "logprobs_M": rollout.logprobs_M, "versions_M": rollout.versions_M}
-    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
-    return join([Answered(_rollout(values, found), None) for values, found in parts]).rollout
+    return plain, {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
 
 
-def _rollout(plain: dict[str, Any], tensors: dict[str, Any]) -> Rollout:
+def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollout:
+    """The rollout that `take_apart` was given; what else is among the values or tensors is left alone."""
     return Rollout(
         batch=PackedBatch(
-            tokens_T=tensors["tokens_T"],
-            cu_seqlens=plain["cu_seqlens"],
-            prompt_lens=plain["prompt_lens"],
-            sample_ids=plain["sample_ids"],
+            tokens_T=tensors["tokens"],
+            cu_seqlens=tuple(plain["cu_seqlens"]),
+            prompt_lens=tuple(plain["prompt_lens"]),
+            sample_ids=tuple(plain["sample_ids"]),
         ),
-        logprobs_M=tensors["logprobs_M"],
-        versions_M=tensors["versions_M"],
-        finish_reasons=plain["finish_reasons"],
+        logprobs_M=tensors["logprobs"],
+        versions_M=tensors["versions"],
+        finish_reasons=tuple(plain["finish_reasons"]),
         filtered=plain["filtered"],
         stats=RolloutStats(**plain["stats"]),
     )

@@ -8,7 +8,6 @@ Concurrent     generators draw the answers of later steps meanwhile
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +22,7 @@ from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.scheduler import Scheduler
-from rlhf_engine.training.generation.staleness import StalenessRule
-from rlhf_engine.training.generation.transport import Transport
+from rlhf_engine.training.generation.staleness import StalenessRule, newest_after
 from rlhf_engine.training.generation.versions import Snapshot, VersionStore, take
 from rlhf_engine.training.lanes import FrozenScores
 
@@ -50,7 +48,7 @@ class PastState:
     """What a checkpoint has to hold for a run to go on with the answers that it would have had."""
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
-    """Steps done → the policy after them, of those that may still be needed; the present one may be missing."""
+    """Steps done → the policy after them, the present one and those that may still be needed."""
     drawn_by: Mapping[int, int] = field(default_factory=dict)
     """Step → version, of steps whose answers had been begun."""
 
@@ -161,9 +159,7 @@ class PastPolicies:
 
     def draw(self, step: int, version: int) -> Sampled:
         """On this thread."""
-        wanted = self._rule.earliest(step)
-        known = [done for done in self._after if done <= wanted]
-        policy = self._after[max(known) if known else min(self._after)]
+        policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         order = self._orders.orders(step, policy.version, self._world.size)[self._world.rank]
         began = time.perf_counter()
         with self._generator_threads():
@@ -181,8 +177,7 @@ class PastPolicies:
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for."""
         self._after[done] = self._tracker.now(version)
-        earliest = self._rule.earliest(done)
-        first = max((steps for steps in self._after if steps <= earliest), default=earliest)
+        first = newest_after(self._after, self._rule.earliest(done))
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
         self._store.add(self._after[done])
         self._store.keep(policy.version for policy in self._after.values())
@@ -218,40 +213,24 @@ class Concurrent:
 
     def __init__(
         self,
-        transport: Callable[[], Transport],
+        begin: Callable[[], Scheduler],
         store: VersionStore,
         tracker: PolicyTracker,
-        orders: StepOrders,
-        rule: StalenessRule,
         *,
-        step: int,
-        total_steps: int,
-        timeout: float,
-        mixed: bool = False,
-        n_shares: int = 1,
-        drawn_by: Mapping[int, int] | None = None,
-        hurry: threading.Event | None = None,
+        drawn_by: Mapping[int, int],
+        n_shares: int,
+        mixed: bool,
     ) -> None:
-        """transport: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
+        """begin: starts the generators and what hands orders to them, with the first `draw`. store: in which policies
+        are kept for the learner.
 
-        mixed: answers may be of several policies. n_shares: generators, each of which gets a share of a step. Others
-        as for `Scheduler`.
+        drawn_by: step → version of steps that a run had begun to draw when it was stopped. n_shares: generators, each
+        of which gets a share of a step. mixed: answers may be of several policies.
         """
-        self._store, self._tracker, self._mixed, self._n_shares = store, tracker, mixed, n_shares
-        self._policies = policies = dict(tracker.after)
-        self._drawn_by = dict(drawn_by or {})
-        self._begin = lambda: Scheduler(
-            transport(),
-            orders.orders,
-            rule,
-            policies,
-            step=step,
-            total_steps=total_steps,
-            n_shares=n_shares,
-            timeout=timeout,
-            drawn_by=drawn_by,
-            hurry=hurry,
-        )
+        self._begin, self._store, self._tracker = begin, store, tracker
+        self._mixed, self._n_shares = mixed, n_shares
+        self._policies = dict(tracker.after)
+        self._drawn_by = dict(drawn_by)
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
         """When the answers before were taken, and how long generators had been at work by then."""

@@ -13,6 +13,7 @@ An answer is learned from in its step and never dropped: what would be too old i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_engine.config_async import AsyncOptions
@@ -59,3 +60,11 @@ class StalenessRule:
         if done < earliest:
             raise ValueError(f"step: expected one whose answers may be drawn after {done} steps, got {step}")
         return min(done, step) if self.newest else earliest
+
+
+def newest_after(known: Collection[int], done: int) -> int:
+    """Of the numbers of steps after which policies are known, that of the newest one there was after `done` steps.
+
+    The first where none is known from so early, as after a run was taken up: it is the one that the run began with.
+    """
+    return max((steps for steps in known if steps <= done), default=min(known))
