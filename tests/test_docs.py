@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 VLLM = ROOT / "docs" / "vllm.md"
-DOCS = [README, VLLM, *NOTES]
+SCALING = ROOT / "docs" / "scaling.md"
+DOCS = [README, VLLM, SCALING, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -46,6 +47,8 @@ CONFIGS: dict[str, type[Options]] = {
 }
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
+# bench/scaling.py fills these; tests/bench/test_scaling.py compares
+TO_BE_FILLED |= set(re.findall(r"<!-- (/?scaling-[a-z]+) -->", SCALING.read_text(encoding="utf-8")))
 
 ABSOLUTE = re.compile(r"(?<![\w.:/)\]>~-])(?:~?/|[A-Z]:\\)[\w.-]{2,}")
 
