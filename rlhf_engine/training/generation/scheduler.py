@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.training.generation.orders import Answered, Order, join
-from rlhf_engine.training.generation.staleness import StalenessRule
+from rlhf_engine.training.generation.staleness import StalenessRule, latest_known
 from rlhf_engine.training.generation.transport import Drawn, Event, Joined, Lost, Transport
 from rlhf_engine.training.generation.versions import Snapshot
 
@@ -157,8 +157,7 @@ class Scheduler:
 
     def _forget(self) -> None:
         """Policies that no order can ask for, and that no answers waiting to be learned from are of."""
-        earliest = self._rule.earliest(self._done)
-        first = max((done for done in self._after if done <= earliest), default=earliest)
+        first = latest_known(self._after, self._rule.earliest(self._done))
         drawn = {version for step, version in self._drawn_by.items() if step >= self._done}
         asked = {version for step, version in self._asked.items() if step >= self._done}
         self._after = {
@@ -184,16 +183,11 @@ class Scheduler:
                 return None
             version = self._asked.pop(step, None)
             if version is None:
-                version = self._version_after(self._rule.drawn_after(step, self._done))
+                version = self._after[latest_known(self._after, self._rule.drawn_after(step, self._done))]
             self._drawn_by[step] = version
             self._waiting.extend(self._make_orders(step, version, self._n_shares))
             self._next_step += 1
         return self._waiting.popleft()
-
-    def _version_after(self, done: int) -> int:
-        """The oldest one known where that was before the run was taken up."""
-        known = [steps for steps in self._after if steps <= done]
-        return self._after[max(known) if known else min(self._after)]
 
     # ---- the generators' side --------------------------------------------------------------------------------------
 

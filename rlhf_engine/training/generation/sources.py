@@ -23,7 +23,7 @@ from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.scheduler import Scheduler
-from rlhf_engine.training.generation.staleness import StalenessRule
+from rlhf_engine.training.generation.staleness import StalenessRule, latest_known
 from rlhf_engine.training.generation.transport import Transport
 from rlhf_engine.training.generation.versions import Snapshot, VersionStore, take
 from rlhf_engine.training.lanes import FrozenScores
@@ -161,9 +161,7 @@ class PastPolicies:
 
     def draw(self, step: int, version: int) -> Sampled:
         """On this thread."""
-        wanted = self._rule.earliest(step)
-        known = [done for done in self._after if done <= wanted]
-        policy = self._after[max(known) if known else min(self._after)]
+        policy = self._after[latest_known(self._after, self._rule.earliest(step))]
         order = self._orders.orders(step, policy.version, self._world.size)[self._world.rank]
         began = time.perf_counter()
         with self._generator_threads():
@@ -181,8 +179,7 @@ class PastPolicies:
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for."""
         self._after[done] = self._tracker.now(version)
-        earliest = self._rule.earliest(done)
-        first = max((steps for steps in self._after if steps <= earliest), default=earliest)
+        first = latest_known(self._after, self._rule.earliest(done))
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
         self._store.add(self._after[done])
         self._store.keep(policy.version for policy in self._after.values())

@@ -13,6 +13,7 @@ An answer is learned from in its step and never dropped: what would be too old i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_engine.config_async import AsyncOptions
@@ -59,3 +60,11 @@ class StalenessRule:
         if done < earliest:
             raise ValueError(f"step: expected one whose answers may be drawn after {done} steps, got {step}")
         return min(done, step) if self.newest else earliest
+
+
+def latest_known(known: Collection[int], done: int) -> int:
+    """Which of the known policies is that after `done` steps: the last one no later, or the oldest one there is.
+
+    known: steps after which each was, at least one.
+    """
+    return max((steps for steps in known if steps <= done), default=min(known))
