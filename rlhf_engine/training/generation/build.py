@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from rlhf_engine.training.build import BEHAVIOUR
 from rlhf_engine.training.distributed import ALONE, World
 from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
+from rlhf_engine.training.generation.scheduler import Scheduler
 from rlhf_engine.training.generation.sources import (
     Concurrent,
     OwnPolicy,
@@ -54,61 +56,50 @@ def make_source(
     """
     if not config.draws_beside:
         return OwnPolicy(rollouts, orders, world)
-    store, stop = VersionStore(), threading.Event()
+    store, hurry = VersionStore(), threading.Event()
     tracker = PolicyTracker(model, past, done=step, version=policy_version)
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
-    options = EngineOptions.of(config)
+    start: Callable[[], Transport]
+    n_shares = 1
     if config.async_mode == "ray":
         if connect is None:
             raise ConfigError(
                 "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.integrations.ray, got none"
             )
-        return Concurrent(
-            lambda: connect(model),
-            store,
-            tracker,
-            orders,
+        start, n_shares = functools.partial(connect, model), config.ray_generators
+    else:
+        device = model.role_backbone(BEHAVIOUR).device
+        threads = None
+        if device.type == "cpu" and config.async_mode != "off":
+            threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
+
+        def score(batch: PackedBatch) -> FrozenScores | None:
+            return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
+
+        make_drawer = functools.partial(OrderDrawer, model, store, EngineOptions.of(config), score=score)
+        if config.async_mode != "overlap":
+            return PastPolicies(make_drawer(), store, tracker, orders, rule, world, threads=threads)
+        stop = threading.Event()
+        # who asks the frozen lanes must not show in their bits
+        alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
+        draw = make_drawer(in_flight=in_flight, hurry=hurry.is_set if alike else lambda: False, stopped=stop.is_set)
+        start = functools.partial(
+            GeneratorThread, draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads
+        )
+
+    def begin() -> Scheduler:
+        return Scheduler(
+            start(),
+            orders.orders,
             rule,
+            tracker.after,
             step=step,
             total_steps=config.max_steps,
+            n_shares=n_shares,
             timeout=config.async_timeout,
-            n_shares=config.ray_generators,
             drawn_by=past.drawn_by,
+            hurry=hurry,
         )
-    device = model.role_backbone(BEHAVIOUR).device
-    threads = None
-    if device.type == "cpu" and config.async_mode != "off":
-        threads = config.generator_threads or max(1, torch.get_num_threads() // 2)
 
-    def score(batch: PackedBatch) -> FrozenScores | None:
-        return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
-
-    if config.async_mode != "overlap":
-        draw = OrderDrawer(model, store, options, score=score)
-        return PastPolicies(draw, store, tracker, orders, rule, world, threads=threads)
-    hurry = threading.Event()
-    # who asks the frozen lanes must not show in their bits
-    alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
-    draw = OrderDrawer(
-        model,
-        store,
-        options,
-        in_flight=in_flight,
-        score=score,
-        hurry=hurry.is_set if alike else lambda: False,
-        stopped=stop.is_set,
-    )
-    return Concurrent(
-        lambda: GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads),
-        store,
-        tracker,
-        orders,
-        rule,
-        step=step,
-        total_steps=config.max_steps,
-        timeout=config.async_timeout,
-        mixed=in_flight,
-        drawn_by=past.drawn_by,
-        hurry=hurry,
-    )
+    return Concurrent(begin, store, tracker, n_shares=n_shares, mixed=in_flight, drawn_by=past.drawn_by)

@@ -8,7 +8,6 @@ Concurrent     generators draw the answers of later steps meanwhile
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.orders import StepOrders
 from rlhf_engine.training.generation.scheduler import Scheduler
 from rlhf_engine.training.generation.staleness import StalenessRule, latest_known
-from rlhf_engine.training.generation.transport import Transport
 from rlhf_engine.training.generation.versions import Snapshot, VersionStore, take
 from rlhf_engine.training.lanes import FrozenScores
 
@@ -215,44 +213,27 @@ class Concurrent:
 
     def __init__(
         self,
-        transport: Callable[[], Transport],
+        begin: Callable[[], Scheduler],
         store: VersionStore,
         tracker: PolicyTracker,
-        orders: StepOrders,
-        rule: StalenessRule,
         *,
-        step: int,
-        total_steps: int,
-        timeout: float,
-        mixed: bool = False,
         n_shares: int = 1,
+        mixed: bool = False,
         drawn_by: Mapping[int, int] | None = None,
-        hurry: threading.Event | None = None,
     ) -> None:
-        """transport: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
+        """begin: starts the generators, with the first `draw`. store: in which policies are kept for the learner.
 
-        mixed: answers may be of several policies. n_shares: generators, each of which gets a share of a step. Others
-        as for `Scheduler`.
+        n_shares: generators, each of which gets a share of a step. mixed: answers may be of several policies.
+        drawn_by: step → version, as `begin` has it.
         """
-        self._store, self._tracker, self._mixed, self._n_shares = store, tracker, mixed, n_shares
-        self._policies = policies = dict(tracker.after)
-        self._drawn_by = dict(drawn_by or {})
-        self._begin = lambda: Scheduler(
-            transport(),
-            orders.orders,
-            rule,
-            policies,
-            step=step,
-            total_steps=total_steps,
-            n_shares=n_shares,
-            timeout=timeout,
-            drawn_by=drawn_by,
-            hurry=hurry,
-        )
+        self._begin, self._store, self._tracker = begin, store, tracker
+        self._n_shares, self._mixed = n_shares, mixed
+        self._at_start = PastState(policies=dict(tracker.after), drawn_by=dict(drawn_by or {}))
+        """Until the first `draw`."""
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
         """When the answers before were taken, and how long generators had been at work by then."""
-        for snapshot in self._policies.values():
+        for snapshot in self._at_start.policies.values():
             store.add(snapshot)
 
     def draw(self, step: int, version: int) -> Sampled:
@@ -302,7 +283,7 @@ class Concurrent:
     def state(self) -> PastState:
         """What may still draw, and what has begun to."""
         if self._scheduler is None:
-            return PastState(policies=self._policies, drawn_by=self._drawn_by)
+            return self._at_start
         policies = {done: self._store.get(version) for done, version in self._scheduler.policies().items()}
         return PastState(policies=policies, drawn_by=self._scheduler.drawn_by())
 
