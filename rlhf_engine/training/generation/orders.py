@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,10 +127,8 @@ def join(shares: Sequence[Answered]) -> Answered:
     return Answered(rollout, FrozenScores.concat(scored) if len(scored) == len(shares) else None)
 
 
-def gather_rollout(world: World, rollout: Rollout) -> Rollout:
-    """The answers of all ranks, in the ranks' order, as one rollout."""
-    if world.size == 1:
-        return rollout
+def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Plain values and tensors by name."""
     batch = rollout.batch
     plain = {
         "cu_seqlens": batch.cu_seqlens,
@@ -140,22 +138,30 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
         "filtered": rollout.filtered,
         "stats": dataclasses.asdict(rollout.stats),
     }
-    tensors = {"tokens_T": batch.tokens_T, "logprobs_M": rollout.logprobs_M, "versions_M": rollout.versions_M}
-    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
-    return join([Answered(_rollout(values, found), None) for values, found in parts]).rollout
+    return plain, {"tokens_T": batch.tokens_T, "logprobs_M": rollout.logprobs_M, "versions_M": rollout.versions_M}
 
 
-def _rollout(plain: dict[str, Any], tensors: dict[str, Any]) -> Rollout:
+def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollout:
+    """What `take_apart` was given. Both may have other entries as well."""
     return Rollout(
         batch=PackedBatch(
             tokens_T=tensors["tokens_T"],
-            cu_seqlens=plain["cu_seqlens"],
-            prompt_lens=plain["prompt_lens"],
-            sample_ids=plain["sample_ids"],
+            cu_seqlens=tuple(plain["cu_seqlens"]),
+            prompt_lens=tuple(plain["prompt_lens"]),
+            sample_ids=tuple(plain["sample_ids"]),
         ),
         logprobs_M=tensors["logprobs_M"],
         versions_M=tensors["versions_M"],
-        finish_reasons=plain["finish_reasons"],
+        finish_reasons=tuple(plain["finish_reasons"]),
         filtered=plain["filtered"],
         stats=RolloutStats(**plain["stats"]),
     )
+
+
+def gather_rollout(world: World, rollout: Rollout) -> Rollout:
+    """The answers of all ranks, in the ranks' order, as one rollout."""
+    if world.size == 1:
+        return rollout
+    plain, tensors = take_apart(rollout)
+    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
+    return join([Answered(put_together(values, found), None) for values, found in parts]).rollout

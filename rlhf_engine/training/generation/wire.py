@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from rlhf_engine.errors import ConfigError, EngineError
-from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
-from rlhf_engine.rollout import Rollout, RolloutStats, SamplingConfig
-from rlhf_engine.training.generation.orders import Answered, Order
+from rlhf_engine.rollout import SamplingConfig
+from rlhf_engine.training.generation.orders import Answered, Order, put_together, take_apart
 from rlhf_engine.training.generation.versions import Snapshot, digest
 from rlhf_engine.training.lanes import FrozenScores
 
@@ -69,40 +69,19 @@ def unpack_order(values: Mapping[str, Any]) -> Order:
 def pack_answers(answered: Answered) -> dict[str, Any]:
     """Plain values by name; tensors as the bytes of one safetensors file under `tensors`."""
     rollout, frozen = answered
-    tensors = {"tokens": rollout.batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
+    plain, tensors = take_apart(rollout)
     for name, tensor in zip(FrozenScores._fields, frozen or (), strict=False):
         if tensor is not None:
             tensors[name] = tensor
-    return {
-        "tensors": save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}),
-        "cu_seqlens": rollout.batch.cu_seqlens,
-        "prompt_lens": rollout.batch.prompt_lens,
-        "sample_ids": rollout.batch.sample_ids,
-        "finish_reasons": rollout.finish_reasons,
-        "filtered": rollout.filtered,
-        "stats": dataclasses.asdict(rollout.stats),
-        "scored": frozen is not None,
-    }
+    data = save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
+    return {**plain, "tensors": data, "scored": frozen is not None}
 
 
 def unpack_answers(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Answered:
     """What `pack_answers` was given, on a device."""
     tensors = {name: tensor.to(device) for name, tensor in load(values["tensors"]).items()}
-    rollout = Rollout(
-        batch=PackedBatch(
-            tokens_T=tensors["tokens"],
-            cu_seqlens=tuple(values["cu_seqlens"]),
-            prompt_lens=tuple(values["prompt_lens"]),
-            sample_ids=tuple(values["sample_ids"]),
-        ),
-        logprobs_M=tensors["logprobs"],
-        versions_M=tensors["versions"],
-        finish_reasons=tuple(values["finish_reasons"]),
-        filtered=values["filtered"],
-        stats=RolloutStats(**values["stats"]),
-    )
     frozen = FrozenScores(*map(tensors.get, FrozenScores._fields)) if values["scored"] else None
-    return Answered(rollout, frozen)
+    return Answered(put_together(values, tensors), frozen)
 
 
 def frozen_digests(model: HydraModel) -> dict[str, str]:
