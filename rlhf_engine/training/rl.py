@@ -239,7 +239,7 @@ class RlTrainer:
         config, state, world = self.config, self.state, self.world
         clock = _Clock(self.model.device)
         questions = self._orders.questions(state.step)
-        own = questions if world.size == 1 else self._orders.share(state.step, world.rank, world.size)
+        own = self._orders.share(questions, world.rank, world.size)
         sampled = world.each("drawing answers", lambda: self.source.draw(state.step, state.policy_version))
         rollout = gather_rollout(world, sampled.rollout)
         clock.add(sampled.seconds)

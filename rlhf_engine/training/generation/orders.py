@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from rlhf_engine.data import PromptSet, batch_indices
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
-from rlhf_engine.training.distributed import World
+from rlhf_engine.training.distributed import World, share
 from rlhf_engine.training.experience import Layout
 from rlhf_engine.training.lanes import FrozenScores
 
@@ -79,34 +78,33 @@ class StepOrders:
         first = self._samples + (step - self._step) * len(indices)
         return Questions(indices, layout, range(first, first + len(indices)))
 
-    def share(self, step: int, i: int, n_shares: int) -> Questions:
-        """Of a step, those of one of so many nearly equal shares; the answers to a prompt stay together."""
-        indices, layout, ids = self.questions(step)
-        a, b = self._bounds(n_shares)[i : i + 2]
-        return Questions(indices[a:b], Layout(layout.groups[a:b], layout.greedy[a:b]), ids[a:b])
-
-    def _bounds(self, n_shares: int) -> list[int]:
-        n_prompts = self._config.prompts_per_step
-        return [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
+    def share(self, questions: Questions, i: int, n_shares: int) -> Questions:
+        """Of a step's, those of one of so many nearly equal shares; the answers to a prompt stay together."""
+        indices, layout, ids = questions
+        prompts = share(self._config.prompts_per_step, i, n_shares)
+        own = slice(prompts.start * self._config.generations, prompts.stop * self._config.generations)
+        return Questions(indices[own], Layout(layout.groups[own], layout.greedy[own]), ids[own])
 
     def orders(self, step: int, version: int, n_shares: int = 1) -> list[Order]:
         """A step's answers in nearly equal shares; the answers to a prompt stay together."""
-        indices, layout, ids = self.questions(step)
+        questions = self.questions(step)
         n_shares = min(n_shares, self._config.prompts_per_step)
-        bounds = self._bounds(n_shares)
-        return [
-            Order(
-                step=step,
-                share=i,
-                n_shares=n_shares,
-                version=version,
-                prompts=tuple(tuple(self._prompts.ids[j]) for j in indices[a:b]),
-                greedy=tuple(layout.greedy[a:b]),
-                sample_ids=tuple(ids[a:b]),
-                sampling=self._sampling,
+        found = []
+        for i in range(n_shares):
+            indices, layout, ids = self.share(questions, i, n_shares)
+            found.append(
+                Order(
+                    step=step,
+                    share=i,
+                    n_shares=n_shares,
+                    version=version,
+                    prompts=tuple(tuple(self._prompts.ids[j]) for j in indices),
+                    greedy=tuple(layout.greedy),
+                    sample_ids=tuple(ids),
+                    sampling=self._sampling,
+                )
             )
-            for i, (a, b) in enumerate(itertools.pairwise(bounds))
-        ]
+        return found
 
 
 def join(shares: Sequence[Answered]) -> Answered:
