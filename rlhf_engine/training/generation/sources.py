@@ -48,7 +48,8 @@ class PastState:
     """What a checkpoint has to hold for a run to go on with the answers that it would have had."""
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
-    """Steps done → the policy after them, of those that may still be needed; the present one may be missing."""
+    """Steps done → the policy after them, of those that may still be needed, the present one among them; none where
+    every step draws its own answers."""
     drawn_by: Mapping[int, int] = field(default_factory=dict)
     """Step → version, of steps whose answers had been begun."""
 
