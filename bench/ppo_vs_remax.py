@@ -22,57 +22,31 @@ The paper's figures are of whole models: four A100-80GB and DeepSpeed, where PPO
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
-from trl_ppo_arms import PHASES, PROMPTS_FILE, Setting, prepare
+from arms import QUICK, in_turn, make_parser, measure, setting_of, trainer_of, write_results
+from trl_ppo_arms import PHASES, Setting, prepare
 
 from rlhf_engine.bench.memory import _status, set_up_malloc
-from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import keep_freed_memory
-from rlhf_engine.training.metrics import run_record, write_json_atomic
 from rlhf_engine.training.rl import RlTrainer
 
 ALGORITHMS = ("ppo", "remax")
-QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 8, "prompt_tokens": 8, "answer_tokens": 8, "micro_batch": 4}
 TINY = {**QUICK, "layers": 1, "vocab": 32, "batch": 4, "prompt_tokens": 4, "answer_tokens": 2, "micro_batch": 2}
 PAPER = "memory −46 %, about 2 × faster (2.8 h against 6.0 h with offload), Llama-2-7B, four A100-80GB"
 
 
-def trainer_of(request: dict[str, Any], setting: Setting, folder: Path, output: Path) -> RlTrainer:
-    """As `rlhf-engine train` makes it."""
-    return RlTrainer(
-        TrainConfig(
-            model_name_or_path=str(folder),
-            dataset_name=str(folder / PROMPTS_FILE),
-            output_dir=str(output),
-            algorithm=request["algorithm"],
-            dtype=request["dtype"],
-            device=request["device"],
-            gradient_checkpointing=request["gradient_checkpointing"],
-            lora_r=setting.lora_r,
-            lora_alpha=float(setting.lora_alpha),
-            generation_batch_size=setting.batch,
-            per_device_train_batch_size=setting.micro_batch,
-            num_mini_batches=1,
-            num_ppo_epochs=1,
-            max_completion_length=setting.answer_tokens,
-            max_steps=setting.steps,
-            learning_rate=1e-5,
-            seed=setting.seed,
-        )
-    )
+def make_trainer(request: dict[str, Any], setting: Setting, folder: Path, output: Path) -> RlTrainer:
+    """One epoch, one minibatch."""
+    checkpointing = request["gradient_checkpointing"]
+    once = {"num_mini_batches": 1, "num_ppo_epochs": 1}
+    return trainer_of(request, setting, folder, output, gradient_checkpointing=checkpointing, **once)
 
 
 # ---- one measurement, in a process of its own ------------------------------------------------------------------------
@@ -84,7 +58,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     if request["what"] == "memory":
         return _memory(request, setting, folder)
     keep_freed_memory()
-    trainer = trainer_of(request, setting, folder, Path(request["scratch"]))
+    trainer = make_trainer(request, setting, folder, Path(request["scratch"]))
     steps = [trainer.step() for _ in range(setting.steps)][1:]
     trained = request["setting"]["batch"] // (2 if request["algorithm"] == "remax" else 1)
     return {
@@ -100,10 +74,10 @@ def _memory(request: dict[str, Any], setting: Setting, folder: Path) -> dict[str
         set_up_malloc()
     with tempfile.TemporaryDirectory() as tiny:  # what a process gets once: code, threads, buffers of libraries
         prepare(Setting(**TINY), Path(tiny))
-        trainer_of(request, Setting(**TINY), Path(tiny), Path(tiny) / "run").step()
+        make_trainer(request, Setting(**TINY), Path(tiny), Path(tiny) / "run").step()
     gc.collect()
     before = _status("VmRSS") if on_cpu else torch.cuda.memory_allocated()
-    trainer = trainer_of(request, setting, folder, Path(request["scratch"]))
+    trainer = make_trainer(request, setting, folder, Path(request["scratch"]))
     if on_cpu:
         Path("/proc/self/clear_refs").write_text("5")
     else:
@@ -123,23 +97,6 @@ def _memory(request: dict[str, Any], setting: Setting, folder: Path) -> dict[str
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
-
-
-def measure(what: str, algorithm: str, setting: Setting, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """One measurement of an arm. options: device, dtype, gradient_checkpointing."""
-    with tempfile.TemporaryDirectory() as scratch:
-        request = {
-            "what": what,
-            "algorithm": algorithm,
-            "setting": dataclasses.asdict(setting),
-            "folder": str(folder),
-            "scratch": str(Path(scratch) / "run"),
-            **options,
-        }
-        done = subprocess.run(
-            [sys.executable, __file__, "--request", json.dumps(request)], stdout=subprocess.PIPE, check=True, text=True
-        )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -165,44 +122,24 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--request", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
+    parser = make_parser(__doc__)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    for field in dataclasses.fields(Setting):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=field.metadata["help"])
     arguments = parser.parse_args()
     if arguments.request:
-        print(json.dumps(work(json.loads(arguments.request))))
+        print(json.dumps(work(arguments.request)))
         return
     if arguments.out is None:
         parser.error("--out: expected a folder for ppo_vs_remax.json and ppo_vs_remax.md")
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Setting)}
-    setting = Setting(
-        **{
-            "batch": 32,
-            **(QUICK if arguments.quick else {}),
-            **{name: value for name, value in given.items() if value is not None},
-        }
-    )
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ALGORITHMS}
-    found: dict[str, dict[str, Any]] = {}
+    setting = setting_of(arguments, batch=32)
+    options = {name: getattr(arguments, name) for name in ("device", "dtype", "gradient_checkpointing")}
     with tempfile.TemporaryDirectory() as folder:
         prepare(setting, Path(folder))
-        names = ("device", "dtype", "gradient_checkpointing")
-        options = {name: getattr(arguments, name) for name in names}
-        common = (setting, Path(folder), options)
-        for name in ALGORITHMS:
-            found[name] = measure("memory", name, *common)
-        for i in range(arguments.rounds):
-            for name in ALGORITHMS:
-                began = time.perf_counter()
-                rounds[name].append(measure("time", name, *common))
-                print(f"round {i + 1}/{arguments.rounds} {name} {time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+        def measure_arm(name: str, what: str) -> dict[str, Any]:
+            return measure(__file__, setting, Path(folder), what=what, algorithm=name, **options)
+
+        found = {name: measure_arm(name, "memory") for name in ALGORITHMS}
+        rounds = in_turn(ALGORITHMS, arguments.rounds, lambda name: measure_arm(name, "time"))
     for name in ALGORITHMS:
         found[name] |= {
             "answers": setting.batch,
@@ -210,17 +147,10 @@ def main() -> None:
             "seconds": statistics.median(r["seconds"] for r in rounds[name]),
             "phases": {p: statistics.median(r["phases"][p] for r in rounds[name]) for p in PHASES},
         }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = run_record(
-        config=setting,
-        command=["python", "bench/ppo_vs_remax.py", *sys.argv[1:]],
-        backends=registry.report(torch.device(arguments.device).type, getattr(torch, arguments.dtype)),
-        device=arguments.device,
-    )
-    record |= {**options, "medians": found, "rounds": rounds, "paper": PAPER}
-    write_json_atomic(arguments.out / "ppo_vs_remax.json", record)
     text = table(found)
-    (arguments.out / "ppo_vs_remax.md").write_text(f"# ReMax beside PPO\n\n{text}\n\nThe paper: {PAPER}.\n")
+    record = {**options, "medians": found, "rounds": rounds, "paper": PAPER}
+    page = f"# ReMax beside PPO\n\n{text}\n\nThe paper: {PAPER}.\n"
+    write_results("ppo_vs_remax", arguments, setting, record, page)
     print(text)
 
 

@@ -113,8 +113,8 @@ def score_rollout(
     answers. first_step_from_reference: the policy has not been updated yet and started as the reference, so their
     log-probs must agree. joint: where the rollout is one rank's share, all of it, which is what comes back scored.
 
-    Raises MismatchError if log-probs of rollout and training forward, or those of policy and reference, do not agree,
-    NonFiniteError for a score that is not finite, ConfigError if None rewards left no answer to learn from.
+    Raises MismatchError if those log-probs or those of rollout and training do not agree, NonFiniteError for a score
+    that is not finite, ConfigError if a None reward left no answer to learn from.
     """
     joint = joint or Joint(ALONE, rollout, layout)
     world, own = joint.world, _drawn(rollout, layout)
@@ -123,72 +123,17 @@ def score_rollout(
         lambda: _ask_lanes(model, rollout, own.batch, scorer, config, frozen=frozen, past=past),
     )
     scores = gather_scores(world, asked)
-    drawn, batch, rollout_logprobs_M = own if world.size == 1 else _drawn(joint.rollout, joint.layout)
-    logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
-    assert logprobs_M is not None
-    assert ref_logprobs_M is not None
-    assert scores.entropies_M is not None
-    behind_M = policy_version - joint.rollout.versions_M
-    is_behind = bool((behind_M > 0).any())
-    # where policies took turns within an answer, none of them can say again what it said
-    past_logprobs_M = scores.past_logprobs_M if scores.past_logprobs_M is not None else rollout_logprobs_M
-    log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - rollout_logprobs_M
-    _check_agreement(model, config, log_ratio_M, ref_logprobs_M - logprobs_M if first_step_from_reference else None)
-
+    drawn = own if world.size == 1 else _drawn(joint.rollout, joint.layout)
+    assert scores.logprobs_M is not None
+    assert scores.ref_logprobs_M is not None
+    compared = _compare(scores, scores.logprobs_M, drawn, policy_version - joint.rollout.versions_M)
+    to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if first_step_from_reference else None
+    _check_agreement(model, config, compared.log_ratio_M, to_reference_M)
     own_scored = world.each(
         "rewards",
         lambda: _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, asked.rewards_N, config),
     )
-    scored = gather_answers(world, own_scored)
-    rollout, layout = joint.rollout, joint.layout
-    everything = len(drawn) == rollout.batch.n_sequences
-    kept = _kept(scored.totals, layout, least=config.least_drawn)
-    if not kept:
-        raise ConfigError(_nothing_left(scored.totals, config))
-    places = [drawn[i] for i in kept]
-    rows_M = batch.select_completion_rows(kept)
-    kept_batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
-    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
-    device = batch.device
-    scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)
-    if not scores_N.isfinite().all() or not kl_M.isfinite().all():
-        culprit = "score" if not scores_N.isfinite().all() else "KL"
-        raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
-    corrected = Corrected(logprobs_M[rows_M], None, {})
-    if config.rollout_backend != "local":
-        corrected = correct_engine(logprobs_M[rows_M], log_ratio_M[rows_M], kept_batch, rollout, config)
-    elif is_behind:
-        corrected = correct_age(logprobs_M[rows_M], past_logprobs_M[rows_M], kept_batch, config)
-    greedy_scores_N = None
-    if not everything:
-        by_group = {layout.groups[i]: scored.totals[i] for i, greedy in enumerate(layout.greedy) if greedy}
-        found = [by_group[layout.groups[i]] for i in places]
-        greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
-    values_M = None if scores.values_M is None else scores.values_M[rows_M]
-    result = ScoredRollout(
-        batch=kept_batch,
-        groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
-        scores_N=scores_N,
-        greedy_scores_N=greedy_scores_N,
-        old_logprobs_M=corrected.old_logprobs_M,
-        ref_logprobs_M=ref_logprobs_M[rows_M],
-        kl_M=kl_M,
-        values_M=values_M,
-        weights_M=corrected.weights_M,
-        metrics={
-            "entropy_rollout": float(scores.entropies_M.mean()),
-            "completions/unfinished_ratio": 1 - sum(rollout.finished[i] for i in drawn) / len(drawn),
-            "completions/skipped": float(len(drawn) - len(kept)),
-            "mismatch/rollout_max": float(log_ratio_M.abs().max()),
-            "mismatch/rollout_mean": float(log_ratio_M.abs().mean()),
-            **_length_metrics(batch),
-            **corrected.metrics,
-            **(_age_metrics(behind_M) if config.draws_beside else {}),
-            **_source_metrics(scored, drawn),
-        },
-    )
-    result.metrics.update(_score_metrics(result, config))
-    return result
+    return _to_learn_from(joint, drawn, scores, compared, gather_answers(world, own_scored), config)
 
 
 class _Drawn(NamedTuple):
@@ -207,6 +152,27 @@ def _drawn(rollout: Rollout, layout: Layout) -> _Drawn:
         return _Drawn(drawn, rollout.batch, rollout.logprobs_M)
     rows_M = rollout.batch.select_completion_rows(drawn)
     return _Drawn(drawn, rollout.batch.select(drawn), rollout.logprobs_M[rows_M])
+
+
+class _Compared(NamedTuple):
+    """Drawn answers as those saw them who drew them: another engine, or an older policy."""
+
+    behind_M: torch.Tensor
+    """updates since the policy that drew a token; of greedy answers as well"""
+    is_behind: bool
+    """whether any is behind"""
+    past_logprobs_M: torch.Tensor
+    """of the policy that drew, by the training forward where one policy drew all of an answer"""
+    log_ratio_M: torch.Tensor
+    """between training forward and rollout, by the same policy"""
+
+
+def _compare(scores: Scores, logprobs_M: torch.Tensor, drawn: _Drawn, behind_M: torch.Tensor) -> _Compared:
+    is_behind = bool((behind_M > 0).any())
+    # where policies took turns within an answer, none of them can say again what it said
+    past_logprobs_M = scores.past_logprobs_M if scores.past_logprobs_M is not None else drawn.logprobs_M
+    log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - drawn.logprobs_M
+    return _Compared(behind_M, is_behind, past_logprobs_M, log_ratio_M)
 
 
 def _ask_lanes(
@@ -316,6 +282,57 @@ def _score_answers(
     return scored
 
 
+def _to_learn_from(
+    joint: Joint, drawn: _Drawn, scores: Scores, compared: _Compared, scored: ScoredAnswers, config: TrainConfig
+) -> ScoredRollout:
+    """The drawn answers that are kept. scored: all answers, greedy ones included."""
+    rollout, layout = joint.rollout, joint.layout
+    logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
+    assert logprobs_M is not None
+    assert ref_logprobs_M is not None
+    kept = _kept(scored.totals, layout, least=config.least_drawn)
+    if not kept:
+        raise ConfigError(_nothing_left(scored.totals, config))
+    places = [drawn.indices[i] for i in kept]
+    rows_M = drawn.batch.select_completion_rows(kept)
+    batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
+    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
+    device = batch.device
+    scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)
+    if not scores_N.isfinite().all() or not kl_M.isfinite().all():
+        culprit = "score" if not scores_N.isfinite().all() else "KL"
+        raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
+    corrected = Corrected(logprobs_M[rows_M], None, {})
+    if config.rollout_backend != "local":
+        corrected = correct_engine(logprobs_M[rows_M], compared.log_ratio_M[rows_M], batch, rollout, config)
+    elif compared.is_behind:
+        corrected = correct_age(logprobs_M[rows_M], compared.past_logprobs_M[rows_M], batch, config)
+    greedy_scores_N = None
+    if any(layout.greedy):
+        by_group = {layout.groups[i]: scored.totals[i] for i, greedy in enumerate(layout.greedy) if greedy}
+        found = [by_group[layout.groups[i]] for i in places]
+        greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
+    result = ScoredRollout(
+        batch=batch,
+        groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
+        scores_N=scores_N,
+        greedy_scores_N=greedy_scores_N,
+        old_logprobs_M=corrected.old_logprobs_M,
+        ref_logprobs_M=ref_logprobs_M[rows_M],
+        kl_M=kl_M,
+        values_M=None if scores.values_M is None else scores.values_M[rows_M],
+        weights_M=corrected.weights_M,
+        metrics={
+            **_draw_metrics(rollout, drawn, scores, compared, skipped=len(drawn.indices) - len(kept)),
+            **corrected.metrics,
+            **(_age_metrics(compared.behind_M) if config.draws_beside else {}),
+            **_source_metrics(scored, drawn.indices),
+        },
+    )
+    result.metrics.update(_score_metrics(result, config))
+    return result
+
+
 def _kept(totals: Sequence[float | None], layout: Layout, *, least: int) -> list[int]:
     """Which drawn answers to learn from, counted among the drawn: those with a score, whose greedy answer has one too,
     and whose prompt has at least so many of them."""
@@ -339,13 +356,25 @@ def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
     )
 
 
+def _draw_metrics(
+    rollout: Rollout, drawn: _Drawn, scores: Scores, compared: _Compared, *, skipped: int
+) -> dict[str, float]:
+    assert scores.entropies_M is not None
+    mismatch_M = compared.log_ratio_M.abs()
+    lengths = torch.tensor(drawn.batch.completion_lens, dtype=torch.float32)
+    return {
+        "entropy_rollout": float(scores.entropies_M.mean()),
+        "completions/unfinished_ratio": 1 - sum(rollout.finished[i] for i in drawn.indices) / len(drawn.indices),
+        "completions/skipped": float(skipped),
+        "mismatch/rollout_max": float(mismatch_M.max()),
+        "mismatch/rollout_mean": float(mismatch_M.mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+    }
+
+
 def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:
     return {"staleness/mean": float(behind_M.float().mean()), "staleness/max": float(behind_M.max())}
-
-
-def _length_metrics(batch: PackedBatch) -> dict[str, float]:
-    lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
-    return {"completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max())}
 
 
 def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_engine.training.generation.staleness import StalenessRule
+from rlhf_engine.training.generation.staleness import StalenessRule, newest_after
 
 
 def ages(rule: StalenessRule, steps: int) -> list[int]:
@@ -34,6 +34,10 @@ def test_the_newest_policy_is_taken_where_it_may_be():
     assert [rule.drawn_after(5, done) for done in (2, 3, 4, 5)] == [2, 3, 4, 5]
     with pytest.raises(ValueError, match="after 1 steps"):
         rule.drawn_after(5, 1)
+
+
+def test_a_policy_from_before_the_run_was_taken_up_is_the_oldest_one_known():
+    assert [newest_after({4: "a", 7: "b"}, done) for done in (2, 4, 6, 7, 9)] == [4, 4, 4, 7, 7]
 
 
 @pytest.mark.parametrize(
