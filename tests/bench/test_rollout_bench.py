@@ -20,6 +20,7 @@ def results():
     return list(run_rollout_cases(cases("tiny", device, torch.float32), device=device, rounds=5))
 
 
+@pytest.mark.long
 def test_every_comparison_has_our_steps_a_baseline_and_a_floor(results):
     steps = ["transformers"] if native.missing() else ["native", "transformers"]
     assert [result.case.name.split("/")[0] for result in results] == ["off", "on", "skewed", "shared"]
@@ -39,6 +40,7 @@ def test_every_comparison_has_our_steps_a_baseline_and_a_floor(results):
     }
 
 
+@pytest.mark.long
 def test_records_are_those_of_the_kernels_and_tokens_per_second(results):
     for result in results:
         for record in rollout_records(result):
@@ -49,6 +51,7 @@ def test_records_are_those_of_the_kernels_and_tokens_per_second(results):
             json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.long
 def test_shared_prompts_take_less_of_the_cache(results):
     shared = results[-1]
     apart = 2 * 2  # blocks of two prompts of 40 tokens, one answer token each

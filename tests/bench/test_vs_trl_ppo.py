@@ -34,6 +34,7 @@ def worker_answer(step_seconds: list[float], *, peak: int = 100) -> dict[str, An
     return {"ends": ends, "before": memory, "after": {"rss": 50, "peak_rss": peak}, "reward": [0.5], "threads": 2}
 
 
+@pytest.mark.long
 def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
     arguments = ["--quick", "--skip-trl", "--arms", "ours-fp32", "trl-fp32", "gemm-fp32", "--threads", "1"]
     assert script.main([*arguments, "--batch", "2", "--micro-batch", "1", "--output", str(tmp_path)]) == 0

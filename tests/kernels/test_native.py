@@ -183,7 +183,10 @@ SANITIZED = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ with its sanitizer libraries")
-@pytest.mark.parametrize("name", SANITIZED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("gae", "gather_logprob") else pytest.param(name, marks=pytest.mark.long) for name in SANITIZED],
+)
 def test_cpp_under_sanitizers(tmp_path, name):
     binary = tmp_path / f"native_{name}_main"
     sources = [path for pattern in SANITIZED[name] for path in sorted((ROOT / "csrc/cpu").glob(pattern))]

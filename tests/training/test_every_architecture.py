@@ -29,7 +29,13 @@ def write(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SHORTLY = ("llama", "gpt2", "mixtral")
+"""One of each kind of linear and block; the others are in the long lane."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORTLY else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+)
 def test_supervised_training_then_ppo_then_going_on(name, tmp_path):
     SftTrainer(sft_config(write(name, tmp_path / "m"), tmp_path / "base", mode="full", max_steps=2)).run()
     options = {"lora_dropout": 0.1, "gradient_checkpointing": True, "learning_rate": 1e-3}
