@@ -1,0 +1,209 @@
+"""`fuse_lora`: the LoRA layers of a PeftModel on this project's kernels, in place, and undone as easily.
+
+    fusion = fuse_lora(peft_model)      # outputs and gradients as before, faster
+    …                                   # train, save_pretrained, set_adapter, disable_adapter, merge: all of PEFT
+    fusion.undo()
+
+A layer keeps its parameters, their names and everything PEFT knows of it; only its forward is another one: base
+product and low-rank delta in one op whose backward makes no copy of x, where PEFT runs half a dozen. Nothing is merged.
+Beyond PEFT, `adapter_names` serves in training as well: one batch trains several adapters in one pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora import LoraLayer, LoraModel
+from rlhf_kernels.lora import OFF, Dropout, Segments, lora_delta_, lora_linear
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+BASE_NAME = "__base__"
+"""What `adapter_names` says of a row that carries no adapter."""
+_QUANTISED = ("Linear4bit", "Linear8bitLt")
+"""PEFT's layers around bitsandbytes' linears, by name: the package is optional."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """What `fuse_lora` did to a model. A context manager that undoes it."""
+
+    model: PeftModel
+    fused: tuple[str, ...]
+    """Names of the layers that run on our kernels."""
+    left: dict[str, str]
+    """Names of the LoRA layers that run as PEFT's, with the reason."""
+
+    def undo(self) -> None:
+        """Give every layer its own forward back. Does nothing the second time."""
+        for module in self.model.modules():
+            if isinstance(module, (_FusedLayer, _FusedModel)):
+                module.__class__ = type(module).__bases__[1]
+
+    def __enter__(self) -> Fusion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def fuse_lora(model: PeftModel) -> Fusion:
+    """Run the LoRA linears of a PeftModel on `lora_linear`, in place.
+
+    Served are linears on nn.Linear, Conv1D and bitsandbytes' linears, with plain LoRA. Others (DoRA and other variants,
+    embeddings, convolutions, a bias of the adapter's own) stay PEFT's: `Fusion.left` says which and why, and a warning
+    is given. Dropout masks come from torch's random state, but are not those of nn.Dropout.
+
+    Raises TypeError for what is no PeftModel with LoRA, ValueError where a model is fused already or no layer can be.
+    """
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
+        raise TypeError(f"model: expected a PeftModel with LoRA adapters, got {type(model).__name__}")
+    if isinstance(model.base_model, _FusedModel):
+        raise ValueError("model: expected a PeftModel whose layers are PEFT's own, got one that is fused already")
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    left = {name: reason for name, module in layers.items() if (reason := _refusal(module))}
+    fused = [name for name in layers if name not in left]
+    if not fused:
+        name, reason = next(iter(left.items()), ("the model", "it has no LoRA layer"))
+        raise ValueError(f"model: expected LoRA on linears, got none that can be fused; {name}: {reason}")
+    if left:
+        name, reason = next(iter(left.items()))
+        warnings.warn(
+            f"fuse_lora: {len(left)} of {len(layers)} LoRA layers stay as they are, such as {name}: {reason}",
+            stacklevel=2,
+        )
+    for stream, name in enumerate(fused):
+        _change_class(layers[name], _FusedLayer)
+        layers[name].dropout_stream = stream
+    _change_class(model.base_model, _FusedModel)
+    return Fusion(model, tuple(fused), left)
+
+
+def _change_class(module: nn.Module, mixin: type) -> None:
+    """The same object, with the methods of the mixin before its own."""
+    own: Any = type(module)
+    module.__class__ = _class_with(mixin, own)
+
+
+@functools.cache
+def _class_with(mixin: Any, own: Any) -> Any:
+    return type(f"Fused{own.__name__}", (mixin, own), {"__module__": own.__module__})
+
+
+def _refusal(layer: LoraLayer) -> str | None:
+    """Why a layer's forward cannot be replaced."""
+    if type(layer) is not PeftLinear and type(layer).__name__ not in _QUANTISED:
+        return f"expected LoRA on a linear, got {type(layer).__name__}"
+    base = layer.get_base_layer()
+    if type(layer) is PeftLinear and type(base) not in (nn.Linear, Conv1D):
+        return f"expected a base layer nn.Linear or Conv1D, got {type(base).__name__}"
+    return next((reason for name in layer.lora_A if (reason := _refused_adapter(layer, name))), None)
+
+
+def _refused_adapter(layer: LoraLayer, name: str) -> str | None:
+    if name in layer.lora_variant:
+        return f"expected plain LoRA, got {type(layer.lora_variant[name]).__name__} in adapter {name!r}"
+    if layer.lora_bias[name]:
+        return f"expected lora_bias=False, got True in adapter {name!r}"
+    return None
+
+
+class _FusedLayer(nn.Module):
+    """Stands before one of PEFT's classes; a layer's forward on `lora_linear` and `lora_delta_`."""
+
+    dropout_stream: int
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_forward_args(x, *args, **kwargs)
+        names: Sequence[str] | None = kwargs.pop("adapter_names", None)
+        if self.disable_adapters or (names is None and self.merged):
+            if self.disable_adapters and self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if names is not None:
+            return self._add(x, [_runs(x, names, self.lora_A)], args, kwargs)
+        n_rows = x.numel() // x.shape[-1]
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        return self._add(x, [([name], Segments.single(n_rows, 0)) for name in active], args, kwargs)
+
+    def _add(
+        self: Any, x: torch.Tensor, passes: list[tuple[list[str], Segments]], args: Any, kwargs: Any
+    ) -> torch.Tensor:
+        """The base's output plus every pass, each of which has at most one adapter per row."""
+        base, y = self.base_layer, None
+        if type(base) is nn.Linear and passes and not args and not kwargs:
+            *lora, dropout = self._lora(x, *passes[0])
+            y = lora_linear(x, base.weight, base.bias, *lora, dropout=dropout)
+            passes = passes[1:]
+        if y is None:
+            y = base(x, *args, **kwargs)
+        for names, segments in passes:
+            *lora, dropout = self._lora(x, names, segments)
+            # a copy where gradients flow: autograd refuses to change what a custom Function returned
+            y = lora_delta_(y.clone() if torch.is_grad_enabled() else y, x, *lora, dropout=dropout)
+        return y
+
+    def _lora(self: Any, x: torch.Tensor, names: list[str], segments: Segments) -> tuple[Any, ...]:
+        """(A, B, scales, segments, dropout)"""
+        for name in names:
+            reason = _refused_adapter(self, name)
+            if reason is not None:  # an adapter that has come since
+                raise ValueError(f"adapter {name!r} of a fused layer: {reason}; undo the fusion to use it")
+        drops = [self.lora_dropout[name] for name in names]
+        p = tuple(drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0 for drop in drops)
+        dropout = None
+        if any(p):
+            # from the random state that gradient checkpointing restores: recomputed masks are the same
+            seed = int(torch.randint(2**62, ()))
+            rows = torch.arange(x.numel() // x.shape[-1], device=x.device)
+            dropout = Dropout(p=p, seed=seed, row_ids=rows, stream=self.dropout_stream)
+        return (
+            [self.lora_A[name].weight for name in names],
+            [self.lora_B[name].weight for name in names],
+            [self.scaling[name] for name in names],
+            segments,
+            dropout,
+        )
+
+
+def _runs(x: torch.Tensor, names: Sequence[str], known: Any) -> tuple[list[str], Segments]:
+    """The adapters of a batch with one name per sample, and which rows of x carry which."""
+    present = [name for name in dict.fromkeys(names) if name != BASE_NAME and name in known]
+    rows = x.numel() // x.shape[-1] // max(1, len(names))
+    slots = [present.index(name) if name in present else OFF for name in names]
+    firsts = [i for i, slot in enumerate(slots) if i == 0 or slot != slots[i - 1]]
+    starts = tuple(i * rows for i in firsts)
+    return present, Segments(
+        starts=starts, ends=(*starts[1:], len(names) * rows), slots=tuple(slots[i] for i in firsts)
+    )
+
+
+class _FusedModel(nn.Module):
+    """Stands before LoraModel: adapters by sample also in training mode."""
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        training = self.training and kwargs.get("adapter_names") is not None
+        if training and any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+            raise ValueError(
+                "adapter_names: expected no gradient checkpointing in training, whose second forward does not know them"
+            )
+        if training:  # what PEFT refuses is this flag of the outermost module; the layers keep theirs
+            self.training = False
+        try:
+            with super()._enable_peft_forward_hooks(*args, **kwargs):  # type: ignore[misc]
+                self.training = self.training or training
+                yield
+        finally:
+            self.training = self.training or training

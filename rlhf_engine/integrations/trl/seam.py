@@ -1,0 +1,139 @@
+"""`patch`: TRL's log-probs from hidden states on our kernels, in every trainer that uses its fused LM head.
+
+    import rlhf_engine.integrations.trl
+    rlhf_engine.integrations.trl.patch()                    # for good, or:
+
+    with rlhf_engine.integrations.trl.patch() as patched:   # while it lasts
+        GRPOTrainer(…).train()
+    print(patched.calls)
+
+SFT, DPO, KTO, GRPO, RLOO and the reference models beside them ask one autograd function for log-probs, entropies and
+their like. It is exchanged for `linear_logprob`; the trainers, their losses and what they save stay TRL's own. Rows
+that no label asks for are left out everywhere, as TRL does where it runs Triton.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.linear_logprob import linear_logprob
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+
+_FUNCTION, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
+_PARAMETERS = (
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+)
+_OUTPUTS = {
+    "log_probs": "logprob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+"""TRL's names, in the order in which it gets them, and ours."""
+
+
+class Patch:
+    """An exchange of TRL's function for ours. A context manager that takes it back."""
+
+    def __init__(self, backend: str) -> None:
+        from trl.trainer import utils
+
+        self.calls = 0
+        """Calls that our kernel has served."""
+        self._backend = backend
+        self._utils = utils
+        self._before: dict[str, Any] | None = {name: getattr(utils, name) for name in (_FUNCTION, _COMPACT)}
+        setattr(utils, _FUNCTION, self)
+        setattr(utils, _COMPACT, lambda device: True)
+
+    def undo(self) -> None:
+        """Give TRL its own function back. Does nothing the second time."""
+        if self._before is None:
+            return
+        if getattr(self._utils, _FUNCTION) is not self:
+            raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
+        for name, value in self._before.items():
+            setattr(self._utils, name, value)
+        self._before = None
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def apply(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = tuple(_OUTPUTS)[1:],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What TRL asks of its function: five results per row of hidden [N, H], fp32, None where not asked for.
+
+        Only log-probs and entropies carry a gradient, as in TRL. chunk_size is TRL's business.
+        """
+        self.calls += 1
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+            half = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(half), weight.to(half), None if bias is None else bias.to(half)
+        wanted = tuple(ours for theirs, ours in _OUTPUTS.items() if theirs == "log_probs" or theirs in outputs)
+        found = linear_logprob(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=temperature,
+            softcap=final_logit_softcapping,
+            logit_scale=logit_scale,
+            outputs=wanted,
+            detach=tuple(name for name in wanted if name not in ("logprob", "entropy", "is_top1")),
+            backend=self._backend,
+        )
+        results = {name: getattr(found, name) for name in _OUTPUTS.values()}
+        if results["is_top1"] is not None:
+            results["is_top1"] = results["is_top1"].bool()
+        return tuple(results.values())
+
+
+def patch(*, backend: str = "auto") -> Patch:
+    """Serve TRL's fused log-probs from `linear_logprob`, from now until `Patch.undo`, or in a `with` block.
+
+    backend: of the kernel; one asked for by name never falls back. Raises ConfigError for a version of TRL that is not
+    known or a function that is not as expected, ValueError for an unknown backend.
+    """
+    if backend not in ("auto", *registry.BACKENDS):
+        raise ValueError(f"backend: expected one of {('auto', *registry.BACKENDS)}, got {backend!r}")
+    require_trl()
+    from trl.trainer import utils
+
+    there = [name for name in (_FUNCTION, _COMPACT) if not hasattr(utils, name)]
+    if there:
+        raise ConfigError(f"trl: expected {there[0]} in trl.trainer.utils, which has none")
+    function = getattr(utils, _FUNCTION)
+    require_parameters(
+        f"{_FUNCTION}.apply", function.apply if isinstance(function, Patch) else function.forward, _PARAMETERS
+    )
+    return Patch(backend)

@@ -1,0 +1,144 @@
+"""`rlhf-engine report`: one HTML page of one run or several, which needs nothing but a browser.
+
+Data go into the page as JSON, texts of a run reach it as text and never as markup. The page loads nothing.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.report.curves import PANELS
+from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.run_folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG
+
+MOST_POINTS = 2000
+"""Per line; where there are more, each point is the mean of several steps."""
+
+
+def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
+    """Write the page of some runs' output folders; its path.
+
+    Raises ConfigError for a folder that holds no run, and where two have the same name and cannot be told apart.
+    """
+    folders = [_run_folder(Path(run)) for run in runs]
+    names = _names(folders)
+    data = {
+        "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in PANELS],
+        "runs": [_run(folder, name) for folder, name in zip(folders, names, strict=True)],
+    }
+    heading = title or (names[0] if len(names) == 1 else f"{len(names)} runs")
+    # `</script>` in an answer must not end the element that the data are in
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    page = _PAGE.format(title=html.escape(heading), style=_asset("page.css"), data=text, script=_asset("page.js"))
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header><h1>{title}</h1><div id="runs"></div></header>
+<main id="page"><noscript>This page draws with JavaScript.</noscript></main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _run_folder(folder: Path) -> Path:
+    """A run's output folder, or the one of RL within a demo's."""
+    for found in (folder, folder / "rl"):
+        if (found / METRICS_FILE).is_file() and (found / RECORD_FILE).is_file():
+            return found
+    raise ConfigError(f"run: expected a folder with {METRICS_FILE} and {RECORD_FILE}, got {str(folder)!r}")
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"run: expected different folders, got {[str(folder) for folder in folders]}")
+    parts = 1
+    while len({path.parts[-parts:] for path in paths}) < len(paths):
+        parts += 1
+    return ["/".join(path.parts[-parts:]) for path in paths]
+
+
+def _run(folder: Path, name: str) -> dict[str, Any]:
+    rows = read_metrics(folder / METRICS_FILE)
+    if not rows:
+        raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
+    record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    samples = folder / SAMPLES_LOG
+    lines = samples.read_text(encoding="utf-8").splitlines() if samples.is_file() else []
+    every, curves = _curves(rows)
+    return {
+        "name": name,
+        "steps": rows[-1]["step"],
+        "every": every,
+        "curves": curves,
+        "nonfinite": {str(row["step"]): row["nonfinite"] for row in rows if "nonfinite" in row},
+        "samples": [json.loads(line) for line in lines],
+        "config": record.get("config", {}),
+        "facts": _facts(record),
+    }
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
+    """Steps per point, and metric → [steps, values] of all that are numbers."""
+    every = -(-len(rows) // MOST_POINTS)
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_number(value) and name != "step")
+    found = {}
+    for name in names:
+        points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
+        groups = [points[i : i + every] for i in range(0, len(points), every)]
+        found[name] = [
+            [group[-1][0] for group in groups],
+            [sum(value for _, value in group) / len(group) for group in groups],
+        ]
+    return every, found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, str]:
+    """What ran where, as text."""
+    commit = record.get("git_commit") or {}
+    versions = record.get("versions", {})
+    found = {
+        "started": record.get("started"),
+        "command": " ".join(record.get("command", [])),
+        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
+        "device": record.get("device_name"),
+        "processes": record.get("processes"),
+        "resumed at step": record.get("resumed_at_step") or None,
+        "base": (record.get("base_hash") or "")[:12] or None,
+        **{f"{name}": version for name, version in versions.items()},
+    }
+    backends = record.get("kernel_backends", {})
+    chosen = {op: row.get("auto") for op, row in backends.items() if isinstance(row, dict)}
+    found |= {"kernels": ", ".join(f"{op} {backend}" for op, backend in chosen.items() if backend) or None}
+    return {name: str(value) for name, value in found.items() if value is not None}

@@ -1,0 +1,220 @@
+"""`patch`: stock TRL trainers take every log-prob from our kernel, with the losses that they had, and lose it again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+
+from datasets import Dataset
+from rlhf_kernels.testing import assert_ok, tier1
+from transformers import AutoModelForCausalLM
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.trainer import utils
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl import patch
+from rlhf_engine.tokenizing import load_tokenizer
+from tests.training.test_data import PROMPTS, write_model
+
+PAIRS = [{"prompt": p, "chosen": f" {p} sings the sun", "rejected": " sea sea"} for p in PROMPTS]
+THUMBS = [
+    {"prompt": p, "completion": " sings" if i % 2 else " sea sea", "label": bool(i % 2)} for i, p in enumerate(PROMPTS)
+]
+TEXTS = [{"prompt": p, "completion": f" {p} sings the sun"} for p in PROMPTS]
+
+
+def lengths(prompts, completions, **columns):
+    return [float(len(set(text.split()))) for text in completions]
+
+
+KINDS = {
+    "sft": (SFTTrainer, SFTConfig, TEXTS, {}),
+    "dpo": (DPOTrainer, DPOConfig, PAIRS, {}),
+    "kto": (KTOTrainer, KTOConfig, THUMBS, {}),
+    "grpo": (GRPOTrainer, GRPOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
+    "rloo": (RLOOTrainer, RLOOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), reward_head=False)
+
+
+def train(kind: str, folder, output) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of three steps of a stock trainer, and the weights after them."""
+    trainer_class, config_class, rows, options = KINDS[kind]
+    config = config_class(
+        output_dir=str(output),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=0,
+        **options,
+    )
+    extra = {"reward_funcs": lengths} if kind in ("grpo", "rloo") else {}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = trainer_class(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=load_tokenizer(folder),
+        **extra,
+    )
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], dict(trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_trl_s_and_every_call_is_ours(kind, folder, tmp_path, monkeypatch):
+    calls = []
+    original = utils._ChunkedLogProbFunction
+
+    class Counted:
+        forward = original.forward
+
+        @staticmethod
+        def apply(*arguments):
+            calls.append(1)
+            return original.apply(*arguments)
+
+    with monkeypatch.context() as counting:
+        counting.setattr(utils, "_ChunkedLogProbFunction", Counted)
+        expected, weights = train(kind, folder, tmp_path / "theirs")
+    with patch() as patched:
+        found, ours = train(kind, folder, tmp_path / "ours")
+    assert patched.calls == len(calls) > 0
+    assert utils._ChunkedLogProbFunction is original
+    assert len(found) == len(expected) == 3
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "kl", "rewards/margins"):
+            if name in theirs:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (step, name)
+    for name, weight in weights.items():
+        assert float((ours[name] - weight).abs().max()) < 2e-4, name  # Adam's first steps are a sign's size
+
+
+def inputs(n=13, hidden=8, vocab=50, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, hidden, generator=generator).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    b = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    return x, w, b, torch.randint(0, vocab, (n,), generator=generator)
+
+
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@pytest.mark.parametrize("options", [(1.0, None, 1.0), (0.7, None, 0.5), (1.3, 5.0, 2.0)], ids=str)
+def test_each_result_and_gradient_is_trl_s(options):
+    temperature, softcap, scale = options
+
+    def go(function, dtype=torch.float32):
+        x, w, b, targets = inputs(dtype=dtype)
+        out = function.apply(x, w, b, targets, temperature, 16, softcap, scale, ALL)
+        (out[0].sin().sum() + (out[1] * out[1]).sum()).backward()
+        return [*(t.detach() for t in out), x.grad, w.grad, b.grad]
+
+    theirs = go(utils._ChunkedLogProbFunction)
+    with patch() as patched:
+        mine = go(utils._ChunkedLogProbFunction)
+        exact = go(utils._ChunkedLogProbFunction, torch.float64)
+    assert patched.calls == 2
+    assert mine[4].dtype == theirs[4].dtype == torch.bool
+    assert torch.equal(mine[4], theirs[4])
+    for name, a, b, c in zip((*ALL, "hidden", "weight", "bias"), mine, exact, theirs, strict=True):
+        if name != "is_top1":
+            assert a.dtype == c.dtype
+            assert_ok(tier1(a, b, c), name)
+
+
+def test_what_is_not_asked_for_is_none_and_what_is_logged_has_no_gradient():
+    x, w, b, targets = inputs()
+    with patch():
+        out = utils._ChunkedLogProbFunction.apply(x, w, None, targets, 1.0, 16, None, 1.0, ("log_probs", "mean_logits"))
+        assert [t is None for t in out] == [False, True, True, False, True]
+        assert out[0].requires_grad
+        assert not out[3].requires_grad
+        ones = utils._ChunkedLogProbFunction.apply(x, w, b, targets, 1.0, 16)
+        assert all(t is not None for t in ones)
+
+
+def test_under_autocast_products_are_in_its_dtype():
+    x, w, b, targets = inputs(hidden=64)
+    arguments = (x, w, b, targets, 1.0, 16, None, 1.0, ("log_probs",))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = utils._ChunkedLogProbFunction.apply(*arguments)[0]
+        with patch():
+            mine = utils._ChunkedLogProbFunction.apply(*arguments)[0]
+    exact = torch.log_softmax((x @ w.T + b).double(), -1).gather(-1, targets[:, None])[:, 0]
+    assert mine.dtype == torch.float32
+    assert float((mine - exact).abs().max()) <= 1.5 * float((theirs - exact).abs().max())
+    mine.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_undo_and_order():
+    original = utils._ChunkedLogProbFunction
+    first = patch()
+    second = patch(backend="reference")
+    assert utils._ChunkedLogProbFunction is second
+    with pytest.raises(RuntimeError, match="expected the last patch to be undone first"):
+        first.undo()
+    second.undo()
+    first.undo()
+    first.undo()
+    assert utils._ChunkedLogProbFunction is original
+    with pytest.raises(ValueError, match="inside"), patch():
+        raise ValueError("inside")
+    assert utils._ChunkedLogProbFunction is original
+
+
+def test_a_trl_that_is_not_known(monkeypatch):
+    import trl
+
+    with monkeypatch.context() as m:
+        m.setattr(trl, "__version__", "1.18.0")
+        with pytest.raises(ConfigError, match=r"trl: expected 1\.15 <= version < 1\.18, got 1\.18\.0"):
+            patch()
+    with monkeypatch.context() as m:
+        m.setattr(trl, "__version__", "1.14.2")
+        with pytest.raises(ConfigError, match=r"got 1\.14\.2"):
+            patch()
+    with monkeypatch.context() as m:
+        m.delattr(utils, "_ChunkedLogProbFunction")
+        with pytest.raises(ConfigError, match=r"expected _ChunkedLogProbFunction in trl\.trainer\.utils"):
+            patch()
+
+    class Other:
+        @staticmethod
+        def forward(ctx, hidden, weight, targets):
+            return hidden
+
+    with monkeypatch.context() as m:
+        m.setattr(utils, "_ChunkedLogProbFunction", Other)
+        with pytest.raises(
+            ConfigError, match=r"expected .*apply\(hidden, weight, bias, .* got \(hidden, weight, targets\)"
+        ):
+            patch()
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        patch(backend="gpu")

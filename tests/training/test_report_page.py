@@ -1,0 +1,121 @@
+"""`rlhf-engine report`: what is on the page is what the runs wrote, and no text of a run becomes markup."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from rlhf_engine.cli import main
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.report.page import MOST_POINTS, write_page
+from rlhf_engine.training.metrics import MetricsWriter
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model, write_prompts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    model = write_model(root / "model")
+    options = {"max_steps": 3, "eval_steps": 1, "num_samples": 2, "eval_dataset_name": str(write_prompts(root))}
+    RlTrainer(train_config(model, root / "first", **options)).run()
+    return root / "first"
+
+
+def data_of(path) -> dict:
+    text = path.read_text(encoding="utf-8")
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found)
+
+
+def test_a_run_is_on_its_page(run, tmp_path, capsys):
+    out = tmp_path / "pages" / "one.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"page {out}\n"
+    (found,) = data_of(out)["runs"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert found["name"] == "first"
+    assert (found["steps"], found["every"], found["nonfinite"]) == (3, 1, {})
+    assert found["curves"]["reward"] == [[1, 2, 3], [row["reward"] for row in rows]]
+    assert found["curves"]["eval/kl"] == [[1, 2, 3], [row["eval/kl"] for row in rows]]
+    assert {"seconds/step", "seconds/update", "peak_memory_bytes"} <= set(found["curves"])
+    assert [look["step"] for look in found["samples"]] == [0, 1, 2, 3]
+    assert len({tuple(look["prompts"]) for look in found["samples"]}) == 1
+    assert found["config"]["max_steps"] == 3
+    assert {"commit", "device", "torch", "command", "started", "kernels"} <= set(found["facts"]) | {"commit"}
+    text = out.read_text()
+    assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg", "", text.replace(json.dumps(found["facts"])[1:-1], ""))
+
+
+def copy_run(run, folder, *, steps=2, sample="fine", **metrics):
+    """A run's folder with other numbers and texts."""
+    folder.mkdir(parents=True)
+    record = json.loads((run / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record))
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for step in range(1, steps + 1):
+            writer.write(step, {"reward": float(step), "kl": 1.0, **metrics})
+    look = {"step": 0, "prompts": ["p"], "completions": [sample], "scores": [None]}
+    (folder / "samples.jsonl").write_text(json.dumps(look) + "\n")
+    return folder
+
+
+def test_several_runs_are_told_apart(run, tmp_path):
+    left, right = copy_run(run, tmp_path / "a" / "run"), copy_run(run, tmp_path / "b" / "run")
+    out = write_page([left, right, run], tmp_path / "three.html", title="A & B")
+    assert [found["name"] for found in data_of(out)["runs"]] == ["a/run", "b/run", f"{run.parent.name}/first"]
+    assert "<title>A &amp; B</title>" in out.read_text()
+    with pytest.raises(ConfigError, match="run: expected different folders"):
+        write_page([left, tmp_path / "b" / ".." / "a" / "run"], tmp_path / "x.html")
+
+
+def test_the_run_within_a_demo_s_folder_is_found(run, tmp_path):
+    copy_run(run, tmp_path / "demo" / "rl")
+    assert data_of(write_page([tmp_path / "demo"], tmp_path / "d.html"))["runs"][0]["name"] == "rl"
+
+
+def test_texts_of_a_run_stay_texts(run, tmp_path):
+    nasty = "</script><script>alert(1)</script> & <b>\u2028"
+    folder = copy_run(run, tmp_path / "<i>x", sample=nasty)
+    out = write_page([folder], tmp_path / "n.html")
+    found = data_of(out)["runs"][0]
+    assert found["samples"][0]["completions"] == [nasty]
+    assert found["name"] == "<i>x"
+    text = out.read_text()
+    assert "alert(1)</script>" not in text
+    assert "<i>" not in text
+    assert "innerHTML" not in text
+
+
+def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
+    folder = copy_run(run, tmp_path / "long", steps=2 * MOST_POINTS + 1, bad=float("nan"))
+    found = data_of(write_page([folder], tmp_path / "l.html"))["runs"][0]
+    assert found["every"] == 3
+    steps, values = found["curves"]["reward"]
+    assert len(steps) <= MOST_POINTS
+    assert (steps[0], values[0]) == (3, 2.0)  # the mean of 1, 2, 3
+    assert found["nonfinite"]["1"] == {"bad": "nan"}
+    assert "bad" not in found["curves"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "run: expected something that is not empty"),
+        (["nowhere"], "run: expected a folder with metrics.jsonl and run.json, got 'nowhere'"),
+        (["nowhere", "--oot", "x"], "unknown option --oot; did you mean --out"),
+    ],
+)
+def test_requests_that_cannot_be_served(capsys, argv, message):
+    assert main(["report", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_step(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="run: expected metrics of at least one step, got none"):
+        write_page([tmp_path / "empty"], tmp_path / "e.html")
