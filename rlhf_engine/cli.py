@@ -1,12 +1,14 @@
-"""The command line: `rlhf-engine demo | sft | reward | train | generate | plan | doctor | bench`.
+"""The command line: `rlhf-engine demo | sft | reward | train | generate | report | plan | doctor | bench`.
 
-Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped.
+Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped
+by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -20,12 +22,13 @@ from rlhf_engine.config import (
     DemoConfig,
     GenerateConfig,
     PlanConfig,
+    ReportConfig,
     RewardConfig,
     SFTConfig,
     TrainConfig,
     parse_config,
 )
-from rlhf_engine.errors import ConfigError, EngineError, RewardError
+from rlhf_engine.errors import ConfigError, EngineError, RewardError, RunStopped
 from rlhf_engine.launch import asked_to_shard, launched, launched_rank
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
@@ -35,6 +38,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   reward     a reward model: --lora on a slot of the frozen base, --full for comparison
   train      RL: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
+  report     a page of one run or several, for a browser: report RUN… [--out report.html]
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
   doctor     versions, device, and which kernel backend serves which op
   bench      time, memory and error of the kernels: bench [OP] [--quick]
@@ -119,6 +123,20 @@ _SHORT_CUTS = ("decode_step", "lora_decode_delta")
 """Ops that do at once what others do one by one; where a backend has none, the others run."""
 
 
+def _until_stopped(name: str, run: Callable[[Callable[[], bool]], Any]) -> int:
+    """Run what asks after every step whether to stop; 0, or the exit code where a signal has stopped it."""
+    from rlhf_engine.training.stop import StopSignals
+
+    with StopSignals() as signals:
+        try:
+            run(signals.asked)
+        except RunStopped as stopped:
+            if launched_rank() == 0:
+                print(f"rlhf-engine {name}: {stopped}; --resume_from_checkpoint auto goes on", file=sys.stderr)
+            return signals.exit_code
+    return 0
+
+
 def _train(argv: Sequence[str]) -> int:
     config = parse_config(TrainConfig, argv, prog="rlhf-engine train")
     _prepare(config.kernels)
@@ -146,9 +164,7 @@ def _train(argv: Sequence[str]) -> int:
             trainer = RlTrainer(config, world, connect=connect)
         finished = world.gather(trainer.finished())[0]
         if not world.is_main:
-            if not finished:
-                trainer.run()
-            return 0
+            return 0 if finished else _until_stopped("train", lambda asked: trainer.run(stop=asked))
         if finished:
             print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {config.max_steps}")
             return 0
@@ -156,7 +172,10 @@ def _train(argv: Sequence[str]) -> int:
         shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.draws_beside else {})}
         title = config.algorithm if world.size == 1 else f"{config.algorithm}, {world.size} processes"
         progress = TrainingProgress(config.max_steps, title=title, step=trainer.state.step, shown=shown)
-        trainer.run(stack.enter_context(progress).update)
+        with progress:
+            code = _until_stopped("train", lambda asked: trainer.run(progress.update, stop=asked))
+    if code:
+        return code
     output = Path(config.output_dir)
     print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
     return 0
@@ -172,10 +191,16 @@ def _sft(argv: Sequence[str]) -> int:
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         trainer = SftTrainer(config)
+    if trainer.finished():
+        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {trainer.total_steps}")
+        return 0
     _say_what_was_left_out(trainer.reports)
-    with TrainingProgress(trainer.total_steps, title="sft") as progress:
-        metrics = trainer.run(progress.update)
-    print(f"{'base' if config.mode == 'full' else 'slot'} {config.output_dir}  loss {metrics['lm_loss']:.4f}")
+    found: dict[str, float] = {}
+    with TrainingProgress(trainer.total_steps, title="sft", step=trainer.state.step) as progress:
+        code = _until_stopped("sft", lambda asked: found.update(trainer.run(progress.update, stop=asked)))
+    if code:
+        return code
+    print(f"{'base' if config.mode == 'full' else 'slot'} {config.output_dir}  loss {found['lm_loss']:.4f}")
     return 0
 
 
@@ -207,7 +232,10 @@ def _reward(argv: Sequence[str]) -> int:
     with TrainingProgress(
         trainer.total_steps, title="reward", step=trainer.state.step, shown={**shown, "tokens_per_second": "tokens/s"}
     ) as progress:
-        result = trainer.run(progress.update)
+        code = _until_stopped("reward", lambda asked: trainer.run(progress.update, stop=asked))
+    if code:
+        return code
+    result = trainer.result()
     output = Path(config.output_dir)
     print(
         f"reward model {output / FINAL_FOLDER}  of step {result['final_step']}  held-out {name} "
@@ -327,6 +355,18 @@ def _bench(argv: Sequence[str]) -> int:
     return 0
 
 
+def _report(argv: Sequence[str]) -> int:
+    # runs may stand first, without their flag
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    config = parse_config(
+        ReportConfig, [*(["--run", *words] if words else []), *argv[len(words) :]], prog="rlhf-engine report"
+    )
+    from rlhf_engine.report.page import write_page
+
+    print(f"page {write_page(config.run, config.out, title=config.title)}")
+    return 0
+
+
 def _plan(argv: Sequence[str]) -> int:
     config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
     _prepare("auto")
@@ -343,6 +383,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "reward": _reward,
     "train": _train,
     "generate": _generate,
+    "report": _report,
     "plan": _plan,
     "doctor": _doctor,
     "bench": _bench,

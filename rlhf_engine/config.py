@@ -96,12 +96,8 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
     )
 
-    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
-    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
-    save_total_limit: int | None = option(2, "checkpoints kept; none: all", ge=1)
     eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
     num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
-    resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
     ddp_timeout: float = option(
         1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
     )
@@ -140,11 +136,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             )
         if self.eval_steps and self.eval_dataset_name is None:
             raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
-        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
-            raise ConfigError(
-                "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
-                f"with {self.resume_from_checkpoint!r}"
-            )
 
     @property
     def correction(self) -> Correction:
@@ -242,6 +233,7 @@ class SFTConfig(SupervisedOptions):
         "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
     )
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
+    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none", ge=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -391,6 +383,20 @@ class BenchConfig(Options):
             raise ConfigError(f"model: expected it with the op rollout, got op {self.op!r}")
         if self.quick and self.full:
             raise ConfigError("full: expected either quick or full, got both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(Options):
+    """A page of one run or several: curves, reward against KL and time, answers over time, options and versions."""
+
+    run: list[str] = option([], "output folders of runs; may also be the first arguments")
+    out: str = option("report.html", "the page, which needs nothing but a browser")
+    title: str | None = option(None, "its heading; none: the run's name, or how many there are")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty("run", self.run)
+        not_empty("out", self.out)
 
 
 @dataclass(frozen=True, kw_only=True)

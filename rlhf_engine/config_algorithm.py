@@ -21,10 +21,14 @@ _LOSS_TYPES = {
 }
 """The first is the default."""
 _WITH_CRITIC = ("ppo", "reinforce")
+_ADAPTIVE = ("ppo", "remax", "rloo", "grpo")
+"""Where beta weighs the KL and nothing else."""
 _USED_BY = {
     "beta": ("ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo"),
     "gamma": ("ppo", "reinforce", "remax"),
     "lam": ("ppo",),
+    "kl_target": _ADAPTIVE,
+    "kl_horizon": _ADAPTIVE,
     "kl_estimator": ("ppo", "remax", "rloo", "reinforce"),
     "cliprange": ("ppo", "rloo", "grpo"),
     "cliprange_value": ("ppo",),
@@ -61,6 +65,10 @@ class AlgorithmOptions(Options):
         "reinforce: the reward counts 1-beta; online_dpo: temperature of its loss",
         ge=0,
     )
+    kl_target: float | None = option(
+        None, "KL to the reference, nats per answer, that beta is adapted to after each step; none: beta stays", gt=0
+    )
+    kl_horizon: int = option(10_000, "answers over which a KL of twice its target would double beta", ge=1)
     kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL in the reward, per token")
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
@@ -181,6 +189,10 @@ class AlgorithmOptions(Options):
         if name == "online_dpo" and self.beta == 0:
             raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.kl_target is not None and self.beta == 0:
+            raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
+        if self.kl_target is None and self.kl_horizon != defaults["kl_horizon"]:
+            raise ConfigError(f"kl_horizon: expected it unset without kl_target, got {self.kl_horizon}")
         readers = {option_name: (name in algorithms, algorithms) for option_name, algorithms in _USED_BY.items()}
         if self.chosen_loss_type == "vanilla":
             readers["cliprange"] = (False, ("ppo", "proximal rloo", "grpo"))

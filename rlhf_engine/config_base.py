@@ -41,10 +41,14 @@ class ModelOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(DataOptions, ModelOptions):
-    """Adapters, optimizer, logging and the output folder."""
+    """Adapters, optimizer, logging, checkpoints and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
+    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
+    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
+    save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
+    resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
     adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
@@ -71,6 +75,11 @@ class TrainingOptions(DataOptions, ModelOptions):
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
         not_empty("lora_target_modules", self.lora_target_modules)
+        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
+            raise ConfigError(
+                "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
+                f"with {self.resume_from_checkpoint!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,10 +44,6 @@ class RewardConfig(SupervisedOptions):
     metric_for_best_model: BestMetric | None = option(
         None, "held-out metric whose best step becomes the final model; none: auc (pointwise), accuracy (pairwise)"
     )
-    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
-    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
-    save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
-    resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
     export: Literal["adapter", "merged", "none"] = option(
         "adapter",
         "of --lora, in sequence_classification/: an adapter for transformers' sequence classifiers, or a whole one "
@@ -81,11 +77,6 @@ class RewardConfig(SupervisedOptions):
             raise ConfigError(
                 "export: expected it unset for --full, whose final folder is a sequence classifier anyway, got "
                 f"{self.export!r}"
-            )
-        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
-            raise ConfigError(
-                "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
-                f"with {self.resume_from_checkpoint!r}"
             )
 
     @property

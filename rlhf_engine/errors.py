@@ -15,6 +15,18 @@ class ConfigError(EngineError, ValueError):
     """An option, a config file or a path given by the user cannot be served."""
 
 
+class CorruptCheckpointError(ConfigError):
+    """A checkpoint is not what was written: a file was changed, cut short, lost or added."""
+
+
+class CheckpointWriteError(EngineError, OSError):
+    """A checkpoint could not be written (a full disk, an I/O error); those written before are whole."""
+
+
+class RunStopped(EngineError):
+    """A run was asked to stop; it has written a checkpoint of its last whole step, from which it goes on."""
+
+
 class RewardError(EngineError, RuntimeError):
     """A user's reward function raised; the original error is the `__cause__`."""
 

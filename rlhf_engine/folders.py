@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a written folder its final name, once all of it is on disk."""
+    """Give a written folder its final name, once all of it is on disk.
+
+    A folder that had the name is there until the new one is; `finish_replacements` after a stop in between.
+    """
     _flush(temporary)
-    remove(final)
+    finish_replacement(final)
+    if not final.exists():
+        os.rename(temporary, final)
+        _flush_directory(final.parent)
+        return
+    replaced = _replaced(final)
+    os.rename(final, replaced)
     os.rename(temporary, final)
     _flush_directory(final.parent)
+    shutil.rmtree(replaced)
+
+
+def finish_replacement(final: Path) -> None:
+    """Of a replacement that was stopped half-way, one folder stays: the new one if it is in place, else the old one.
+
+    Several processes may do so at once.
+    """
+    replaced = _replaced(final)
+    if not replaced.exists():
+        return
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(replaced, final)
+
+
+def finish_replacements(root: Path, names: str) -> None:
+    """Finish what a stop left of replacements and removals of folders in `root` whose name matches the pattern."""
+    for removed in root.glob(_removed(Path(names)).name):
+        shutil.rmtree(removed, ignore_errors=True)
+    for replaced in root.glob(_replaced(Path(names)).name):
+        finish_replacement(root / replaced.name.removeprefix(".").removesuffix(_REPLACED))
 
 
 MODEL_FILES = (
@@ -33,28 +67,46 @@ MODEL_FILES = (
 
 
 def put_model_in_place(temporary: Path, final: Path) -> None:
-    """Move a written model folder to where another was: nothing of that one stays, files of other kinds do."""
+    """Move a written model folder to where another was: nothing of that one stays, files of other kinds do.
+
+    The config, without which a folder is no model, goes first and comes last.
+    """
     if not final.exists() or not any(final.iterdir()):
         put_in_place(temporary, final)
         return
     _flush(temporary)
-    for pattern in MODEL_FILES:
-        for old in final.glob(pattern):
-            if old.is_file():
-                old.unlink()
-    for new in temporary.iterdir():
-        os.replace(new, final / new.name)
+    old = {path for pattern in MODEL_FILES for path in final.glob(pattern) if path.is_file()}
+    for path in sorted(old, key=_is_config, reverse=True):
+        path.unlink()
+    for path in sorted(temporary.iterdir(), key=_is_config):
+        os.replace(path, final / path.name)
     temporary.rmdir()
     _flush_directory(final)
 
 
+def _is_config(path: Path) -> bool:
+    return path.name in ("config.json", "adapter_config.json")
+
+
 def remove(folder: Path) -> None:
     """Remove a folder, if it is there: whole or not at all, as others see it."""
-    aside = folder.with_name(f".{folder.name}.removed")
+    aside = _removed(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a removal that was stopped
     if folder.exists():
         os.rename(folder, aside)
+        _flush_directory(folder.parent)  # or a power cut could leave half of it under its own name
         shutil.rmtree(aside)
+
+
+_REPLACED, _REMOVED = ".replaced", ".removed"
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}{_REPLACED}")
+
+
+def _removed(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_REMOVED}")
 
 
 def _flush(folder: Path) -> None:

@@ -18,6 +18,7 @@ from rlhf_engine.config import (
     DemoConfig,
     GenerateConfig,
     PlanConfig,
+    ReportConfig,
     RewardConfig,
     SFTConfig,
     TrainConfig,
@@ -44,6 +45,7 @@ CONFIGS: dict[str, type[Options]] = {
     "demo": DemoConfig,
     "bench": BenchConfig,
     "plan": PlanConfig,
+    "report": ReportConfig,
 }
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
@@ -174,7 +176,14 @@ def test_mentioned_flags_commands_and_targets_exist(doc):
 
 def test_files_of_a_run_are_called_what_they_are_called():
     text = README.read_text(encoding="utf-8")
-    for name in (rl.RECORD_FILE, rl.METRICS_FILE, rl.CURVES_FILE, rl.SAMPLES_FILE, f"{rl.FINAL_FOLDER}/"):
+    for name in (
+        rl.RECORD_FILE,
+        rl.METRICS_FILE,
+        rl.CURVES_FILE,
+        rl.SAMPLES_FILE,
+        rl.SAMPLES_LOG,
+        f"{rl.FINAL_FOLDER}/",
+    ):
         assert f"`{name}`" in text
 
 

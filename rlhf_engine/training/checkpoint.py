@@ -1,7 +1,8 @@
 """Checkpoints: adapters, heads, optimizer and counters in safetensors and JSON, written whole or not at all.
 
 Randomness, data order and schedules are functions of (seed, step), so the step is all there is to remember of them.
-A checkpoint is written to a temporary folder, flushed to disk and renamed; what has the final name is complete.
+A checkpoint is written to a temporary folder, flushed to disk and renamed; what has the final name is complete. Its
+manifest has the SHA-256 of every file, and none is read that differs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.folders import put_in_place, remove
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
+from rlhf_engine.folders import finish_replacements, put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.manifest import check_manifest, write_manifest
 from rlhf_engine.training.generation.versions import Snapshot
 from rlhf_engine.training.optimizer import RoleOptimizer
 
@@ -70,6 +73,12 @@ class TrainerState:
     """Sequences per forward and backward after running out of memory; None: as configured."""
     token_budget: int | None = None
     """Tokens per traversal after running out of memory; None: as configured."""
+    beta: float | None = None
+    """KL coefficient of the next step where it adapts; None: as configured."""
+    best_step: int | None = None
+    """Step of the best evaluation so far, by reward."""
+    best_reward: float | None = None
+    """Its reward."""
     policies_after: dict[str, int] = field(default_factory=dict)
     """Steps done → version, of past policies that later steps may ask for."""
     drawn_by: dict[str, int] = field(default_factory=dict)
@@ -87,25 +96,42 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder.
 
-    policies: past ones, by version, that the run needs to go on.
+    policies: past ones, by version, that the run needs to go on. Raises CheckpointWriteError where the disk is full or
+    fails; every checkpoint that there was is whole then, and nothing of the new one is taken for one.
     """
     root = Path(output_dir)
-    final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    save_pretrained(model, temporary)
-    save_file(optimizer.state_tensors(), temporary / _OPTIMIZER_FILE)
+    final = root / f"checkpoint-{state.step}"
+    try:
+        temporary = root / f".checkpoint-{state.step}.tmp"
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        _write(temporary, model, optimizer, state, policies or {})
+        put_in_place(temporary, final)
+        _drop_all_but(keep, root)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
+    return final
+
+
+def _write(
+    folder: Path, model: HydraModel, optimizer: RoleOptimizer, state: Counters, policies: Mapping[int, Snapshot]
+) -> None:
+    save_pretrained(model, folder)
+    save_file(optimizer.state_tensors(), folder / _OPTIMIZER_FILE)
     if policies:
         tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary / _POLICIES_FILE)
-    (temporary / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
-    put_in_place(temporary, final)
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
+    (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
+    write_manifest(folder)
+
+
+def _drop_all_but(keep: int | None, root: Path) -> None:
     found = list_checkpoints(root)
     kept = found if keep is None else found[-keep:]
     needed = {root / f"checkpoint-{step}" for folder in kept if (step := _fields(folder).get("best_step")) is not None}
     for old in found:
         if old not in kept and old not in needed:
             remove(old)
-    return final
 
 
 def load_checkpoint(
@@ -116,10 +142,12 @@ def load_checkpoint(
 ) -> C:
     """Load into a model and optimizer built from the same configuration; its counters, as `kind`.
 
-    Raises ConfigError for a folder that is no checkpoint, or one of another kind of run.
+    Raises ConfigError for a folder that is no checkpoint, or one of another kind of run, CorruptCheckpointError for one
+    that is not as it was written; model and optimizer are then as they were.
     """
     folder = Path(folder)
     state = read_counters(folder, kind)
+    check(folder)
     try:
         load_into(model, folder)
         optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
@@ -144,8 +172,11 @@ def read_counters(
 ) -> C:
     """A checkpoint's counters alone. Raises ConfigError as `load_checkpoint` does."""
     fields = _fields(_require_checkpoint(folder))
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
-    if not set(fields) <= known:
+    known = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
+    needed = {
+        x.name for x in known.values() if x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
+    }
+    if not needed <= set(fields) <= set(known):
         raise ConfigError(
             f"resume_from_checkpoint: expected a checkpoint of this command, with {sorted(known)}, got one with "
             f"{sorted(fields)} in {str(folder)!r}"
@@ -164,7 +195,18 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
             raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {value!r}")
 
 
+def check(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Raise CorruptCheckpointError for a checkpoint that is not as it was written. names: compare these files alone."""
+    try:
+        check_manifest(folder, names)
+    except CorruptCheckpointError as error:
+        others = [other.name for other in list_checkpoints(folder.parent) if other.name != folder.name]
+        instead = f"; beside it {'are' if others[1:] else 'is'} {', '.join(others)}" if others else ""
+        raise CorruptCheckpointError(f"resume_from_checkpoint: {error}{instead}") from error
+
+
 def _fields(folder: Path) -> dict[str, Any]:
+    check(folder, [_STATE_FILE])
     found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
     return found
 
@@ -181,6 +223,7 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
     if resume is None:
         return None
     if resume == "auto":
+        finish_replacements(Path(output_dir), "checkpoint-*")
         found = list_checkpoints(output_dir)
         return found[-1] if found else None
     if not Path(resume).is_dir():

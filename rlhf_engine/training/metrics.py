@@ -39,9 +39,9 @@ class MetricsWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = _whole_lines(self.path)
+        lines = whole_lines(self.path)
         if self.path.exists() and b"".join(lines) != self.path.read_bytes():
-            _write_atomic(self.path, b"".join(lines))
+            write_atomic(self.path, b"".join(lines))
         self.last_step = max((json.loads(line)["step"] for line in lines), default=-1)
         self._file = self.path.open("ab")
 
@@ -65,11 +65,11 @@ class MetricsWriter:
 
     def truncate_after(self, step: int) -> int:
         """Drop every line of a later step; returns how many were dropped."""
-        lines = _whole_lines(self.path)
+        lines = whole_lines(self.path)
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         if len(kept) < len(lines):
             self._file.close()
-            _write_atomic(self.path, b"".join(kept))
+            write_atomic(self.path, b"".join(kept))
             self._file = self.path.open("ab")
         self.last_step = max((json.loads(line)["step"] for line in kept), default=-1)
         return len(lines) - len(kept)
@@ -91,7 +91,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"metrics: there is no file {str(path)!r}")
-    return [json.loads(line) for line in _whole_lines(path)]
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def run_record(
@@ -152,7 +152,7 @@ def write_json_atomic(path: str | Path, obj: Any) -> None:
 
     NaN and infinity raise ValueError: a record has none, and JSON could not hold them.
     """
-    _write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+    write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
@@ -178,14 +178,15 @@ def _plain(name: str, value: Any) -> Any:
     raise TypeError(f"metrics: {name}: expected a number, string, boolean or None, got {type(value).__name__}")
 
 
-def _whole_lines(path: Path) -> list[bytes]:
+def whole_lines(path: Path) -> list[bytes]:
     """Lines of a JSONL file with their line ends, without a last one that was cut short."""
     if not path.exists():
         return []
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file beside itself, flush and rename it: it is either the old one or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with beside.open("wb") as file:

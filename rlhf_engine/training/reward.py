@@ -28,7 +28,7 @@ from rlhf_kernels import registry
 
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.data import Report, Tally, batch_indices, pack, require_room, split_by_group
-from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
@@ -37,6 +37,7 @@ from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
 from rlhf_engine.training.checkpoint import (
+    check,
     load_checkpoint,
     read_counters,
     require_same,
@@ -155,12 +156,18 @@ class RewardTrainer:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    def run(self, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        on_step: Callable[[int, dict[str, Any]], None] | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
+    ) -> dict[str, Any]:
         """All remaining steps, then the best one's model in final/; returns the record's `result`.
 
         Writes run.json, metrics.jsonl, curves.png, checkpoints and final/ into the output folder. An error leaves the
         last checkpoint and all metrics so far in place. on_step(step, metrics) after each step. Afterwards `model` is
-        the one that was written, while `state` is that of the last step.
+        the one that was written, while `state` is that of the last step. stop: asked after every step; where it says
+        so, RunStopped is raised, with a checkpoint of that step.
         """
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
@@ -181,12 +188,15 @@ class RewardTrainer:
                     writer.write(done, metrics)
                 if on_step is not None:
                     on_step(done, metrics)
-                if last or improved or (config.save_steps and done % config.save_steps == 0):
+                asked = not last and stop is not None and stop()
+                if last or improved or asked or (config.save_steps and done % config.save_steps == 0):
                     self.save()
+                if asked:
+                    raise RunStopped(f"stopped at step {done} of {self.total_steps}")
         plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
         self._load_best()
         self._save_final()
-        result = self._result()
+        result = self.result()
         write_json_atomic(self.output / RECORD_FILE, {**record, "result": result})
         return result
 
@@ -280,6 +290,12 @@ class RewardTrainer:
             return False
         record = self.output / RECORD_FILE
         return record.is_file() and "result" in json.loads(record.read_text())
+
+    def result(self) -> dict[str, Any]:
+        """What the record says in the end: steps done, the step of the final model, and its metric."""
+        best = self.state.best_step
+        final = best if best is not None else self.state.step
+        return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -388,6 +404,7 @@ class RewardTrainer:
         folder = self._checkpoint(best)
         if not folder.is_dir():
             raise EngineError(f"output_dir: expected the best step's checkpoint {str(folder)!r}, which is not there")
+        check(folder)
         load_into(self.model, folder)
 
     def _checkpoint(self, step: int) -> Path:
@@ -426,8 +443,3 @@ class RewardTrainer:
             "base_parameters": self.base_parameters,
             "trained_share": self.trained_parameters / self.base_parameters,
         }
-
-    def _result(self) -> dict[str, Any]:
-        best = self.state.best_step
-        final = best if best is not None else self.state.step
-        return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rlhf_kernels import registry
 
+from rlhf_engine.algorithms.kl_controller import next_beta
 from rlhf_engine.algorithms.online_dpo import DpoObjective
 from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import EngineError
+from rlhf_engine.errors import EngineError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
@@ -43,6 +41,7 @@ from rlhf_engine.training.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
+from rlhf_engine.training.clock import Clock
 from rlhf_engine.training.distributed import ALONE, World, fingerprint, fingerprint_of_all, share
 from rlhf_engine.training.experience import (
     MISMATCH_MAX_FACTOR,
@@ -64,9 +63,12 @@ from rlhf_engine.training.run_folder import (
     FINAL_FOLDER,
     METRICS_FILE,
     RECORD_FILE,
+    SAMPLES_FILE,
+    SAMPLES_LOG,
     check_output,
     clear_later_steps,
 )
+from rlhf_engine.training.samples import SampleLog, Samples
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
 from rlhf_engine.training.sharing import (
     Crew,
@@ -75,9 +77,6 @@ from rlhf_engine.training.sharing import (
     require_served,
     sum_gradients,
 )
-
-SAMPLES_FILE = "samples.md"
-_BEFORE_FILE = "samples_before.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +165,15 @@ class RlTrainer:
             max_grad_norm=config.max_grad_norm,
         )
         self.model.eval()
-        self.state = TrainerState(step=0, seed=config.seed, algorithm=config.algorithm, samples=0, policy_version=0)
+        beta = None if config.kl_target is None else config.beta
+        self.state = TrainerState(
+            step=0, seed=config.seed, algorithm=config.algorithm, samples=0, policy_version=0, beta=beta
+        )
         if self._resume is not None:
-            self.state = replace(load_checkpoint(self._resume, self.model, self.optimizer), algorithm=config.algorithm)
+            found: TrainerState = load_checkpoint(self._resume, self.model, self.optimizer)
+            if beta is not None and found.beta is not None:
+                beta = found.beta
+            self.state = replace(found, algorithm=config.algorithm, beta=beta)
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
@@ -181,39 +186,57 @@ class RlTrainer:
         self.state = replace(self.state, policies_after={}, drawn_by={})
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
+        self._saved_step: int | None = None
+        """Of the newest checkpoint that this process has written."""
         self._unmoved = set(self.optimizer.groups)
         """Roles of which no update has been seen to change anything yet."""
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    def run(self, on_step: Callable[[int, dict[str, float]], None] | None = None) -> None:
+    def run(
+        self,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         """All remaining steps, with metrics, checkpoints and the final model. on_step(step, metrics) after each.
 
         Writes run.json, metrics.jsonl, curves.png, samples.md and final/ into the output folder. An error leaves the
-        last checkpoint and all metrics so far in place.
+        last checkpoint and all metrics so far in place. stop: asked after every step, on each rank; where one says so,
+        RunStopped is raised on all of them, with a checkpoint of that step.
         """
         world = self.world
         with self._whole_base():
-            before = world.on_main("the start of the run", self._begin)
+            world.on_main("the start of the run", self._begin)
         with contextlib.closing(self.source), contextlib.ExitStack() as stack:
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
             while self.state.step < self.config.max_steps:
                 metrics = self.step()
                 if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
-                    metrics |= self.evaluate()
+                    found = self.evaluate()
+                    self._note_best(found.get("eval/reward"))
+                    metrics |= found
+                    if self.state.step < self.config.max_steps:
+                        with self._whole_base():
+                            world.on_main("samples", self._note_samples)
                 # bound now: it runs before the loop goes on
                 world.each("metrics and checkpoints", functools.partial(self._note, writer, metrics, on_step))
+                if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
+                    world.each("the last checkpoint", self._save_once)
+                    raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
         with self._whole_base():
-            world.on_main("the final model", lambda: self._end(before))
+            world.on_main("the final model", self._end)
 
-    def _begin(self) -> dict[str, list[Any]]:
+    def _begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""
         self.output.mkdir(parents=True, exist_ok=True)
         clear_later_steps(self.output, step=self.state.step, total_steps=self.config.max_steps)
-        if self.state.step == 0:
-            (self.output / _BEFORE_FILE).unlink(missing_ok=True)
+        self._samples = SampleLog(self.output / SAMPLES_LOG)
+        # those of this step are from before its checkpoint, or are drawn again now
+        self._samples.drop_from(self.state.step + 1 if 0 < self.state.step < self.config.max_steps else self.state.step)
         self._write_record()
-        return self._samples_before()
+        if self.state.step == 0:
+            self._note_samples()
 
     def _writer(self) -> MetricsWriter:
         writer = MetricsWriter(self.output / METRICS_FILE)
@@ -232,29 +255,29 @@ class RlTrainer:
             writer.write(done, metrics)
         if on_step is not None:
             on_step(done, metrics)
-        if done == config.max_steps or (config.save_steps and done % config.save_steps == 0):
+        regular = config.save_steps and done % config.save_steps == 0
+        if done == config.max_steps or regular or self.state.best_step == done:
             self.save()
             if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
                 plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
-    def _end(self, before: dict[str, list[Any]] | None) -> None:
-        """The final model, and samples if there were any before."""
+    def _end(self) -> None:
+        """The final model, and samples if there are any."""
         self._save_final()
-        if before:
-            after = self._samples()
-            text = samples_markdown(
-                after["prompts"],
-                before["completions"],
-                after["completions"],
-                before["scores"],
-                after["scores"],
-            )
-            (self.output / SAMPLES_FILE).write_text(text)
+        self._note_samples()
+        looks = self._samples.read()
+        if not looks:
+            return
+        before, after = looks[0], looks[-1]
+        text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
+        (self.output / SAMPLES_FILE).write_text(text)
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
         config, state, world = self.config, self.state, self.world
-        clock = _Clock(self.model.device)
+        if state.beta is not None:
+            config = replace(config, beta=state.beta)
+        clock = Clock(self.model.device)
         questions = self._orders.questions(state.step)
         own = self._orders.shares(questions, world.size)[world.rank]
         with self._whole_base():
@@ -314,6 +337,7 @@ class RlTrainer:
             policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
+            beta=self._next_beta(scored.metrics["kl"], n_answers),
         )
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.draws_beside:
@@ -329,6 +353,7 @@ class RlTrainer:
             **published,
             **update,
             **most,
+            **({} if state.beta is None else {"beta": state.beta}),
             "learning_rate": config.learning_rate * factor,
             "tokens_per_second": tokens / generate_seconds,
             "samples_per_second": n_answers / most["seconds/step"],
@@ -404,7 +429,14 @@ class RlTrainer:
         )
         policies = {policy.version: policy for policy in past.policies.values()}
         keep = self.config.save_total_limit
-        return save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
+        folder = save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
+        self._saved_step = self.state.step
+        return folder
+
+    def _save_once(self) -> None:
+        """A checkpoint of the current step, unless there is one."""
+        if self._saved_step != self.state.step:
+            self.save()
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""
@@ -419,6 +451,19 @@ class RlTrainer:
         save_pretrained(self.model, temporary)
         self.tokenizer.save_pretrained(temporary)
         put_in_place(temporary, self.output / FINAL_FOLDER)
+
+    def _note_best(self, reward: float | None) -> None:
+        """Remember the step with the highest reward on held-out prompts, whose checkpoint is kept."""
+        best = self.state.best_reward
+        if reward is not None and (best is None or reward > best):
+            self.state = replace(self.state, best_step=self.state.step, best_reward=reward)
+
+    def _next_beta(self, kl: float, n_answers: int) -> float | None:
+        """After a step of so many answers with a mean KL of `kl` nats; None where it does not adapt."""
+        config, beta = self.config, self.state.beta
+        if beta is None or config.kl_target is None:
+            return None
+        return next_beta(beta, kl, target=config.kl_target, horizon=config.kl_horizon, n_answers=n_answers)
 
     @staticmethod
     def _if_lowered(found: int, configured: int) -> int | None:
@@ -501,23 +546,16 @@ class RlTrainer:
         record["data"] = {argument: report.to_dict() for argument, report in self.reports.items()}
         write_json_atomic(self.output / RECORD_FILE, record)
 
-    def _samples(self) -> dict[str, list[Any]]:
+    def _note_samples(self) -> None:
+        """Answers of the present policy to the first few prompts, held-out ones if there are any, into the log."""
+        if self.config.num_samples == 0:
+            return
         prompts = self.eval_set or self.train_set
         indices = list(range(min(self.config.num_samples, len(prompts.rows))))
-        answers = self.answer(prompts, indices, seed=self.config.seed)
-        return {"prompts": answers.prompts, "completions": answers.completions, "scores": answers.scores}
-
-    def _samples_before(self) -> dict[str, list[Any]]:
-        """Answers before the first step, from disk if the run was resumed; empty without samples."""
-        path = self.output / _BEFORE_FILE
-        if self.config.num_samples == 0:
-            return {}
-        if self.state.step == 0:
-            write_json_atomic(path, self._samples())
-        if not path.is_file():
-            return {}
-        found: dict[str, list[Any]] = json.loads(path.read_text())
-        return found
+        found = self.answer(prompts, indices, seed=self.config.seed)
+        self._samples.write(
+            Samples(step=self.state.step, prompts=found.prompts, completions=found.completions, scores=found.scores)
+        )
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for group in self.optimizer.groups.values() for p in group.values()]
@@ -547,37 +585,3 @@ class RlTrainer:
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
             self._unmoved.remove(role)
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._device = device
-        self._began = self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            # once per phase, or the next phase would be charged for this one; a generator's stream is not waited for
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Time since the last lap belongs to `phase`."""
-        now = self._now()
-        self.seconds[phase] = now - self._last
-        self._last = now
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Time since the last lap belongs to these phases."""
-        self.seconds |= seconds
-        self._last = self._now()
-
-    @property
-    def total(self) -> float:
-        return self._last - self._began
-
-    def metrics(self) -> dict[str, float]:
-        """By metric name."""
-        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total}

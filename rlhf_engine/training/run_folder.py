@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.folders import remove
+from rlhf_engine.folders import finish_replacements, remove
 from rlhf_engine.training.checkpoint import list_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
 RECORD_FILE = "run.json"
 CURVES_FILE = "curves.png"
+SAMPLES_FILE = "samples.md"
+SAMPLES_LOG = "samples.jsonl"
 FINAL_FOLDER = "final"
 
 
@@ -34,8 +36,14 @@ def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, o
 
 def clear_later_steps(output: Path, *, step: int, total_steps: int) -> None:
     """Drop what an overwritten run, or the steps after the checkpoint gone back to, left: it is not this run's."""
+    drop_later_checkpoints(output, step)
+    if step < total_steps:
+        remove(output / FINAL_FOLDER)
+
+
+def drop_later_checkpoints(output: Path, step: int) -> None:
+    """Drop the checkpoints of later steps, and what is left of those that were being replaced."""
+    finish_replacements(output, "checkpoint-*")
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
             remove(checkpoint)
-    if step < total_steps:
-        remove(output / FINAL_FOLDER)

@@ -9,14 +9,19 @@ slot.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from rlhf_kernels import registry
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
@@ -34,7 +39,7 @@ from rlhf_engine.data import (
 )
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
-from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
 from rlhf_engine.folders import put_model_in_place
 from rlhf_engine.hydra import (
     OFF,
@@ -46,11 +51,23 @@ from rlhf_engine.hydra import (
     peft_io,
 )
 from rlhf_engine.hydra.loading import read_context_length
+from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.build import slot_config
+from rlhf_engine.training.checkpoint import (
+    load_checkpoint,
+    read_counters,
+    require_same,
+    resolve_resume,
+    save_checkpoint,
+)
+from rlhf_engine.training.metrics import MetricsWriter, read_metrics, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
+from rlhf_engine.training.run_folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints
 
 SFT_SLOT = "sft"
+CONFIGS = "*config.json"
+"""What a model's or an adapter's folder has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +160,25 @@ def sft_loss(
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SftState:
+    """Counters of a run."""
+
+    step: int
+    """Optimizer steps done."""
+    seed: int
+    """Seed that every random number of the run is a function of."""
+    rows: str
+    """A digest of the rows."""
+
+
 class SftTrainer:
     """Everything that can be wrong with the request is found before the first step."""
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
-        output = Path(config.output_dir)
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
-        if output.exists() and any(output.iterdir()) and not config.overwrite_output_dir:
-            raise ConfigError(f"output_dir: expected an empty or new folder (or --overwrite_output_dir), got {output}")
+        self.output = Path(config.output_dir)
+        resume = self._check_output()
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
@@ -169,6 +195,12 @@ class SftTrainer:
         )
         self.reports: tuple[Report, ...] = (tally.report(),)
         require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
+        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.examples))
+        if resume is not None:
+            held = read_counters(resume, SftState)
+            require_same(resume, held, seed=config.seed)
+            if held.rows != self.state.rows:
+                raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),
@@ -193,22 +225,60 @@ class SftTrainer:
             max_grad_norm=config.max_grad_norm,
         )
 
-    def run(self, on_step: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, float]:
-        """Train and write the result; returns the last step's metrics. on_step(step, metrics) after each."""
-        self.model.train()
+        if resume is not None:
+            self.state = load_checkpoint(resume, self.model, self.optimizer, SftState)
+
+    def run(
+        self,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
+    ) -> dict[str, float]:
+        """All remaining steps, then the result; returns the last step's metrics. on_step(step, metrics) after each.
+
+        Writes run.json, metrics.jsonl, curves.png, checkpoints and, at last, the model into the output folder. stop:
+        asked after every step; where it says so, RunStopped is raised, with a checkpoint of that step.
+        """
+        config = self.config
+        self.output.mkdir(parents=True, exist_ok=True)
+        drop_later_checkpoints(self.output, self.state.step)
+        record = self._record()
+        write_json_atomic(self.output / RECORD_FILE, record)
         metrics: dict[str, float] = {}
-        for step in range(self.total_steps):
-            metrics = self.step(step)
-            if on_step is not None:
-                on_step(step + 1, metrics)
+        with MetricsWriter(self.output / METRICS_FILE) as writer:
+            writer.truncate_after(self.state.step)
+            while self.state.step < self.total_steps:
+                metrics = self.step()
+                done = self.state.step
+                last = done == self.total_steps
+                if last or done % config.logging_steps == 0:
+                    writer.write(done, metrics)
+                if on_step is not None:
+                    on_step(done, metrics)
+                asked = not last and stop is not None and stop()
+                if asked or (config.save_steps and done % config.save_steps == 0):
+                    save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=config.save_total_limit)
+                if asked:
+                    raise RunStopped(f"stopped at step {done} of {self.total_steps}")
+        metrics = metrics or read_metrics(self.output / METRICS_FILE)[-1]
+        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
         self.model.eval()
         self.save()
+        write_json_atomic(self.output / RECORD_FILE, {**record, "result": {"steps": self.state.step, **metrics}})
         return metrics
 
-    def step(self, step: int) -> dict[str, float]:
+    def finished(self) -> bool:
+        """Whether the run in the output folder, where this is to go on with it, has done every step and its model."""
+        record = self.output / RECORD_FILE
+        if self.config.resume_from_checkpoint != "auto" or not record.is_file():
+            return False
+        return bool(json.loads(record.read_text()).get("result", {}).get("steps") == self.total_steps)
+
+    def step(self) -> dict[str, float]:
         """One optimizer step with exact denominators over its micro-batches."""
-        config = self.config
+        config, step = self.config, self.state.step
         began = time.perf_counter()
+        self.model.train()
         indices = batch_indices(len(self.examples), self.rows_per_step, step, config.seed)
         chosen = [self.examples[i] for i in indices]
         tokens = float(sum(len(e.chosen) for e in chosen))
@@ -245,14 +315,14 @@ class SftTrainer:
             )
         )
         metrics |= self.optimizer.step()
+        self.state = replace(self.state, step=step + 1)
         metrics["tokens_per_second"] = tokens / (time.perf_counter() - began)
         return metrics
 
     def save(self) -> None:
         """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
-        output = Path(self.config.output_dir)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f".{output.name}.tmp")
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.output.with_name(f".{self.output.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         backbone = self.model.backbone()
@@ -270,4 +340,41 @@ class SftTrainer:
             )
         self.tokenizer.save_pretrained(temporary)
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
-        put_model_in_place(temporary, output)
+        put_model_in_place(temporary, self.output)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_output(self) -> Path | None:
+        """The checkpoint to go on from. Raises ConfigError for a folder with anything else in it."""
+        config, output = self.config, self.output
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
+        resume = resolve_resume(config.resume_from_checkpoint, output)
+        goes_on = resume is not None and resume.resolve().parent == output.resolve()
+        # a run that was stopped before its first checkpoint has left nothing but its record and lines of metrics
+        begun = config.resume_from_checkpoint == "auto" and not any(output.glob(CONFIGS))
+        own = goes_on or begun or config.overwrite_output_dir
+        if output.exists() and any(output.iterdir()) and not own:
+            raise ConfigError(
+                f"output_dir: expected an empty or new folder, got {output}; --resume_from_checkpoint auto goes on "
+                "with a run that was stopped, --overwrite_output_dir starts afresh"
+            )
+        return resume
+
+    def _record(self) -> dict[str, Any]:
+        device = self.model.device
+        record = run_record(
+            config=self.config,
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            backends=registry.report(device.type, self.model.backbone().dtype),
+            device=device,
+        )
+        return {**record, "resumed_at_step": self.state.step, "data": [report.to_dict() for report in self.reports]}
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    """Names the rows, in their order."""
+    found = hashlib.blake2b(digest_size=8)
+    for example in examples:
+        found.update(repr((example.prompt, example.chosen, example.rejected)).encode())
+    return found.hexdigest()

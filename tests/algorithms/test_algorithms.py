@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
+from rlhf_engine.algorithms.kl_controller import next_beta
 from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
 from tests.conftest import random_batch
@@ -189,3 +190,16 @@ def test_dpo_by_hand():
 
 def test_the_best_of_n():
     assert best_of_n.best(torch.tensor([1.0, 3.0, 3.0, 2.0, 0.0]), torch.tensor([5, 5, 5, 1, 1])) == [1, 3]
+
+
+def test_beta_follows_the_kl():
+    # by hand: errors of +50 %, clipped to +20 %, and of −10 %
+    assert next_beta(0.1, 15.0, target=10.0, horizon=1000, n_answers=100) == pytest.approx(0.1 * 1.02)
+    assert next_beta(0.1, 9.0, target=10.0, horizon=1000, n_answers=100) == pytest.approx(0.1 * 0.99)
+    assert next_beta(0.1, 10.0, target=10.0, horizon=1000, n_answers=100) == 0.1
+    assert next_beta(0.1, 0.0, target=10.0, horizon=1000, n_answers=1000) == pytest.approx(0.1 * 0.8)
+    # a policy whose KL falls as beta rises ends at the target, from either side
+    for beta in (0.001, 10.0):
+        for _ in range(2000):
+            beta = next_beta(beta, 1.0 / beta, target=4.0, horizon=10_000, n_answers=500)
+        assert 1.0 / beta == pytest.approx(4.0, rel=1e-3)

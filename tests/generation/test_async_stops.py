@@ -33,18 +33,19 @@ def slow_take(slot, version):
         calls.append(1)
         if len(calls) == 3:
             Path(sys.argv[1]).touch()
-            time.sleep(60)
+            time.sleep(float(sys.argv[2]))
         return clone(tensor, *args, **kwargs)
     torch.Tensor.clone = slow_clone
     return take(slot, version)
 
 sources.take = slow_take
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(cli.main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "term"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl_c", "term", "kill"])
 def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
+    asked = how != signal.SIGKILL  # it ends its step, publication included
     model = write_model(tmp_path / "model")
     options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
     whole, _ = steps_of(model, tmp_path / "whole", **options)
@@ -53,7 +54,8 @@ def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
     path.write_text(config.to_yaml())
     marker = tmp_path / "publishing"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    command = [sys.executable, "-c", PROGRAM, str(marker), "train", "--config", str(path)]
+    program = [sys.executable, "-c", PROGRAM, str(marker), "1" if asked else "60"]
+    command = [*program, "train", "--config", str(path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         until = time.monotonic() + 90
         while not marker.exists() and process.poll() is None and time.monotonic() < until:
@@ -62,7 +64,7 @@ def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
             process.kill()
             raise AssertionError(process.communicate()[0].decode()[-3000:])
         process.send_signal(how)
-        assert process.wait(50) == (130 if how == signal.SIGINT else -how)
-    assert RlTrainer(config).state.step == 2  # what had been published whole and saved
+        assert process.wait(50) == (128 + how if asked else -how)
+    assert RlTrainer(config).state.step == (3 if asked else 2)  # what had been published whole and saved
     resumed, _ = steps_of(model, tmp_path / "parts", **options)
     assert same(trained(whole), trained(resumed))

@@ -9,8 +9,9 @@ import shutil
 import pytest
 import torch
 
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, j_hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.training.checkpoint import (
     TrainerState,
     list_checkpoints,
@@ -131,6 +132,10 @@ def test_a_folder_that_is_no_checkpoint(base, tmp_path, lost):
 def test_lost_heads_are_not_replaced_by_zeros(base, tmp_path):
     folder = save_checkpoint(tmp_path, *make(base), state(1), keep=None)
     (folder / "heads.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"of manifest\.json, got \['heads\.safetensors'\] not there"):
+        load_checkpoint(folder, *make(base))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
     with pytest.raises(ValueError, match=r"expected the heads \['reward', 'value'\], got none of"):
         load_checkpoint(folder, *make(base))
 

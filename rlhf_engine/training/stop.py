@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM: a run ends its step and writes a checkpoint. A second one of the same kind ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class StopSignals:
+    """While entered, the first signal of a kind is a request, which `asked` tells of, and the second ends the process.
+
+    Of the main thread alone, as Python's signal handlers are.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The first one, if any came."""
+        self._seen: set[int] = set()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def asked(self) -> bool:
+        """Whether the run is to stop."""
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """130 for Ctrl-C, 143 for SIGTERM or where another rank was asked: what a shell tells of such a process."""
+        return 128 + (self.received or signal.SIGTERM)
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self._seen:
+            if sys.stderr.isatty():
+                os.write(2, _SHOW_CURSOR)  # a progress bar hides it
+            os._exit(128 + number)
+        self._seen.add(number)
+        self.received = self.received or signal.Signals(number)
+        # not print: the handler may have interrupted one
+        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")

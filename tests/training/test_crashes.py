@@ -1,0 +1,54 @@
+"""Every file operation of a checkpoint fails in turn; one that loads, of this step or the last, is always left.
+
+Real operations of real processes fail: `faults.cpp` stands between them and the C library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="preloading is done here as on Linux"),
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ for the library that makes operations fail"),
+]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library]
+    subprocess.run([*command, HERE / "faults.cpp", "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("scenario", ["next", "same"])
+def test_a_checkpoint_always_remains(tmp_path, faults, scenario, every):
+    root = HERE.parents[1]
+    environment = {**os.environ, "LD_PRELOAD": str(faults), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
+    command = [sys.executable, "-m", "tests.training.crash_driver", str(tmp_path), scenario, str(every)]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    operations = found["operations"]
+    assert operations["write"] >= 10  # the library saw what there is to see: also those of safetensors, in Rust
+    assert operations["fsync"] >= 10
+    assert operations["rename"] == 2  # into place, and the old one aside
+    for fate, outcomes in found["fates"].items():
+        assert sum(outcomes.values()) >= sum(operations.values()) // every, fate
+        if every > 1:
+            continue
+        assert any(outcome.endswith("new") for outcome in outcomes), fate
+        assert any(outcome.endswith("old") for outcome in outcomes), fate

@@ -1,0 +1,317 @@
+"""A run stopped at any step, for any reason, goes on to the same floats; and every entry of its state matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_engine.errors import CorruptCheckpointError, EngineError
+from rlhf_engine.manifest import check_manifest, write_manifest
+from rlhf_engine.training.checkpoint import list_checkpoints, load_checkpoint
+from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model
+from tests.training.test_rl import metrics, same, trained
+
+CROSSING = {
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "kl_target": 0.05,
+    "kl_horizon": 40,
+    "lora_dropout": 0.1,
+    "critic_warmup_steps": 1,
+}
+"""A run that crosses ends of epochs (a step takes 8 of 6 prompts), changes of the learning rate and of beta."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def all_steps(config) -> RlTrainer:
+    """A run with a checkpoint after every step, without curves and the final model."""
+    trainer = RlTrainer(config)
+    for _ in range(config.max_steps - trainer.state.step):
+        trainer.step()
+        trainer.save()
+    trainer.source.close()
+    return trainer
+
+
+def go_on(config) -> RlTrainer:
+    trainer = RlTrainer(config)
+    while trainer.state.step < config.max_steps:
+        trainer.step()
+    trainer.source.close()
+    return trainer
+
+
+@pytest.mark.parametrize("mode", ["off", "replay"])
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_stopped_at_every_step(model, tmp_path, mode, steps):
+    options = {**CROSSING, "async_mode": mode, "max_steps": steps, "save_total_limit": None}
+    whole = all_steps(train_config(model, tmp_path / "whole", **options))
+    betas = {json.loads((c / "trainer_state.json").read_text())["beta"] for c in list_checkpoints(whole.output)}
+    assert len(betas) == steps  # it changed every time
+    for step in range(1, steps):
+        resume = whole.output / f"checkpoint-{step}"
+        resumed = go_on(train_config(model, tmp_path / f"from-{step}", **options, resume_from_checkpoint=str(resume)))
+        assert same(trained(whole), trained(resumed)), step
+        assert resumed.state == whole.state, step
+
+
+def lose_counter(name):
+    def lose(folder: Path) -> None:
+        path = folder / "trainer_state.json"
+        state = json.loads(path.read_text())
+        assert state.pop(name) not in (None, {}, 0)
+        path.write_text(json.dumps(state))
+
+    return lose
+
+
+def lose_tensors(file, part):
+    def lose(folder: Path) -> None:
+        held = load_file(folder / file)
+        lost = [name for name in held if part in name]
+        assert lost
+        save_file({name: x for name, x in held.items() if name not in lost}, folder / file, metadata={"format": "pt"})
+
+    return lose
+
+
+LOSSES = {
+    **{name: lose_counter(name) for name in ("step", "samples", "policy_version", "beta", "policies_after")},
+    **{f"optimizer_{part}": lose_tensors("optimizer.safetensors", part) for part in ("exp_avg", "exp_avg_sq", "step")},
+    "optimizer_of_critic": lose_tensors("optimizer.safetensors", "critic"),
+    "value_head": lose_tensors("heads.safetensors", "value"),
+    "a_matrix_of_the_actor": lose_tensors("adapter_model.safetensors", "layers.0.self_attn.q_proj.lora_B"),
+    "a_matrix_of_the_critic": lose_tensors(
+        "slots/critic/adapter_model.safetensors", "layers.0.self_attn.q_proj.lora_B"
+    ),
+    "past_policies": lambda folder: (folder / "policies.safetensors").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def replay(model, tmp_path_factory):
+    """A run whose checkpoint in the middle has every kind of entry, and its options."""
+    options = {**CROSSING, "async_mode": "replay", "max_steps": 5, "save_total_limit": None}
+    root = tmp_path_factory.mktemp("replay")
+    return all_steps(train_config(model, root / "whole", **options)), options
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_every_entry_of_the_state_matters(model, tmp_path, replay, lost):
+    whole, options = replay
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(whole.output / "checkpoint-3", folder)
+    LOSSES[lost](folder)
+    with pytest.raises(CorruptCheckpointError):  # whoever changes a file is found out, so the list is changed as well
+        check_manifest(folder)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+    options = {**options, "resume_from_checkpoint": str(folder)}
+    threads = torch.get_num_threads()
+    try:
+        resumed = go_on(train_config(model, tmp_path / "parts", **options))
+    except (EngineError, ValueError, KeyError):
+        return
+    finally:
+        torch.set_num_threads(threads)  # of a replay that was not closed
+    assert not (same(trained(whole), trained(resumed)) and resumed.state == whole.state)
+
+
+def test_nothing_lost_changes_nothing(model, tmp_path, replay):
+    # so that the test above is not one of runs that differ anyway
+    whole, options = replay
+    resume = str(whole.output / "checkpoint-3")
+    resumed = go_on(train_config(model, tmp_path / "parts", **options, resume_from_checkpoint=resume))
+    assert same(trained(whole), trained(resumed))
+    assert resumed.state == whole.state
+
+
+# ---- changed bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [500, pytest.param(12_000, marks=pytest.mark.long)])
+def test_no_changed_byte_is_loaded(model, tmp_path, n):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    trainer.step()
+    folder = trainer.save()
+    before = trained(trainer)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    chosen = random.Random(n)
+    for i in range(n):
+        path = files[i % len(files)]  # as many of small files as of large ones
+        content = path.read_bytes()
+        at = chosen.randrange(len(content))
+        changed = bytearray(content)
+        changed[at] ^= chosen.randrange(1, 256)
+        path.write_bytes(changed)
+        with pytest.raises(CorruptCheckpointError, match="resume_from_checkpoint: "):
+            load_checkpoint(folder, trainer.model, trainer.optimizer)
+        path.write_bytes(content)
+    assert same(before, trained(trainer))
+    load_checkpoint(folder, trainer.model, trainer.optimizer)
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "lost", "added", "renamed", "emptied"])
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "manifest.json", "slots/critic/adapter_config.json"])
+def test_other_damage_is_refused_and_older_checkpoints_are_named(model, tmp_path, change, file):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    older, folder = trainer.save(), tmp_path / "run" / "checkpoint-7"
+    shutil.copytree(older, folder)
+    path = folder / file
+    content = path.read_bytes()
+    if change == "cut":
+        path.write_bytes(content[:-1])
+    elif change == "longer":
+        path.write_bytes(content + b"\n")
+    elif change == "lost":
+        path.unlink()
+    elif change == "added":
+        path.with_name("stray.json").write_text("{}")
+    elif change == "renamed":
+        path.rename(path.with_name(f"x{path.name}"))
+    else:
+        path.write_bytes(b"")
+    expected = EngineError if change in ("lost", "renamed") else CorruptCheckpointError
+    with pytest.raises(expected, match="resume_from_checkpoint: ") as refused:
+        load_checkpoint(folder, trainer.model, trainer.optimizer)
+    if type(refused.value) is CorruptCheckpointError:
+        assert "; beside it is checkpoint-0" in str(refused.value)
+
+
+# reading is watched by the interpreter itself: every class that a pickle looks up is an event
+UNPICKLED = """
+import pickle, sys
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.hydra import load_pretrained
+from tests.training.test_data import train_config
+
+found = []
+sys.addaudithook(lambda event, arguments: found.append(arguments) if event == "pickle.find_class" else None)
+pickle.loads(pickle.dumps(sys.version_info.__class__ and Exception))
+assert found, "the hook sees what is unpickled"
+found.clear()
+RlTrainer(train_config(sys.argv[1], __import__("pathlib").Path(sys.argv[2]), resume_from_checkpoint=sys.argv[3]))
+load_pretrained(sys.argv[3])
+assert not found, found
+"""
+
+
+def run_python(*arguments: object, **options) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, text=True, **options)
+
+
+def test_loading_unpickles_nothing(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    trainer.step()
+    folder = trainer.save()
+    done = run_python("-c", UNPICKLED, model, tmp_path / "other", folder, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def start(config, path: Path) -> subprocess.Popen:
+    path.write_text(config.to_yaml())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    command = [sys.executable, "-m", "rlhf_engine.cli", "train", "--config", str(path)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process, seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            raise AssertionError(process.communicate()[1][-3000:])
+        time.sleep(0.005)
+
+
+def steps_logged(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return len(read_metrics(path)) if path.is_file() else 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "term"])
+def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, how):
+    options = {"max_steps": 60, "save_steps": 0, "resume_from_checkpoint": "auto"}
+    config = train_config(model, tmp_path / "run", **options)
+    with start(config, tmp_path / "run.yaml") as process:
+        wait_for(lambda: steps_logged(tmp_path / "run") >= 2, process)
+        process.send_signal(how)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + how
+    assert "stopping after this step, with a checkpoint; once more to stop at once" in errors
+    assert "--resume_from_checkpoint auto goes on" in errors
+    assert "Traceback" not in errors
+    (checkpoint,) = list_checkpoints(tmp_path / "run")
+    stopped = int(checkpoint.name.rpartition("-")[2])
+    assert 2 <= stopped == steps_logged(tmp_path / "run") < 60
+    steps = stopped + 2
+    whole = go_on(train_config(model, tmp_path / "whole", **{**options, "max_steps": steps}))
+    resumed = RlTrainer(train_config(model, tmp_path / "run", **{**options, "max_steps": steps}))
+    assert resumed.state.step == stopped
+    resumed.run()
+    assert same(trained(whole), trained(resumed))
+    assert [row["step"] for row in metrics(resumed)] == list(range(1, steps + 1))
+
+
+def test_a_second_signal_ends_it_at_once(model, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import pathlib, time\n\n\ndef reward(prompts, completions, completion_ids, **columns):\n"
+        "    if len(prompts) > 2:\n"  # not when it is tried
+        "        pathlib.Path(__file__).with_name('scoring').touch()\n        time.sleep(60)\n"
+        "    return [0.0] * len(prompts)\n"
+    )
+    config = train_config(model, tmp_path / "run", reward_funcs=[f"{slow}:reward"])
+    with start(config, tmp_path / "run.yaml") as process:
+        wait_for((tmp_path / "scoring").exists, process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None  # it ends its step
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.long
+def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path):
+    options = {**CROSSING, "max_steps": 40, "save_steps": 1, "save_total_limit": 1, "resume_from_checkpoint": "auto"}
+    whole = go_on(train_config(model, tmp_path / "whole", **{**options, "save_steps": 0}))
+    config = train_config(model, tmp_path / "run", **options)
+    chosen, killed, since = random.Random(0), 0, -1
+    while killed < 20:
+        with start(config, tmp_path / "run.yaml") as process:
+            begun = lambda: steps_logged(tmp_path / "run") > since  # noqa: E731, B023
+            if killed % 3:  # otherwise it may be killed before it has begun
+                wait_for(begun, process)
+            time.sleep(chosen.uniform(0, 0.4))
+            assert process.poll() is None, process.communicate()[1][-2000:]
+            process.kill()
+            process.wait()
+        killed += 1
+        since = steps_logged(tmp_path / "run")
+    assert 0 < steps_logged(tmp_path / "run") < 40
+    resumed = RlTrainer(config)
+    resumed.run()
+    assert same(trained(whole), trained(resumed))
+    assert [row["step"] for row in metrics(resumed)] == list(range(1, 41))
