@@ -82,7 +82,7 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
     name = model.active_adapter
     where = f"the PeftModel's adapter {name!r}"
     config = model.peft_config[name].to_dict()
-    _check_served(config, where)  # before the model is taken apart
+    require_plain_lora(config, where)  # before the model is taken apart
     tensors = _pair_up(get_peft_model_state_dict(model, adapter_name=name), where)
     copies = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in tensors.items()}
     slot = _slot_config(config, copies, where, init_from=None)
@@ -96,7 +96,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     """
     where = f"adapter {str(folder)!r}"
     config = _read_json(Path(folder), CONFIG_FILE, "adapter")
-    _check_served(config, where)
+    require_plain_lora(config, where)
     # absolute, because a relative folder `sft` would be taken for the slot of that name
     return _slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
 
@@ -255,7 +255,7 @@ def load_heads_if_present(heads: nn.ModuleDict, folder: str | os.PathLike[str]) 
     return loaded
 
 
-def _check_served(config: Mapping[str, Any], where: str) -> None:
+def require_plain_lora(config: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a PEFT config that is not plain LoRA: what is ignored would be silently wrong."""
     if str(config.get("peft_type")).rpartition(".")[2] != "LORA":
         raise ValueError(f"{where}: expected peft_type LORA, got {config.get('peft_type')}")

@@ -58,8 +58,8 @@ function range(values) {
 
 // ---- a chart --------------------------------------------------------------------------------------------------------
 
-// series: {run, label, dash, xs, ys}; an ordered one is a line over steps, the others follow a path
-function chart(title, unit, xLabel, series, { path = false } = {}) {
+// series: {run, label, dash, xs, ys}; raw: not smoothed; path: points follow each other in any direction
+function chart(title, unit, xLabel, series, { path = false, raw = path } = {}) {
   const card = element("div", { className: "card" });
   card.append(element("h3", { textContent: title }), element("div", { className: "unit", textContent: unit }));
   const W = 440, H = 240, L = 52, R = 10, T = 8, B = 34;
@@ -75,7 +75,7 @@ function chart(title, unit, xLabel, series, { path = false } = {}) {
     const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": title });
     holder.append(picture);
     if (!visible.length) return;
-    const drawn = visible.map((s) => ({ ...s, line: path || s.ys.length < SMOOTHED_FROM ? s.ys : smooth(s.ys) }));
+    const drawn = visible.map((s) => ({ ...s, line: raw || s.ys.length < SMOOTHED_FROM ? s.ys : smooth(s.ys) }));
     const [x0, x1] = range(drawn.flatMap((s) => s.xs)), [y0, y1] = range(drawn.flatMap((s) => [...s.ys, ...s.line]));
     const x = (v) => L + (W - L - R) * (v - x0) / (x1 - x0), y = (v) => H - B - (H - T - B) * (v - y0) / (y1 - y0);
     for (const v of ticks(y0, y1, 5)) {
@@ -236,7 +236,7 @@ function resources() {
     const table = element("table");
     table.append(element("tr", {}, element("th", { textContent: "seconds per step, mean" }),
       ...DATA.runs.map((run) => element("th", { textContent: run.name })), ));
-    const row = (name, text) => element("tr", {}, element("th", { textContent: text }),
+    const row = (name, text) => element("tr", {}, element("th", {}, swatchOf(phases.indexOf(name)), text),
       ...DATA.runs.map((run) => element("td", { className: "number", textContent: run.curves[name] ? number(mean(run.curves[name][1])) : "–" })));
     phases.forEach((name) => table.append(row(name, name.slice("seconds/".length))));
     table.append(row("seconds/step", "all of a step"));
@@ -244,8 +244,16 @@ function resources() {
     grid.append(chart("Time of a step", "seconds", "step", seriesOf([["seconds/step", ""]])));
   }
   const memory = seriesOf([["peak_memory_bytes", ""]]);
-  if (memory.length) grid.append(chart("Peak memory so far", "bytes", "step", memory));
+  if (memory.length) grid.append(chart("Peak memory so far", "bytes", "step", memory, { raw: true }));
   if (grid.children.length) section("Time and memory", grid);
+}
+
+const phaseColour = (j) => COLOURS[(j + 2) % COLOURS.length];
+
+function swatchOf(phase) {
+  const swatch = element("span", { className: "swatch" });
+  if (phase >= 0) swatch.style.background = phaseColour(phase);
+  return swatch;
 }
 
 function bars(phases) {
@@ -260,7 +268,7 @@ function bars(phases) {
       let left = 0;
       sums[row].forEach((part, j) => {
         const width = 440 * part / most;
-        const bar = svg("rect", { x: left, y: 4 + 26 * row, width: Math.max(0, width - 1), height: 20, fill: COLOURS[(j + 2) % COLOURS.length], rx: 2 });
+        const bar = svg("rect", { x: left, y: 4 + 26 * row, width: Math.max(0, width - 1), height: 20, fill: phaseColour(j), rx: 2 });
         bar.append(svg("title", {}, `${run.name}, ${phases[j].slice(8)}: ${number(part)} s`));
         picture.append(bar);
         if (width > 60) picture.append(svg("text", { x: left + 6, y: 18 + 26 * row, style: "fill:#fff;opacity:1" }, phases[j].slice(8)));

@@ -1,0 +1,116 @@
+"""A HydraModel on the very tensors of a PeftModel: nothing is held twice, and each sees what the other trains.
+
+    PeftModel            what TRL, accelerate and PEFT know: it is wrapped, saved, resumed
+      base weights   ←── shared ──→   HydraModel's backbone, through modules of its own
+      default        ←── shared ──→   slot `actor`
+      critic         ←── shared ──→   slot `critic`
+      hydra_heads    ←── shared ──→   value and reward head
+
+The HydraModel runs inside the PeftModel's forward (`through_forward`), so that the hooks of whatever wraps that fire.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import HydraModel, SlotConfig, peft_io
+from rlhf_engine.hydra.roles import RoleSpec
+
+HEADS = "hydra_heads"
+"""Name under which the heads are the PeftModel's."""
+_ARGUMENT = "hydra"
+
+
+def hydra_on(
+    model: PeftModel,
+    roles: Mapping[str, RoleSpec],
+    adapters: Mapping[str, str],
+    *,
+    slots: Mapping[str, SlotConfig] | None = None,
+    seed: int = 0,
+) -> HydraModel:
+    """A HydraModel whose backbone, and whose slots in `adapters` (slot → PEFT's name), are the PeftModel's tensors.
+
+    slots: shapes and origins of further ones, which are the HydraModel's own. Raises ConfigError for adapters that are
+    no plain LoRA on linears.
+    """
+    own = {slot: _slot_config(model, name) for slot, name in adapters.items()}
+    hydra = HydraModel.from_pretrained(_plain_copy(model), roles=roles, slots={**own, **(slots or {})}, seed=seed)
+    layers: dict[str, Any] = {
+        path: module for path, module in model.get_base_model().named_modules() if isinstance(module, LoraLayer)
+    }
+    for slot, name in adapters.items():
+        for path, pair in hydra.backbone().slot(slot).items():
+            pair.A, pair.B = layers[path].lora_A[name].weight, layers[path].lora_B[name].weight
+    hydra.adapter_dtype = next(iter(hydra.backbone().slot(next(iter(adapters))).parameters())).dtype
+    model.add_module(HEADS, hydra.heads)
+    _through_forward(model.get_base_model(), hydra)
+    return hydra
+
+
+def forward_through(model: nn.Module, hydra_arguments: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
+    """`HydraModel.forward` of the model that lives in `model`, which may be wrapped: results of the requests."""
+    found: tuple[Any, ...] = model(**{_ARGUMENT: (hydra_arguments, options)})
+    return found
+
+
+def _through_forward(base: Any, hydra: HydraModel) -> None:
+    """Let the causal LM's forward serve requests to the HydraModel, and everything else as before."""
+    before = base.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.pop(_ARGUMENT, None)
+        if asked is None:
+            return before(*args, **kwargs)
+        arguments, options = asked
+        return hydra(*arguments, **options)
+
+    forward.__wrapped__ = before  # type: ignore[attr-defined]  # transformers reads the signature
+    base.forward = forward
+
+
+def _plain_copy(model: PeftModel) -> Any:
+    """The base without PEFT's layers, on the same tensors: modules are copied, what they hold is not."""
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    base: Any = model.base_model
+    found = copy.deepcopy(base, tensors).unload()
+    found.__dict__.pop("forward", None)  # a patched one would lead back to the original
+    for module in found.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return found
+
+
+def _slot_config(model: PeftModel, name: str) -> SlotConfig:
+    config = model.peft_config[name].to_dict()
+    where = f"the adapter {name!r}"
+    try:
+        peft_io.require_plain_lora(config, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    layers = dict(model.get_base_model().named_modules())
+    paths = [path for path, layer in layers.items() if isinstance(layer, LoraLayer) and name in layer.lora_A]
+    others = [path for path in paths if not isinstance(layers[path].get_base_layer(), nn.Linear)]
+    if others or not paths:
+        raise ConfigError(f"peft_config: expected LoRA on linears alone, got {others or 'no layer'} for {where}")
+    return SlotConfig(
+        r=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        target_modules=tuple(paths),
+        use_rslora=bool(config.get("use_rslora")),
+    )
+
+
+def is_on_same_tensors(hydra: HydraModel, model: PeftModel) -> bool:
+    """Whether every trained tensor of a HydraModel still is one of the PeftModel's."""
+    theirs = {id(p) for p in model.parameters()}
+    return all(id(p) in theirs for p in hydra.parameters() if isinstance(p, torch.nn.Parameter) and p.requires_grad)

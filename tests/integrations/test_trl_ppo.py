@@ -1,0 +1,351 @@
+"""`HydraPPOTrainer`: PPO behind TRL on one base; its folders, its resumption, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
+from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
+from rlhf_engine.tokenizing import load_tokenizer
+from tests.training.test_data import PROMPTS, write_model
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def words(prompts, completions, completion_ids, **columns):
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def config(output, **changes) -> HydraPPOConfig:
+    return HydraPPOConfig(
+        **{
+            "output_dir": str(output),
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "max_completion_length": 8,
+            "disable_tqdm": True,
+            **changes,
+        }
+    )
+
+
+def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, callbacks=None, **changes):
+    return HydraPPOTrainer(
+        model=model or str(folder),
+        reward_funcs=reward_funcs,
+        args=config(output, **changes),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
+        processing_class=load_tokenizer(folder),
+        peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+        callbacks=callbacks,
+    )
+
+
+def trained(trainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def rows(trainer) -> list[dict[str, float]]:
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def test_it_trains_actor_and_critic_on_one_frozen_base(folder, tmp_path):
+    trainer = make(folder, tmp_path, ["lane", words])
+    model, hydra = trainer.model, trainer.hydra
+    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    before = trained(trainer)
+    assert {n.split(".")[-2] for n in before if "lora_" in n} == {"default", "critic"}
+    assert {n for n in before if "lora_" not in n} == {"hydra_heads.value.weight", "hydra_heads.value.bias"}
+    trainer.train()
+    after = trained(trainer)
+    assert not any(torch.equal(before[n], after[n]) for n in before if "lora_B" in n or "value" in n)
+    assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in base.items())
+    # one set of tensors
+    theirs = {id(p) for p in model.parameters()}
+    assert all(id(p) in theirs for p in hydra.parameters())
+    held = sum(p.numel() for p in model.parameters())
+    assert held == sum(hydra.held_parameters().values())
+
+
+def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
+    trainer = make(folder, tmp_path, ["lane", words])
+    trainer.train()
+    first, second = rows(trainer)[:2]
+    assert float(first["kl"]) == 0.0
+    assert float(first["clip_ratio"]) == 0.0
+    assert abs(float(first["approx_kl"])) < 1e-10  # the ratio is 1 where nothing has been learned since
+    assert float(second["approx_kl"]) > 1e-6
+    assert {"rewards/lane/mean", "rewards/words/mean", "reward", "entropy", "value/loss", "value/mean"} <= set(first)
+    assert float(first["reward"]) == pytest.approx(
+        float(first["rewards/lane/mean"]) + float(first["rewards/words/mean"]), rel=1e-3
+    )
+    assert "frac_reward_zero_std" not in first
+
+
+def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
+    """A step's gradient, accumulated over micro-batches, against HydraModel's own on the whole minibatch."""
+    trainer = make(folder, tmp_path, "lane", max_steps=1, lr_scheduler_type="constant", max_grad_norm=0.0)
+    gradients, experience = {}, {}
+    compute = trainer._generate_and_score_completions
+
+    def keep(inputs):
+        experience.update(compute(inputs))
+        return experience
+
+    trainer._generate_and_score_completions = keep
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            gradients.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+            used.extend(trainer._buffered_inputs[:2])
+
+    used: list[dict[str, torch.Tensor]] = []
+    trainer.add_callback(Look())
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    # the same answers through a model of our own, in one batch
+    from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
+
+    slots = dict.fromkeys(("actor", "critic"), SlotConfig(r=4, alpha=8.0))
+    model = HydraModel.from_pretrained(folder, roles=hydra_roles(), slots=slots)
+    for slot, name in (("actor", "default"), ("critic", "critic")):
+        for path, pair in model.backbone().slot(slot).items():
+            prefix = f"base_model.model.{path}"
+            with torch.no_grad():
+                pair.A.copy_(before[f"{prefix}.lora_A.{name}.weight"])
+                pair.B.copy_(before[f"{prefix}.lora_B.{name}.weight"])
+    lists: dict[str, list] = {"prompt": [], "answer": [], "old": [], "adv": [], "ret": [], "val": []}
+    for part in used:
+        for i in range(len(part["prompt_ids"])):
+            mask = part["answer_mask"][i]
+            lists["prompt"].append(part["prompt_ids"][i][part["prompt_mask"][i].bool()].tolist())
+            lists["answer"].append(part["completion_ids"][i][mask].tolist())
+            for key, name in (
+                ("old", "old_per_token_logps"),
+                ("adv", "advantages"),
+                ("ret", "returns"),
+                ("val", "values"),
+            ):
+                lists[key].append(part[name][i][mask])
+    batch = PackedBatch.from_lists(lists["prompt"], lists["answer"])
+    old, advantage, returns, values = (torch.cat(lists[key]) for key in ("old", "adv", "ret", "val"))
+    mask, denom = torch.ones(len(old), dtype=torch.bool), float(used[0]["num_items_in_batch"]) / 2
+    policy = PolicyLoss(old_logprob_M=old, advantage_M=advantage, mask_M=mask, denom=denom)
+    value = ValueLoss(old_value_M=values, return_M=returns, mask_M=mask, denom=denom, clip=0.2)
+    found, critic = model(batch, (policy, value))
+    (found.loss + 0.1 * critic.loss).backward()
+    compared = 0
+    for slot, name in (("actor", "default"), ("critic", "critic")):
+        for path, pair in model.backbone().slot(slot).items():
+            for half, p in (("A", pair.A), ("B", pair.B)):
+                theirs = gradients[f"base_model.model.{path}.lora_{half}.{name}.weight"]
+                scale = max(float(p.grad.abs().max()), 1e-8)
+                assert float((theirs - p.grad).abs().max()) < 1e-4 * scale, (path, half)
+                compared += 1
+    assert compared == 2 * 2 * 14
+    head = model.heads["value"].weight.grad
+    assert float((gradients["hydra_heads.value.weight"] - head).abs().max()) < 1e-4 * float(head.abs().max())
+    # advantages are whitened over the whole rollout
+    whole = experience["advantages"][experience["answer_mask"]]
+    assert abs(float(whole.mean())) < 1e-5
+    assert float(whole.var()) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_resumed_run_makes_the_same_floats(folder, tmp_path, stop):
+    """Step 2 is the end of a rollout, step 3 its middle."""
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "num_iterations": 1}
+    whole = make(folder, tmp_path / "whole", ["lane", words], **options)
+    whole.train()
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
+    assert (checkpoint / "rollout_0.safetensors").is_file() == (stop == 3)
+    resumed = make(folder, tmp_path / "parts", ["lane", words], **options)
+    with torch.no_grad():
+        for p in resumed.hydra.heads["value"].parameters():
+            p.fill_(7.0)  # a head of its own would be noticed
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    left, right = trained(whole), trained(resumed)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[n], right[n]) for n in left)
+
+    def told(trainer):
+        return [{k: v for k, v in row.items() if "time" not in k} for row in rows(trainer)]
+
+    assert told(whole) == told(resumed)
+
+
+def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
+    trainer = make(folder, tmp_path, ["lane", words], save_strategy="steps", save_steps=4)
+    trainer.train()
+    root = tmp_path / "checkpoint-4"
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = PeftModel.from_pretrained(plain, root)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
+    assert sorted(load_file(root / "heads.safetensors")) == ["value.bias", "value.weight"]
+    assert (root / "critic" / "adapter_model.safetensors").is_file()
+    assert "rlhf-engine" in (root / "README.md").read_text()
+    (root / "heads.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: expected heads\.safetensors with the value head"):
+        make(folder, tmp_path / "b", ["lane", words]).train(resume_from_checkpoint=str(root))
+
+
+def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
+    from peft import get_peft_model
+
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    trainer = make(
+        folder, tmp_path, model=model, peft_config=None, critic_learning_rate=0.3, max_steps=2, learning_rate=0.0
+    )
+    before = trained(trainer)
+    trainer.train()
+    after = trained(trainer)
+    for name in before:
+        moves = "critic" in name or "value" in name
+        if "lora_A" not in name:  # A has no gradient while B is 0
+            assert torch.equal(before[name], after[name]) != moves, name
+
+
+def test_ends_and_answers_without_a_reward(folder, tmp_path):
+    def some(prompts, completions, completion_ids, **columns):
+        return [None if i % 2 else 1.0 for i in range(len(prompts))]
+
+    trainer = make(folder, tmp_path, some, missing_eos_penalty=5.0)
+    seen = []
+    compute = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: seen.append(compute(inputs)) or seen[-1]
+    trainer.train()
+    out = seen[0]
+    assert out["loss_mask"].any(1).tolist() == [True, False] * 8
+    ends = set(trainer.eos_token_ids)
+    for i in range(0, 16, 2):
+        answer = out["completion_ids"][i][out["answer_mask"][i]].tolist()
+        ended = answer[-1] in ends
+        # undiscounted, a first token's return is its advantage before whitening plus its value: lam < 1 leaves the last
+        last = len(answer) - 1
+        assert float(out["returns"][i][last]) == pytest.approx(1.0 if ended else -4.0, abs=1e-4)
+
+
+def test_evaluation_uses_the_same_path(folder, tmp_path):
+    trainer = make(folder, tmp_path, max_steps=1)
+    found = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:8]]))
+    assert math.isfinite(found["eval_loss"])
+    assert found["eval_reward"] > 0
+    again = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:8]]))
+    assert again["eval_reward"] == found["eval_reward"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm: expected False"),
+        ({"top_p": 0.9}, r"top_p: expected 1\.0: ratios are to the whole distribution, got 0\.9"),
+        ({"kl_estimator": "k2"}, "kl_estimator: expected 'k1' or 'k3', got 'k2'"),
+        ({"lam": 1.5}, "lam: expected a number from 0 to 1"),
+        ({"cliprange_value": 0.0}, "cliprange_value: expected a number > 0"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
+    ],
+)
+def test_options_that_cannot_be_served(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
+    with pytest.raises(ConfigError, match="peft_config: expected a LoraConfig"):
+        make(folder, tmp_path, peft_config=None)
+    dora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="the adapter 'default': expected use_dora=False"):
+        make(folder, tmp_path, peft_config=dora)
+    with pytest.raises(ConfigError, match="rollout_func: expected None"):
+        HydraPPOTrainer(
+            model=str(folder), reward_funcs=words, args=config(tmp_path), peft_config=LORA, rollout_func=print
+        )
+    headless = write_model(tmp_path / "headless", reward_head=False)
+    with pytest.raises(ValueError, match="lane"):
+        make(headless, tmp_path / "x", "lane")
+
+
+def test_a_reward_that_is_not_finite_stops_the_run(folder, tmp_path):
+    def bad(prompts, completions, completion_ids, **columns):
+        return [float("inf")] * len(prompts)
+
+    with pytest.raises(NonFiniteError, match="reward of an answer is not finite"):
+        make(folder, tmp_path, bad).train()
+
+
+def test_a_trl_with_other_methods_is_refused(folder, tmp_path, monkeypatch):
+    from trl import GRPOTrainer
+
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, inputs, prompts: None)
+    with pytest.raises(ConfigError, match=r"expected GRPOTrainer\._calculate_rewards\(inputs, prompts, completions, "):
+        make(folder, tmp_path)
+
+
+def test_several_epochs_and_checkpointed_activations(folder, tmp_path):
+    plain = make(folder, tmp_path / "a", num_iterations=2)
+    plain.train()
+    checkpointed = make(folder, tmp_path / "b", num_iterations=2, gradient_checkpointing=True)
+    checkpointed.train()
+    left, right = trained(plain), trained(checkpointed)
+    assert all(torch.allclose(left[n], right[n], atol=1e-5) for n in left)
+    assert json.dumps([float(row["clip_ratio"]) for row in rows(plain)])
+    assert max(float(row["approx_kl"]) for row in rows(plain)) > 1e-5
+
+
+@pytest.mark.long
+def test_two_processes_have_the_gradients_of_one(folder, tmp_path):
+    def run(*words, per_device):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, *words, "tests.integrations.trl_ranks", folder, tmp_path, per_device]
+        done = subprocess.run([str(x) for x in command], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run("-m", per_device=4)
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", per_device=2)
+    alone, *ranks = (load_file(tmp_path / f"{name}.safetensors") for name in ("alone", "0", "1"))
+    assert alone.keys() == ranks[0].keys() == ranks[1].keys()
+    assert {name.partition("|")[0] for name in alone} == {"0", "1"}
+    for name, expected in alone.items():
+        assert torch.equal(ranks[0][name], ranks[1][name]), name
+        gap, scale = float((ranks[0][name] - expected).abs().max()), max(float(expected.abs().max()), 1e-9)
+        assert gap <= 1e-5 * scale, name
