@@ -152,10 +152,10 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
             lists["prompt"].append(part["prompt_ids"][i][part["prompt_mask"][i].bool()].tolist())
             lists["answer"].append(part["completion_ids"][i][mask].tolist())
             for key, name in (
-                ("old", "old_per_token_logps"),
-                ("adv", "advantages"),
-                ("ret", "returns"),
-                ("val", "values"),
+                ("old", "of_old_logprobs"),
+                ("adv", "of_advantages"),
+                ("ret", "of_returns"),
+                ("val", "of_values"),
             ):
                 lists[key].append(part[name][i][mask])
     batch = PackedBatch.from_lists(lists["prompt"], lists["answer"])
@@ -177,7 +177,7 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
     head = model.heads["value"].weight.grad
     assert float((gradients["hydra_heads.value.weight"] - head).abs().max()) < 1e-4 * float(head.abs().max())
     # advantages are whitened over the whole rollout
-    whole = experience["advantages"][experience["answer_mask"]]
+    whole = experience["of_advantages"][experience["answer_mask"]]
     assert abs(float(whole.mean())) < 1e-5
     assert float(whole.var()) == pytest.approx(1.0, abs=1e-3)
 
@@ -258,7 +258,7 @@ def test_ends_and_answers_without_a_reward(folder, tmp_path):
         ended = answer[-1] in ends
         # undiscounted, a first token's return is its advantage before whitening plus its value: lam < 1 leaves the last
         last = len(answer) - 1
-        assert float(out["returns"][i][last]) == pytest.approx(1.0 if ended else -4.0, abs=1e-4)
+        assert float(out["of_returns"][i][last]) == pytest.approx(1.0 if ended else -4.0, abs=1e-4)
 
 
 def test_evaluation_uses_the_same_path(folder, tmp_path):

@@ -1,24 +1,35 @@
-"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO as one of them (`HydraPPOTrainer`).
+"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax and RLOO among them.
 
 TRL is an optional dependency (`pip install 'rlhf-engine[trl]'`); nothing outside this package imports it.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlhf_engine.integrations.trl.seam import Patch, patch
 
 if TYPE_CHECKING:
     from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
+    from rlhf_engine.integrations.trl.reinforce import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
 
-__all__ = ["HydraPPOConfig", "HydraPPOTrainer", "Patch", "patch"]
+__all__ = [
+    "HydraPPOConfig",
+    "HydraPPOTrainer",
+    "HydraRLOOConfig",
+    "HydraRLOOTrainer",
+    "Patch",
+    "ReMaxConfig",
+    "ReMaxTrainer",
+    "patch",
+]
+_MODULES = {"HydraPPO": "ppo", "HydraRLOO": "reinforce", "ReMax": "reinforce"}
 
 
 def __getattr__(name: str) -> Any:
     # on demand: classes of TRL are made of classes of TRL, which `patch` alone need not import
-    if name in ("HydraPPOConfig", "HydraPPOTrainer"):
-        from rlhf_engine.integrations.trl import ppo
-
-        return getattr(ppo, name)
+    module = _MODULES.get(name.removesuffix("Config").removesuffix("Trainer"))
+    if module is not None and name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

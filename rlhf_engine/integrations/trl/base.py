@@ -1,0 +1,442 @@
+"""What our trainers behind TRL share: GRPOTrainer on one base, with our rollouts, scores and losses.
+
+A subclass says what is learned from a rollout (`experience`), and by which losses (`losses`, `combine`). TRL's data,
+sampling order, rewards, logging, callbacks and checkpoints stay TRL's; the actor is PEFT's adapter `default`.
+
+Sizes are GRPO's: an optimizer step takes per_device_train_batch_size · gradient_accumulation_steps answers of each
+process, `steps_per_generation` micro-batches share a rollout, and `num_iterations` are epochs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file, save_file
+
+from rlhf_engine.algorithms.ppo import token_kl
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
+from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
+from rlhf_engine.hydra.model import Scores
+from rlhf_engine.hydra.roles import OFF
+from rlhf_engine.integrations.trl.shared import forward_through, hydra_on, is_on_same_tensors
+from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.rollout import SamplingConfig, generate
+
+require_trl()
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+LANE = "lane"
+"""The learned reward among `reward_funcs`."""
+ACTOR, CRITIC = "default", "critic"
+"""PEFT's names of the adapters."""
+_ROLLOUT_FILE = "rollout_{}.safetensors"
+"""What a checkpoint in the middle of a rollout keeps of it, by process."""
+_OVERRIDDEN = {
+    "_generate_and_score_completions": ("inputs",),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+    "_tokenize_prompts": ("prompts",),
+}
+
+
+@dataclass
+class HydraConfig(GRPOConfig):
+    """GRPOConfig with what all of our trainers read beside it."""
+
+    num_generations: int | None = field(default=1, metadata={"help": "Answers per prompt."})
+    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL to the reference."})
+    num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
+    kl_estimator: str = field(default="k1", metadata={"help": "Estimate of the KL per token: k1 or k3."})
+    missing_eos_penalty: float | None = field(default=None, metadata={"help": "Subtracted where an answer never ends."})
+    reward_adapter: str | None = field(
+        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `lane`."}
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:  # the last check but those of vLLM, which are not for here
+            if self.num_generations != 1 or "at least 2 generations" not in str(error):
+                raise
+        for name, (fine, expected) in self.checks().items():
+            if not fine:
+                raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    def checks(self) -> dict[str, tuple[bool, str]]:
+        """option → (whether it can be served, what is expected)"""
+        whole = "ratios are to the whole distribution"
+        return {
+            "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
+            "use_vllm": (not self.use_vllm, "False: answers come from the rollout engine"),
+            "top_p": (self.top_p == 1.0, f"1.0: {whole}"),
+            "top_k": (not self.top_k or self.top_k < 0, f"0: {whole}"),
+            "min_p": (self.min_p is None, f"None: {whole}"),
+            "importance_sampling_level": (self.importance_sampling_level == "token", "'token'"),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """A rollout of this process, scored: N answers of M tokens."""
+
+    batch: PackedBatch
+    logprobs_M: torch.Tensor
+    ref_logprobs_M: torch.Tensor
+    kl_M: torch.Tensor
+    """by `kl_estimator`"""
+    values_M: torch.Tensor | None
+    """where there is a critic"""
+    totals_N: torch.Tensor
+    """weighted rewards, less the penalty for a missing end"""
+    keep_N: torch.Tensor
+    """bool, whether to learn from an answer"""
+
+    @property
+    def keep_M(self) -> torch.Tensor:
+        return self.keep_N[self.batch.sequence_of_M]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Micro:
+    """Answers of one forward and backward."""
+
+    batch: PackedBatch
+    of: dict[str, torch.Tensor]
+    """name → [M], as `experience` has made it"""
+    mask_M: torch.Tensor
+    """bool, tokens to learn from"""
+    n_tokens: float
+    """Denominator: tokens of an optimizer step on this process, as many as the rollout has on average."""
+    n_answers: float
+    """Likewise, answers."""
+
+
+class HydraTrainer(GRPOTrainer):
+    """GRPOTrainer on one base: actor, reference, and where an algorithm has one a critic."""
+
+    reward_func_names: list[str]
+    has_critic = False
+    draws_greedy = False
+    """Whether each prompt is answered greedily as well, for a baseline; TRL is not shown these answers."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *,
+        peft_config: PeftConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """As GRPOTrainer. `lane` among reward_funcs is the learned reward: of `reward_adapter`, or the base's own head.
+
+        Raises ConfigError for what cannot be served, among it a model without LoRA.
+        """
+        for name, parameters in _OVERRIDDEN.items():
+            require_parameters(f"GRPOTrainer.{name}", getattr(GRPOTrainer, name), parameters)
+        for name in ("tools", "environment_factory", "rollout_func", "quantization_config"):
+            if options.get(name):
+                raise ConfigError(f"{name}: expected None, which {type(self).__name__} has no place for, got one")
+        if peft_config is None and not isinstance(model, PeftModel):
+            raise ConfigError("peft_config: expected a LoraConfig: the base stays frozen, what is trained are adapters")
+        source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        args = args or self.default_config(f"{Path(source).name or 'model'}-{self._name}")
+        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or LANE]
+        self._uses_lane = LANE in functions
+        self.kl_coef = args.beta
+        beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # which is this package's choice
+            super().__init__(
+                model=model,
+                reward_funcs=[self._lane_rewards if function == LANE else function for function in functions],
+                args=args,
+                peft_config=peft_config,
+                rollout_func=_draw,
+                **options,
+            )
+        args.beta = beta
+        self.reward_func_names = [
+            LANE if f == LANE else name for f, name in zip(functions, self.reward_func_names, strict=True)
+        ]
+        self.hydra = self._build(source, args)
+
+    # ---- what a subclass says --------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def default_config(cls, output_dir: str) -> Any:
+        """The configuration where none is given."""
+
+    @abstractmethod
+    def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
+        """What the losses need of each token, name → [M]."""
+
+    def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
+        """Which of the answers that have a score can be learned from."""
+        return keep_N
+
+    @abstractmethod
+    def losses(self, micro: Micro) -> tuple[Any, ...]:
+        """Requests to HydraModel.forward."""
+
+    @abstractmethod
+    def combine(self, micro: Micro, results: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a micro-batch, and metrics: sums over it, divided by the denominators that the loss has."""
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def _build(self, source: str, args: HydraConfig) -> HydraModel:
+        peft_model = self.accelerator.unwrap_model(self.model)
+        adapters = {"actor": ACTOR, **({"critic": CRITIC} if self.has_critic else {})}
+        if self.has_critic and CRITIC not in peft_model.peft_config:
+            peft_model.add_adapter(CRITIC, peft_model.peft_config[ACTOR])
+        roles = hydra_roles(reward_slot="reward" if args.reward_adapter else OFF)
+        if not self.has_critic:
+            del roles["critic"]
+        if not self._uses_lane:
+            del roles["reward"]
+        slots = {"reward": peft_io.read_slot_config(args.reward_adapter)} if args.reward_adapter else {}
+        hydra = hydra_on(peft_model, roles, adapters, slots=slots, seed=args.seed)
+        if self._uses_lane:
+            head = reward_model.require_reward_head(args.reward_adapter or source, f"reward_funcs: {LANE!r}")
+            reward_model.load_reward_head(hydra.heads["reward"], head, f"reward_funcs: {LANE!r}")  # type: ignore[arg-type]
+        if args.gradient_checkpointing:
+            hydra.backbone().enable_gradient_checkpointing()
+        _thaw(peft_model, hydra)
+        return hydra.eval()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """With a learning rate of their own for critic and value head, where there is one."""
+        _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
+        optimizer = super().create_optimizer(*([] if model is None else [model]))
+        rate = getattr(self.args, "critic_learning_rate", None)
+        if rate is not None and len(optimizer.state) == 0:
+            critic = {id(p) for p in self.hydra.trainable_parameters("critic").values()}
+            for group in list(optimizer.param_groups):
+                theirs = [p for p in group["params"] if id(p) in critic]
+                group["params"] = [p for p in group["params"] if id(p) not in critic]
+                if theirs:
+                    optimizer.add_param_group(
+                        {**{k: v for k, v in group.items() if k != "params"}, "params": theirs, "lr": rate}
+                    )
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.has_critic:
+            peft_io.save_heads(self.hydra.heads, {"value"}, output_dir or self.args.output_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            return  # the next step draws anew
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        tensors = {
+            f"{i}|{name}": x.detach().cpu().clone()  # parts may share one
+            for i, part in enumerate(self._buffered_inputs)
+            for name, x in part.items()
+        }
+        save_file(tensors, folder / _ROLLOUT_FILE.format(self.accelerator.process_index))
+
+    def _load_rollout(self, folder: Path) -> None:
+        """Where the run stood within a rollout, and what is left of that."""
+        state = json.loads((folder / "trainer_state.json").read_text())
+        self._step = state["global_step"] * self.args.gradient_accumulation_steps
+        path = folder / _ROLLOUT_FILE.format(self.accelerator.process_index)
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            return
+        if not path.is_file():
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {path.name} in {str(folder)!r}, written by as many processes, with "
+                "as many steps_per_generation and gradient_accumulation_steps; it is not there"
+            )
+        parts: dict[int, dict[str, torch.Tensor]] = {}
+        for key, x in load_file(path, device=str(self.accelerator.device)).items():
+            place, _, name = key.partition("|")
+            parts.setdefault(int(place), {})[name] = x
+        self._buffered_inputs = [parts[i] for i in range(len(parts))]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
+        self._load_rollout(Path(resume_from_checkpoint))
+        if self.has_critic and "value" not in peft_io.load_heads_if_present(self.hydra.heads, resume_from_checkpoint):
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {peft_io.HEADS_FILE} with the value head in "
+                f"{resume_from_checkpoint!r}, which has none"
+            )
+        _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
+
+    # ---- answers and what they are worth ---------------------------------------------------------------------------
+
+    def _lane_rewards(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """The learned reward, as a reward function; of the traversal that serves the other roles as well."""
+        rewards = self._scores.rewards_N
+        assert rewards is not None
+        return [float(x) for x in rewards]
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
+    ) -> torch.Tensor:
+        asked = [
+            "actor",
+            "reference",
+            *(["critic"] if self.has_critic else []),
+            *([LANE_ROLE] if self._uses_lane else []),
+        ]
+        if self.draws_greedy:
+            self._greedy_totals, self._greedy_scored = self._score_greedy(inputs, prompts, completions)
+        self._answers, self._scores = self._score(completion_ids_list, asked)
+        gathered: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._totals, self._scored = self._weigh(gathered, self._answers)
+        return gathered
+
+    def _score_greedy(self, inputs: Any, prompts: Any, completions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        texts = self.processing_class.batch_decode(self._greedy_ids, skip_special_tokens=True)
+        talks = not isinstance(completions[0], str)
+        shown = [[{"role": "assistant", "content": text}] for text in texts] if talks else texts
+        answers, self._scores = self._score(self._greedy_ids, [LANE_ROLE] if self._uses_lane else [])
+        return self._weigh(super()._calculate_rewards(inputs, prompts, shown, self._greedy_ids), answers)
+
+    def _score(self, answers: list[list[int]], roles: list[str]) -> tuple[PackedBatch, Scores]:
+        batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device)
+        return batch, self.hydra.score(batch, roles, temperature=self.temperature) if roles else Scores()
+
+    def _weigh(self, gathered: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(total [N], whether there is one [N]) of this process's answers, from the rewards of all processes."""
+        start = self.accelerator.process_index * batch.n_sequences
+        own = gathered[start : start + batch.n_sequences]
+        totals = (own * self.reward_weights.to(own.device)).nansum(1)
+        if self.args.missing_eos_penalty is not None:
+            ended = [batch.completion_tokens(i)[-1] in self.eos_token_ids for i in range(batch.n_sequences)]
+            totals = totals - self.args.missing_eos_penalty * (~torch.tensor(ended, device=totals.device))
+        if not totals.isfinite().all():
+            raise NonFiniteError("reward of an answer is not finite; no update was made from it")
+        return totals, ~own.isnan().all(1)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        batch, scores = self._answers, self._scores
+        logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
+        assert logprobs_M is not None
+        assert ref_logprobs_M is not None
+        kl_M = token_kl(logprobs_M, ref_logprobs_M, self.args.kl_estimator)
+        if not kl_M.isfinite().all():
+            raise NonFiniteError("KL of an answer is not finite; no update was made from it")
+        keep_N = self._scored & output["completion_mask"].bool().any(1)
+        if self.draws_greedy:
+            keep_N = keep_N & self._greedy_scored
+        answers = Answers(
+            batch=batch,
+            logprobs_M=logprobs_M,
+            ref_logprobs_M=ref_logprobs_M,
+            kl_M=kl_M,
+            values_M=scores.values_M,
+            totals_N=self._totals,
+            keep_N=self.usable(keep_N),
+        )
+        width = output["completion_ids"].shape[1]
+
+        def padded(x_M: torch.Tensor) -> torch.Tensor:
+            x = batch.pad(x_M)
+            return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+        self.note(mode, "kl", kl_M)
+        if self.num_generations == 1:
+            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, which one answer is not
+        made = {f"of_{name}": padded(x_M) for name, x_M in self.experience(answers).items()}
+        return {
+            **output,
+            **made,
+            "of_old_logprobs": padded(logprobs_M),
+            "answer_mask": padded(torch.ones_like(kl_M)).bool(),
+            "loss_mask": padded(answers.keep_M.float()).bool(),
+        }
+
+    def note(self, mode: str, name: str, values: torch.Tensor) -> None:
+        """A metric: the mean of what all processes have."""
+        sums = self.accelerator.reduce(torch.stack([values.sum(), torch.ones_like(values).sum()]), reduction="sum")
+        self._metrics[mode][name].append(float(sums[0] / sums[1]))
+
+    # ---- learning --------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        mode = "train" if self.model.training else "eval"
+        answer = inputs["answer_mask"]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        real = torch.cat([inputs["prompt_mask"].bool(), answer], 1)
+        tokens = float(inputs["num_items_in_batch"].clamp(min=1.0)) / self.accelerator.num_processes
+        share, n_answers = 1.0, float(len(answer))
+        if mode == "train":  # of the rollout, as much as an optimizer step takes
+            share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            n_answers *= self.current_gradient_accumulation_steps
+        micro = Micro(
+            batch=PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist()),
+            of={name.removeprefix("of_"): x[answer] for name, x in inputs.items() if name.startswith("of_")},
+            mask_M=inputs["loss_mask"][answer],
+            n_tokens=tokens * share,
+            n_answers=n_answers,
+        )
+        results = forward_through(model, (micro.batch, self.losses(micro)), dropout_seed=self._dropout_seed())
+        loss, metrics = self.combine(micro, results)
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"the loss is {float(loss)}")
+        for name, x in metrics.items():
+            self._metrics[mode][name].append(self.accelerator.gather(x.detach().float()).mean().item())
+        return loss
+
+    def _dropout_seed(self) -> int:
+        return int(self.args.seed * 1_000_003 + self._step)
+
+
+LANE_ROLE = "reward"
+"""The role that `lane` asks."""
+
+
+def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
+    """What is trained takes gradients: PEFT freezes every adapter but the active one, whenever it is told which."""
+    peft_model.set_adapter(ACTOR)
+    for role in hydra.roles:
+        for p in hydra.trainable_parameters(role).values():
+            p.requires_grad_(True)
+    if not is_on_same_tensors(hydra, peft_model):
+        raise EngineError(
+            "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
+        )
+
+
+def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
+    """Answers from the rollout engine; random numbers are a function of seed, step and place."""
+    ids, *_ = trainer._tokenize_prompts(prompts)
+    trainer._prompt_ids = [list(x) for x in ids]
+    n, training = len(ids), trainer.model.training
+    every = trainer.args.steps_per_generation * trainer.num_iterations
+    count = trainer._step // every if training else trainer.state.global_step
+    first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * n
+    sampling = SamplingConfig(
+        max_completion_length=trainer.max_completion_length,
+        eos_token_ids=tuple(trainer.eos_token_ids),
+        temperature=trainer.temperature,
+        seed=2 * trainer.args.seed + (not training),
+    )
+    times = 2 if trainer.draws_greedy else 1
+    found = generate(
+        trainer.hydra,
+        trainer._prompt_ids * times,
+        sampling,
+        greedy=[False] * n + [True] * (n * (times - 1)),
+        sample_ids=[*range(first, first + n)] * times,
+    )
+    answers = [list(found.batch.completion_tokens(i)) for i in range(n * times)]
+    trainer._greedy_ids = answers[n:]
+    logprobs = [x.tolist() for x in found.logprobs_M.split([len(answer) for answer in answers])]
+    return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}

@@ -1,0 +1,150 @@
+"""ReMax and RLOO behind TRL, on one base and without a critic: `ReMaxTrainer`, `HydraRLOOTrainer`.
+
+    ReMax   A_t = r(x, a) − r(x, ā) − β Σ_{s≥t} KL_s     ā the greedy answer (arXiv 2310.10505)
+    RLOO    A   = R − mean of the other answers' R        R = r(x, a) − β Σ_t KL_t (arXiv 2402.14740)
+
+    L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t})
+
+RLOO with `num_iterations` or minibatches clips the ratio of whole answers (`loss_type` proximal); see `base` for sizes,
+and `rlhf_engine.algorithms` for the estimators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlhf_engine.algorithms import remax, rloo
+from rlhf_engine.algorithms.policy_gradient import GradientLoss
+from rlhf_engine.algorithms.sequences import spread
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import LogprobLoss
+from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
+
+
+@dataclass
+class ReMaxConfig(HydraConfig):
+    """GRPOConfig with one drawn answer per prompt; the greedy one comes on top and is not counted."""
+
+    def checks(self) -> dict[str, tuple[bool, str]]:
+        once = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
+        one_update = "one update per rollout, which has no ratio that would correct the others"
+        return {
+            **super().checks(),
+            "num_generations": (self.num_generations == 1, "1"),
+            "num_iterations": (self.num_iterations == 1, f"1: {one_update}"),
+            "steps_per_generation": (once or self.num_iterations != 1, f"gradient_accumulation_steps: {one_update}"),
+        }
+
+
+@dataclass
+class HydraRLOOConfig(HydraConfig):
+    """GRPOConfig with several answers per prompt, each the baseline of the others."""
+
+    num_generations: int | None = field(default=4, metadata={"help": "Answers per prompt."})
+    loss_type: str = field(
+        default="proximal", metadata={"help": "proximal: the ratio of a whole answer is clipped; vanilla: it is not."}
+    )
+
+    def checks(self) -> dict[str, tuple[bool, str]]:
+        once = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
+        return {
+            **super().checks(),
+            "loss_type": (self.loss_type in ("proximal", "vanilla"), "'proximal' or 'vanilla'"),
+            "num_generations": ((self.num_generations or 0) >= 2, "at least 2"),
+            "steps_per_generation": (
+                once or self.loss_type != "vanilla",
+                "gradient_accumulation_steps for loss_type 'vanilla', which has no ratio to correct more updates",
+            ),
+        }
+
+
+class _PolicyGradientTrainer(HydraTrainer):
+    """−(1/n) Σ A log π."""
+
+    def losses(self, micro: Micro) -> tuple[Any, ...]:
+        def loss(logprobs_M: torch.Tensor) -> GradientLoss:
+            weighted = micro.of["advantages"] * logprobs_M * micro.mask_M
+            return GradientLoss(-weighted.sum() / micro.n_answers, None)
+
+        return (LogprobLoss(loss=loss, temperature=self.temperature),)
+
+    def combine(self, micro: Micro, results: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        (found,) = results
+        n = max(1, int(micro.mask_M.sum()))
+        log_ratio_M = (found.logprob - micro.of["old_logprobs"]) * micro.mask_M
+        told = {
+            "policy_loss": found.loss,
+            "entropy": (found.entropy * micro.mask_M).sum() / n,
+            "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
+        }
+        return found.loss, told
+
+
+class ReMaxTrainer(_PolicyGradientTrainer):
+    """REINFORCE whose baseline is the score of the greedy answer."""
+
+    _tag_names = ("trl", "rlhf-engine", "remax")
+    _name = "ReMax"
+    draws_greedy = True
+
+    @classmethod
+    def default_config(cls, output_dir: str) -> ReMaxConfig:
+        return ReMaxConfig(output_dir)
+
+    def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
+        self.note("train" if self.model.training else "eval", "reward/greedy", self._greedy_totals)
+        advantages_M = remax.advantages(
+            answers.totals_N, self._greedy_totals, answers.kl_M, answers.batch, beta=self.kl_coef
+        )
+        return {"advantages": advantages_M}
+
+
+class HydraRLOOTrainer(_PolicyGradientTrainer):
+    """REINFORCE whose baseline is the mean of the other answers to the prompt."""
+
+    _tag_names = ("trl", "rlhf-engine", "rloo")
+    _name = "Hydra-RLOO"
+
+    @classmethod
+    def default_config(cls, output_dir: str) -> HydraRLOOConfig:
+        return HydraRLOOConfig(output_dir)
+
+    def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
+        k, n = self.num_generations, answers.batch.n_sequences
+        if n % k:
+            raise ConfigError(
+                f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
+            )
+        groups_N = torch.arange(n, device=answers.totals_N.device) // k
+        kept = answers.keep_N.nonzero()[:, 0]
+        returns_N = rloo.returns(answers.totals_N, answers.kl_M, answers.batch, beta=self.kl_coef)
+        advantages_N = torch.zeros_like(returns_N)
+        advantages_N[kept] = rloo.leave_one_out(returns_N[kept], groups_N[kept])
+        return {"advantages": spread(advantages_N, answers.batch)}
+
+    def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
+        """An answer without another one to compare it with teaches nothing."""
+        grouped = keep_N.view(-1, self.num_generations)
+        return (grouped & (grouped.sum(1, keepdim=True) >= 2)).view(-1)
+
+    def losses(self, micro: Micro) -> tuple[Any, ...]:
+        if self.args.loss_type == "vanilla":
+            return super().losses(micro)
+        first = torch.tensor(micro.batch.completion_cu[:-1], device=micro.mask_M.device)
+        keep_N = micro.mask_M[first]
+
+        def loss(logprobs_M: torch.Tensor) -> rloo.SequenceLoss:
+            return rloo.proximal_loss(
+                logprobs_M,
+                micro.of["old_logprobs"],
+                micro.of["advantages"][first] * keep_N,
+                micro.batch,
+                n_answers=micro.n_answers,
+                clip_low=self.epsilon_low,
+                clip_high=self.epsilon_high,
+            )
+
+        return (LogprobLoss(loss=loss, temperature=self.temperature),)

@@ -1,0 +1,173 @@
+"""`ReMaxTrainer` and `HydraRLOOTrainer`: their advantages by hand, one base, resuming, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+
+from datasets import Dataset
+from peft import LoraConfig
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
+from rlhf_engine.tokenizing import load_tokenizer
+from tests.integrations.test_trl_ppo import LORA, rows, trained, words
+from tests.training.test_data import PROMPTS, write_model
+
+KINDS = {"remax": (ReMaxTrainer, ReMaxConfig, 1), "rloo": (HydraRLOOTrainer, HydraRLOOConfig, 4)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def make(kind, folder, output, reward_funcs=words, **changes):
+    trainer_class, config_class, _ = KINDS[kind]
+    options = {
+        "output_dir": str(output),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_completion_length": 8,
+        "disable_tqdm": True,
+    }
+    return trainer_class(
+        model=str(folder),
+        reward_funcs=reward_funcs,
+        args=config_class(**{**options, **changes}),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
+        processing_class=load_tokenizer(folder),
+        peft_config=copy.deepcopy(LORA),
+    )
+
+
+def watched(trainer) -> list[tuple]:
+    """(answers, what was made of them) of every rollout to come."""
+    seen = []
+    experience = trainer.experience
+
+    def keep(answers):
+        made = experience(answers)
+        seen.append((answers, made, getattr(trainer, "_greedy_totals", None)))
+        return made
+
+    trainer.experience = keep
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_the_actor_alone_and_resumes_with_the_same_floats(kind, folder, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = make(kind, folder, tmp_path / "whole", ["lane", words], **options)
+    before = trained(whole)
+    assert {name.split(".")[-2] for name in before} == {"default"}
+    whole.train()
+    after = trained(whole)
+    assert not any(torch.equal(before[name], after[name]) for name in before if "lora_B" in name)
+    assert not (tmp_path / "whole" / "checkpoint-2" / "heads.safetensors").exists()
+    resumed = make(kind, folder, tmp_path / "parts", ["lane", words], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    again = trained(resumed)
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    first = rows(whole)[0]
+    assert abs(float(first["kl"])) < 1e-7
+    assert abs(float(first["approx_kl"])) < 1e-10
+    assert ("reward/greedy" in first) == (kind == "remax")
+
+
+def test_remax_takes_the_greedy_score_off_and_each_token_s_kl_to_go(folder, tmp_path):
+    def long_ones(prompts, completions, completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make("remax", folder, tmp_path, long_ones, beta=0.3)
+    seen = watched(trainer)
+    trainer.train()
+    moved = 0.0
+    for answers, made, greedy in seen:
+        lengths = answers.batch.completion_lens
+        assert answers.totals_N.tolist() == [float(n) for n in lengths]
+        at = 0
+        for i, n in enumerate(lengths):
+            kl = answers.kl_M[at : at + n]
+            expected = n - greedy[i] - 0.3 * kl.flip(0).cumsum(0).flip(0)
+            assert torch.allclose(made["advantages"][at : at + n], expected, atol=1e-5)
+            moved = max(moved, float(kl.abs().max()))
+            at += n
+    assert moved > 1e-3
+    # the same prompt has the same greedy answer until the policy moves
+    answers, _, greedy = seen[0]
+    by_prompt: dict[tuple, set] = {}
+    for i in range(answers.batch.n_sequences):
+        by_prompt.setdefault(tuple(answers.batch.prompt_tokens(i)), set()).add(float(greedy[i]))
+    assert all(len(found) == 1 for found in by_prompt.values())
+
+
+@pytest.mark.parametrize("loss_type", ["proximal", "vanilla"])
+def test_rloo_compares_the_answers_to_a_prompt(folder, tmp_path, loss_type):
+    trainer = make("rloo", folder, tmp_path, beta=0.0, loss_type=loss_type)
+    seen = watched(trainer)
+    trainer.train()
+    for answers, made, _ in seen:
+        first = torch.tensor(answers.batch.completion_cu[:-1])
+        groups = made["advantages"][first].view(-1, 4)
+        scores = answers.totals_N.view(-1, 4)
+        for i in range(4):
+            others = scores[:, [j for j in range(4) if j != i]].mean(1)
+            assert torch.allclose(groups[:, i], scores[:, i] - others, atol=1e-5)
+        prompts = [tuple(answers.batch.prompt_tokens(i)) for i in range(answers.batch.n_sequences)]
+        assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, len(prompts), 4))
+
+
+def test_rloo_leaves_answers_out_that_have_no_other_to_compare_with(folder, tmp_path):
+    def one_of_four(prompts, completions, completion_ids, **columns):
+        return [1.0 if i % 4 == 0 or i == 1 else None for i in range(len(prompts))]
+
+    trainer = make("rloo", folder, tmp_path, one_of_four, max_steps=1)
+    seen = watched(trainer)
+    trainer.train()
+    assert seen[0][0].keep_N.tolist() == [True, True, False, False, *[False] * 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("remax", {"num_generations": 2}, "num_generations: expected 1, got 2"),
+        ("remax", {"num_iterations": 2}, "num_iterations: expected 1: one update per rollout"),
+        (
+            "remax",
+            {"steps_per_generation": 4},
+            "steps_per_generation: expected gradient_accumulation_steps: one update",
+        ),
+        ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
+        ("rloo", {"loss_type": "grpo"}, "loss_type: expected 'proximal' or 'vanilla', got 'grpo'"),
+        ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),
+    ],
+)
+def test_options_that_cannot_be_served(folder, tmp_path, kind, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make(kind, folder, tmp_path, **changes)
+
+
+def test_an_adapter_on_the_head_is_refused(folder, tmp_path):
+    trainer_class, config_class, _ = KINDS["remax"]
+    with pytest.raises(ConfigError, match="peft_config"):
+        trainer_class(
+            model=str(folder),
+            reward_funcs=words,
+            args=config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+            train_dataset=Dataset.from_list([{"prompt": "red"}]),
+            processing_class=load_tokenizer(folder),
+            peft_config=LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
+        )
