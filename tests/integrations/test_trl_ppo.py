@@ -296,6 +296,8 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
         HydraPPOTrainer(
             model=str(folder), reward_funcs=words, args=config(tmp_path), peft_config=LORA, rollout_func=print
         )
+    with pytest.raises(ConfigError, match=r"train_dataset: expected at least the 1024 prompts of a rollout .* got 48"):
+        make(folder, tmp_path, steps_per_generation=256)
     headless = write_model(tmp_path / "headless", reward_head=False)
     with pytest.raises(ValueError, match="lane"):
         make(headless, tmp_path / "x", "lane")

@@ -167,7 +167,7 @@ def test_an_adapter_on_the_head_is_refused(folder, tmp_path):
             model=str(folder),
             reward_funcs=words,
             args=config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
-            train_dataset=Dataset.from_list([{"prompt": "red"}]),
+            train_dataset=Dataset.from_list([{"prompt": "red"}] * 8),
             processing_class=load_tokenizer(folder),
             peft_config=LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
         )

@@ -1,4 +1,4 @@
-"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax and RLOO among them.
+"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax, RLOO and reward models among them.
 
 TRL is an optional dependency (`pip install 'rlhf-engine[trl]'`); nothing outside this package imports it.
 """
@@ -13,6 +13,7 @@ from rlhf_engine.integrations.trl.seam import Patch, patch
 if TYPE_CHECKING:
     from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
     from rlhf_engine.integrations.trl.reinforce import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
+    from rlhf_engine.integrations.trl.reward import PerlRewardConfig, PerlRewardTrainer
 
 __all__ = [
     "HydraPPOConfig",
@@ -20,11 +21,13 @@ __all__ = [
     "HydraRLOOConfig",
     "HydraRLOOTrainer",
     "Patch",
+    "PerlRewardConfig",
+    "PerlRewardTrainer",
     "ReMaxConfig",
     "ReMaxTrainer",
     "patch",
 ]
-_MODULES = {"HydraPPO": "ppo", "HydraRLOO": "reinforce", "ReMax": "reinforce"}
+_MODULES = {"HydraPPO": "ppo", "HydraRLOO": "reinforce", "ReMax": "reinforce", "PerlReward": "reward"}
 
 
 def __getattr__(name: str) -> Any:

@@ -164,6 +164,12 @@ class HydraTrainer(GRPOTrainer):
                 **options,
             )
         args.beta = beta
+        prompts = args.generation_batch_size // args.num_generations
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:  # TRL would do nothing
+            raise ConfigError(
+                f"train_dataset: expected at least the {prompts} prompts of a rollout (generation_batch_size / "
+                f"num_generations), got {len(self.train_dataset)}"
+            )
         self.reward_func_names = [
             LANE if f == LANE else name for f, name in zip(functions, self.reward_func_names, strict=True)
         ]

@@ -1,0 +1,196 @@
+"""`PerlRewardTrainer`: TRL's RewardTrainer, for single answers that were liked or not as well as for pairs.
+
+    pairs     {"prompt", "chosen", "rejected"}       −log σ(r_w − r_l), as in RewardTrainer
+    thumbs    {"prompt", "completion", "label"}      −mean[w p log σ(r) + (1 − p) log σ(−r)], label true or false
+
+w is 1, or with pos_weight "balanced" (number of false) / (number of true). Source: PERL (arXiv 2403.10704), whose
+reward models are LoRA on a frozen base; a PeftModel's layers run on our kernels. The folder that is saved is one
+for `AutoPeftModelForSequenceClassification`, and for `reward_adapter` of the trainers and of `rlhf-engine train`: the
+policy then runs on the same base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.integrations.peft import Fusion, fuse_lora
+from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.training.reward_metrics import pointwise_metrics
+
+require_trl()
+from trl import RewardConfig, RewardTrainer  # noqa: E402
+
+_COLUMNS = ("completion_ids", "label")
+_OVERRIDDEN = {
+    "_prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+}
+
+
+@dataclass
+class PerlRewardConfig(RewardConfig):
+    """RewardConfig with the weight of liked answers."""
+
+    pos_weight: str = field(
+        default="none", metadata={"help": "balanced: liked answers count (number of false) / (number of true) times."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pos_weight not in ("none", "balanced"):
+            raise ConfigError(f"pos_weight: expected 'none' or 'balanced', got {self.pos_weight!r}")
+
+
+class PerlRewardTrainer(RewardTrainer):
+    """RewardTrainer for pairs and for thumbs."""
+
+    _tag_names = ("trl", "rlhf-engine", "reward-trainer")
+    _name = "PERL"
+
+    def __init__(
+        self,
+        model: Any,
+        args: PerlRewardConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        **options: Any,
+    ) -> None:
+        """As RewardTrainer; the columns of train_dataset say which kind of rows it has.
+
+        Raises ConfigError for thumbs of one class only, or with a margin.
+        """
+        for name, parameters in _OVERRIDDEN.items():
+            require_parameters(f"RewardTrainer.{name}", getattr(RewardTrainer, name), parameters)
+        if train_dataset is None:
+            raise ConfigError("train_dataset: expected rows, got None")
+        columns = set(next(iter(train_dataset)))
+        self.thumbs = {"completion", "label"} <= columns or set(_COLUMNS) <= columns
+        args = args or PerlRewardConfig("reward-model")
+        if not self.thumbs and getattr(args, "pos_weight", "none") != "none":
+            raise ConfigError(f"pos_weight: expected 'none' for pairs, got {args.pos_weight!r}")
+        if self.thumbs and args.center_rewards_coefficient is not None:
+            raise ConfigError(
+                "center_rewards_coefficient: expected None for labels, which say where 0 is, got "
+                f"{args.center_rewards_coefficient}"
+            )
+        self.pos_weight = 1.0
+        self._judged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or (self._collate if self.thumbs else None),
+            train_dataset=train_dataset,
+            **options,
+        )
+        self.fusion: Fusion | None = None
+        """Of the layers of a PeftModel; None where everything is trained."""
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        if isinstance(unwrapped, PeftModel):
+            self.fusion = fuse_lora(unwrapped)
+        if self.thumbs:
+            self.pos_weight = self._balance()
+
+    def _balance(self) -> float:
+        labels = [bool(label) for label in self.train_dataset["label"]]
+        liked = sum(labels)
+        if liked in (0, len(labels)):
+            raise ConfigError(
+                f"train_dataset: expected rows with label true and rows with label false, got {liked} true and "
+                f"{len(labels) - liked} false: nothing tells them apart"
+            )
+        return (len(labels) - liked) / liked if self.args.pos_weight == "balanced" else 1.0
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        if not self.thumbs:
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        columns = set(next(iter(dataset)))
+        if set(_COLUMNS) <= columns:
+            return dataset
+        if not {"completion", "label"} <= columns:
+            raise ConfigError(f"{dataset_name}_dataset: expected columns completion and label, got {sorted(columns)}")
+
+        def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+            if not isinstance(row["label"], (bool, int)) or row["label"] not in (0, 1):
+                raise ConfigError(f"{dataset_name}_dataset: expected label true or false, got {row['label']!r}")
+            return {"completion_ids": _tokens(row, processing_class), "label": bool(row["label"])}
+
+        found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}))
+        if args.max_length is not None:
+            found = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length)
+        return found
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self.thumbs:
+            self._signature_columns = list(_COLUMNS)
+        else:
+            super()._set_signature_columns_if_needed()
+
+    def _collate(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = [torch.tensor(row["completion_ids"]) for row in rows]
+        pad = self.processing_class.pad_token_id
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+            "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+            "label": torch.tensor([bool(row["label"]) for row in rows]),
+        }
+
+    # ---- the loss --------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if not self.thumbs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        mode = "train" if self.model.training else "eval"
+        inputs = dict(inputs)
+        label = inputs.pop("label")
+        outputs = model(**inputs, use_cache=False)
+        reward = outputs.logits.squeeze(-1).float()
+        weight = torch.tensor(self.pos_weight, device=reward.device)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(reward, label.float(), pos_weight=weight)
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"the reward model's loss is {float(loss)}")
+        gathered, labels = self.accelerator.gather_for_metrics((reward.detach(), label))
+        if mode == "eval":
+            self._judged.append((gathered.cpu(), labels.cpu()))
+        else:
+            self._total_train_tokens += int(self.accelerator.gather(inputs["attention_mask"].sum()).sum())
+        metrics = self._metrics[mode]
+        metrics["num_tokens"] = [self._total_train_tokens]
+        metrics["mean_reward"].append(gathered.mean().item())
+        metrics["accuracy"].append(((gathered > 0) == labels).float().mean().item())
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
+        """With AUC, balanced accuracy, margin and calibration of all rows, for thumbs."""
+        self._judged = []
+        found: dict[str, float] = super().evaluate(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        if self._judged:
+            reward_N, label_N = (torch.cat(parts) for parts in zip(*self._judged, strict=True))
+            whole = pointwise_metrics(reward_N, label_N, pos_weight=self.pos_weight)
+            told = {f"{metric_key_prefix}_{name}": x for name, x in whole.items() if x is not None and name != "loss"}
+            self.log(dict(told))
+            found |= told
+        return found
+
+
+def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:
+    """Prompt and answer with its end, as RewardTrainer has a pair's."""
+    answer, prompt = row["completion"], row.get("prompt")
+    if isinstance(answer, str):
+        end = processing_class.eos_token
+        text = (prompt or "") + answer
+        found: list[int] = processing_class(text=text if text.endswith(end) else text + end)["input_ids"]
+        return found
+    talk = [*(prompt or []), *answer]
+    ids: list[int] = processing_class.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    return ids

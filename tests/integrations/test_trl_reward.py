@@ -1,0 +1,145 @@
+"""`PerlRewardTrainer`: labels by hand, pairs as in TRL, and a reward model that the policy's base serves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification, LoraConfig
+from trl import RewardConfig, RewardTrainer
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
+from rlhf_engine.tokenizing import load_tokenizer
+from tests.integrations.test_trl_ppo import LORA, config, trained
+from tests.training.test_data import PROMPTS, write_model
+
+PAIRS = [{"prompt": p, "chosen": f" {p} sings", "rejected": " sea sea"} for p in PROMPTS]
+THUMBS = [
+    {"prompt": p, "completion": f" {c}", "label": c == "sings"} for p in PROMPTS for c in ("sings", "sea", "moon")
+]
+SCORES = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), reward_head=False)
+
+
+def make(folder, output, rows, *, trainer_class=PerlRewardTrainer, config_class=PerlRewardConfig, **changes):
+    options = {
+        "output_dir": str(output),
+        "max_steps": 30,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return trainer_class(
+        model=str(folder),
+        args=config_class(**{**options, **changes}),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        processing_class=load_tokenizer(folder),
+        peft_config=copy.deepcopy(SCORES),
+    )
+
+
+def test_thumbs_are_learned_and_judged(folder, tmp_path):
+    trainer = make(folder, tmp_path, THUMBS, pos_weight="balanced")
+    assert trainer.pos_weight == 2.0
+    assert trainer.fusion is not None
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_auc"] > max(0.95, before["eval_auc"])
+    assert after["eval_balanced_accuracy"] > 0.9
+    assert after["eval_loss"] < before["eval_loss"]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert float(losses[-1]) < float(losses[0])
+
+
+def test_the_loss_of_labels_by_hand(folder, tmp_path):
+    trainer = make(folder, tmp_path, THUMBS, pos_weight="balanced", per_device_train_batch_size=6)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+    assert batch["label"].tolist() == [True, False, False] * 2
+    with torch.no_grad():
+        loss, out = trainer.compute_loss(trainer.model.eval(), dict(batch), return_outputs=True)
+        rewards = out.logits[:, 0].double()
+    p = batch["label"].double()
+    by_hand = -(2.0 * p * torch.nn.functional.logsigmoid(rewards) + (1 - p) * torch.nn.functional.logsigmoid(-rewards))
+    assert float(loss) == pytest.approx(float(by_hand.mean()), rel=1e-5)
+    # a padded answer's reward is that of its own last token
+    for i in range(6):
+        n = int(batch["attention_mask"][i].sum())
+        with torch.no_grad():
+            alone = trainer.model(batch["input_ids"][i : i + 1, :n]).logits[0, 0]
+        assert float(alone) == pytest.approx(float(rewards[i]), abs=1e-5)
+
+
+def test_pairs_are_trl_s(folder, tmp_path):
+    theirs = make(folder, tmp_path / "a", PAIRS, trainer_class=RewardTrainer, config_class=RewardConfig, max_steps=3)
+    theirs.train()
+    ours = make(folder, tmp_path / "b", PAIRS, max_steps=3)
+    ours.train()
+    left = [float(row["loss"]) for row in theirs.state.log_history if "loss" in row]
+    right = [float(row["loss"]) for row in ours.state.log_history if "loss" in row]
+    assert right == pytest.approx(left, rel=1e-3)
+    assert "eval_auc" not in ours.evaluate()
+
+
+def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
+    trainer = make(folder, tmp_path / "rm", THUMBS, max_steps=10)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "rm" / "final"))
+    final = str(tmp_path / "rm" / "final")
+    loaded = AutoPeftModelForSequenceClassification.from_pretrained(final, num_labels=1).eval()
+    loaded.config.pad_token_id = trainer.processing_class.pad_token_id
+    policy = HydraPPOTrainer(
+        model=str(folder),
+        reward_funcs="lane",
+        args=config(tmp_path / "ppo", max_steps=1, reward_adapter=final),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 2),
+        processing_class=load_tokenizer(folder),
+        peft_config=copy.deepcopy(LORA),
+    )
+    seen = []
+    experience = policy.experience
+    policy.experience = lambda answers: seen.append(answers) or experience(answers)
+    policy.train()
+    answers = seen[0]
+    for i in range(answers.batch.n_sequences):
+        ids = torch.tensor([answers.batch.prompt_tokens(i) + answers.batch.completion_tokens(i)])
+        with torch.no_grad():
+            assert float(answers.totals_N[i]) == pytest.approx(float(loaded(ids).logits[0, 0]), abs=1e-4)
+    assert not any("reward" in name for name in trained(policy))
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (
+            [{**row, "label": True} for row in THUMBS],
+            {},
+            "expected rows with label true and rows with label false, got 36 true",
+        ),
+        (PAIRS, {"pos_weight": "balanced"}, "pos_weight: expected 'none' for pairs"),
+        (THUMBS, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: expected None for labels"),
+        (THUMBS, {"pos_weight": "heavy"}, "pos_weight: expected 'none' or 'balanced', got 'heavy'"),
+        ([{**row, "label": 3} for row in THUMBS], {}, "train_dataset: expected label true or false, got 3"),
+    ],
+)
+def test_rows_and_options_that_cannot_be_served(folder, tmp_path, rows, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make(folder, tmp_path, rows, **changes)
