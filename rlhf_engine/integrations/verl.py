@@ -1,0 +1,214 @@
+"""For verl: policy losses, advantage estimators and the fused log-prob on our kernels.
+
+verl loads `verl_plugin` by itself (entry point `verl.plugins`), which registers
+
+    actor.policy_loss.loss_mode=rlhf_engine_ppo       clipped PPO with dual clip, verl's `vanilla`, in one op
+    algorithm.adv_estimator=rlhf_engine_remax         r(x, a) to go less the greedy answer's score
+    algorithm.adv_estimator=rlhf_engine_rloo          the score less the mean of the prompt's other answers
+
+`patch()` goes further: it exchanges the functions that verl calls by name (GAE, the log-prob of its fused kernels) for
+ours. None of this needs verl to be imported, and nothing else here imports verl; its signatures are those of 0.9.
+
+Shapes: all tensors [B, T] but `reward_baselines` [B] and `index` (B names of prompts).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from rlhf_kernels.gae import gae, whiten
+from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.ppo_loss import ppo_loss
+
+from rlhf_engine.algorithms.rloo import leave_one_out
+from rlhf_engine.errors import ConfigError
+
+PREFIX = "rlhf_engine_"
+_CORE, _FUSED = "verl.trainer.ppo.core_algos", "verl.utils.experimental.torch_functional"
+_PATCHED = ((_CORE, "compute_gae_advantage_return"), (_FUSED, "FusedLinearForPPOFunction"))
+
+
+def ppo_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """verl's `vanilla` policy loss: (loss, metrics). Raises ValueError without a config or for an unknown mode."""
+    if config is None:
+        raise ValueError("config: expected verl's actor config, got None")
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    mask = response_mask.to(torch.float32)
+    weight, denom = _aggregation(mask, loss_agg_mode, **config.global_batch_info)
+    found = ppo_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        weight if rollout_is_weights is None else weight * rollout_is_weights,
+        denom=denom,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=config.get("clip_ratio_c", 3.0),
+    )
+    with torch.no_grad():
+        n = mask.sum().clamp(min=1.0)
+        log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
+        ratio = log_ratio.exp()
+        beyond = (advantages < 0) & (ratio > config.get("clip_ratio_c", 3.0))
+        outside = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+        told = torch.stack([(outside * mask).sum(), -(log_ratio * mask).sum(), (beyond * mask).sum()]) / n
+    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+    return found.loss, dict(zip(names, told.tolist(), strict=True))
+
+
+def _aggregation(
+    mask: torch.Tensor,
+    mode: str,
+    *,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+) -> tuple[torch.Tensor, float]:
+    """(weight of each token [B, T], denominator) of verl's `agg_loss`."""
+    if mode.startswith("token") and mode in ("token-mean", "token-sum"):
+        if mode == "token-sum":
+            return mask, 1.0 / dp_size
+        if batch_num_tokens is None and dp_size > 1:
+            raise ValueError("batch_num_tokens: expected that of the global batch with dp_size > 1, got None")
+        return mask, float(mask.sum() if batch_num_tokens is None else batch_num_tokens) / dp_size
+    if mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"):
+        raise ValueError(f"loss_agg_mode: expected one of verl's modes, got {mode!r}")
+    if global_batch_size is None and dp_size > 1:
+        raise ValueError("global_batch_size: expected it with dp_size > 1, got None")
+    lengths = mask.sum(-1)
+    n = float((lengths > 0).sum() if global_batch_size is None else global_batch_size) / dp_size
+    if mode == "seq-mean-token-mean":
+        return mask / (lengths[:, None] + 1e-8), n
+    norm = 1 if mode == "seq-mean-token-sum" else (loss_scale_factor or mask.shape[-1])
+    return mask, n * norm
+
+
+def gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE, (whitened advantages, returns), 0 where nothing was answered."""
+    with torch.no_grad():
+        advantages, returns = gae(token_level_rewards, values, response_mask, gamma=float(gamma), lam=float(lam))
+        return whiten(advantages, response_mask), returns
+
+
+def remax_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns): rewards to go, KL penalties among them, less the greedy answer's score."""
+    with torch.no_grad():
+        returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
+        return returns - reward_baselines[:, None] * response_mask, returns
+
+
+def rloo_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Sequence[Any],
+    config: Any = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, advantages). Raises ValueError for a prompt with one answer, where verl goes without a baseline."""
+    with torch.no_grad():
+        scores = (token_level_rewards * response_mask).sum(-1)
+        places = {name: i for i, name in enumerate(dict.fromkeys(index))}
+        groups = torch.tensor([places[name] for name in index], device=scores.device)
+        found = leave_one_out(scores, groups)[:, None] * response_mask
+        return found, found
+
+
+class FusedLogProb:
+    """What stands for verl's `FusedLinearForPPOFunction`."""
+
+    @staticmethod
+    def apply(
+        hidden_states: torch.Tensor,
+        vocab_weights: torch.Tensor,
+        input_ids: torch.Tensor,
+        temperature: float = 1.0,
+        chunk_size: int = 512,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs fp32, entropies in the hidden states' dtype) in the shape of input_ids; both differentiable."""
+        found = linear_logprob(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            vocab_weights,
+            input_ids.reshape(-1),
+            temperature=temperature,
+            outputs=("logprob", "entropy"),
+        )
+        assert found.logprob is not None
+        assert found.entropy is not None
+        entropy = found.entropy.to(hidden_states.dtype)
+        return found.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
+
+
+POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
+    f"{PREFIX}remax": remax_advantage,
+    f"{PREFIX}rloo": rloo_advantage,
+}
+
+
+def register() -> None:
+    """Make the losses and estimators known to verl by their names. May be called again."""
+    core = importlib.import_module(_CORE)
+    for name, loss in POLICY_LOSSES.items():
+        core.register_policy_loss(name)(loss)
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        core.register_adv_est(name)(estimator)
+
+
+class Patch:
+    """An exchange of verl's functions for ours. A context manager that takes it back."""
+
+    def __init__(self) -> None:
+        modules = [importlib.import_module(module) for module, _ in _PATCHED]
+        missing = [f"{m}.{n}" for (m, n), module in zip(_PATCHED, modules, strict=True) if not hasattr(module, n)]
+        if missing:
+            raise ConfigError(f"verl: expected {', '.join(missing)}, which this version does not have")
+        self._before: list[tuple[Any, str, Any]] | None = [
+            (module, name, getattr(module, name)) for (_, name), module in zip(_PATCHED, modules, strict=True)
+        ]
+        for (module, name, _), ours in zip(self._before, (gae_advantage_return, FusedLogProb), strict=True):
+            setattr(module, name, ours)
+
+    def undo(self) -> None:
+        """Give verl its own functions back. Does nothing the second time."""
+        for module, name, value in self._before or ():
+            setattr(module, name, value)
+        self._before = None
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def patch() -> Patch:
+    """Serve verl's GAE and fused log-probs, from now until `Patch.undo`. Raises ConfigError for a verl without them."""
+    return Patch()

@@ -1,0 +1,232 @@
+"""verl's plug points: signatures as published, numbers as verl's own, importable where verl is not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rlhf_kernels.testing import assert_ok, tier1
+
+from rlhf_engine.integrations import verl as ours
+
+# as verl 0.9.1 publishes and calls them
+PUBLISHED = {
+    ours.ppo_policy_loss: (
+        "old_log_prob",
+        "log_prob",
+        "advantages",
+        "response_mask",
+        "loss_agg_mode",
+        "config",
+        "rollout_is_weights",
+    ),
+    ours.gae_advantage_return: ("token_level_rewards", "values", "response_mask", "gamma", "lam"),
+    ours.remax_advantage: ("token_level_rewards", "reward_baselines", "response_mask", "config", "unused"),
+    ours.rloo_advantage: ("token_level_rewards", "response_mask", "index", "config", "unused"),
+    ours.FusedLogProb.apply: ("hidden_states", "vocab_weights", "input_ids", "temperature", "chunk_size"),
+}
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+class Config(SimpleNamespace):
+    """What the loss reads of verl's actor config."""
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
+def config(**changes) -> Config:
+    plain = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
+    return Config(**{**plain, **changes})
+
+
+def batch(seed=0, b=6, t=9):
+    """Masks with holes, as where an environment speaks in between; one row has no answer at all."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(b, t, generator=generator) > 0.3).float()
+    mask[-1] = 0
+
+    def draw(scale=1.0):
+        return scale * torch.randn(b, t, generator=generator)
+
+    return draw, mask
+
+
+@pytest.mark.parametrize("function", PUBLISHED, ids=lambda function: function.__name__)
+def test_signatures_are_those_that_verl_calls(function):
+    assert tuple(inspect.signature(function).parameters) == PUBLISHED[function]
+
+
+def test_the_entry_point_is_declared():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."verl.plugins"]\nrlhf_engine = "rlhf_engine.integrations.verl_plugin"\n' in text
+
+
+def test_it_imports_where_verl_is_not():
+    code = "import sys; sys.modules['verl'] = None; import rlhf_engine.integrations.verl as v; v.FusedLogProb"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def by_formula(old, new, advantages, mask, *, low, high, dual):
+    ratio = (new - old).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
+
+
+def aggregated(loss, mask, mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None):
+    lengths, kept = mask.sum(-1), mask.sum(-1) > 0
+    n = global_batch_size or kept.sum()
+    if mode == "token-mean":
+        return (loss * mask).sum() / (batch_num_tokens or mask.sum()) * dp_size
+    if mode == "token-sum":
+        return (loss * mask).sum() * dp_size
+    if mode == "seq-mean-token-mean":
+        return ((loss * mask).sum(-1)[kept] / lengths[kept]).sum() / n * dp_size
+    norm = 1 if mode == "seq-mean-token-sum" else (loss_scale_factor or mask.shape[-1])
+    return (loss * mask).sum() / n * dp_size / norm
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "info", [{}, {"dp_size": 2, "batch_num_tokens": 70, "global_batch_size": 16}], ids=["one", "dp"]
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_policy_loss_by_formula(mode, info, weighted):
+    draw, mask = batch()
+    old, new, advantages = draw(), draw().requires_grad_(), draw(3.0)
+    weights = draw().abs() if weighted else None
+    options = config(clip_ratio_high=0.3, clip_ratio_c=2.0, global_batch_info=info)
+    loss, metrics = ours.ppo_policy_loss(old, new, advantages, mask, mode, options, weights)
+    loss.backward()
+    gradient = new.grad.clone()
+    exact = new.detach().double().requires_grad_()
+    plain = by_formula(old.double(), exact, advantages.double(), mask, low=0.2, high=0.3, dual=2.0)
+    expected = aggregated(plain * (weights if weighted else 1.0), mask, mode, **info)
+    expected.backward()
+    single = new.detach().clone().requires_grad_()
+    by_32 = aggregated(
+        by_formula(old, single, advantages, mask, low=0.2, high=0.3, dual=2.0) * (weights if weighted else 1.0),
+        mask,
+        mode,
+        **info,
+    )
+    by_32.backward()
+    # a sum that cancels: as exact as its terms
+    terms = aggregated(plain.abs() * (weights if weighted else 1.0), mask, mode, **info)
+    assert abs(float(loss.detach()) - float(expected.detach())) <= 1e-6 * float(terms.detach())
+    assert_ok(tier1(gradient, exact.grad, single.grad), "gradient")
+    assert set(metrics) == {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
+    kl = float(((old - new.detach()) * mask).sum() / mask.sum())
+    assert metrics["actor/ppo_kl"] == pytest.approx(kl, rel=1e-5)
+
+
+def test_requests_that_cannot_be_served():
+    draw, mask = batch()
+    arguments = (draw(), draw(), draw(), mask)
+    with pytest.raises(ValueError, match="config: expected verl's actor config"):
+        ours.ppo_policy_loss(*arguments)
+    with pytest.raises(ValueError, match="loss_agg_mode: expected one of verl's modes, got 'mean'"):
+        ours.ppo_policy_loss(*arguments, "mean", config())
+    for mode, name in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            ours.ppo_policy_loss(*arguments, mode, config(global_batch_info={"dp_size": 2}))
+    with pytest.raises(ValueError, match="expected at least two answers per prompt, got one"):
+        ours.rloo_advantage(draw(), mask, list("aabbcd"))
+
+
+def test_advantages_by_hand():
+    rewards = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [0.0, 5.0, 9.0], [0.0, 0.0, 1.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    found, _ = ours.rloo_advantage(rewards, mask, ["x", "y", "x", "y"])
+    assert found.tolist() == [[-4.0, -4.0, 0.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0], [-2.0, -2.0, -2.0]]
+    found, returns = ours.remax_advantage(rewards, torch.tensor([0.5, 1.0, 0.0, 0.0]), mask)
+    assert returns[0].tolist() == [1.0, 1.0, 0.0]
+    assert found[0].tolist() == [0.5, 0.5, 0.0]
+    assert found[1].tolist() == [2.0, 2.0, 2.0]
+
+
+# ---- beside verl itself, where it is ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core():
+    pytest.importorskip("verl", reason="needs verl and what it imports")
+    import verl.trainer.ppo.core_algos
+
+    if not importlib.metadata.entry_points(group="verl.plugins"):  # a checkout that is not installed
+        importlib.import_module("rlhf_engine.integrations.verl_plugin")
+    return verl.trainer.ppo.core_algos
+
+
+def test_verl_finds_the_plugin(core):
+    assert core.get_policy_loss_fn("rlhf_engine_ppo") is ours.ppo_policy_loss
+    assert core.get_adv_estimator_fn("rlhf_engine_remax") is ours.remax_advantage
+    assert core.get_adv_estimator_fn("rlhf_engine_rloo") is ours.rloo_advantage
+    ours.register()
+
+
+def test_numbers_are_verl_s(core):
+    draw, mask = batch()
+    old, advantages, weights = draw(), draw(3.0), draw().abs()
+    options = config(clip_ratio_low=0.1)
+    for mode in MODES:
+        left, right = draw().requires_grad_(), None
+        right = left.detach().clone().requires_grad_()
+        a, told = ours.ppo_policy_loss(old, left, advantages, mask, mode, options, weights)
+        b, theirs = core.get_policy_loss_fn("vanilla")(old, right, advantages, mask, mode, options, weights)
+        (a + 0).backward()
+        b.backward()
+        assert float(a.detach()) == pytest.approx(float(b.detach()), rel=1e-5)
+        assert torch.allclose(left.grad, right.grad, atol=1e-6)
+        assert told == pytest.approx(theirs, abs=1e-6)
+    rewards, values = draw(), draw()
+    mine = ours.gae_advantage_return(rewards, values, mask, 0.9, 0.8)
+    verls = core.compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
+    for a, b in zip(mine, verls, strict=True):
+        assert torch.allclose(a * mask, b * mask, atol=1e-5)
+    index = list("aabbaa")
+    assert torch.allclose(
+        ours.rloo_advantage(rewards * mask, mask, index)[0],
+        core.get_adv_estimator_fn("rloo")(rewards * mask, mask, index)[0],
+        atol=1e-5,
+    )
+    baselines = draw()[:, 0]
+    for a, b in zip(
+        ours.remax_advantage(rewards, baselines, mask),
+        core.get_adv_estimator_fn("remax")(rewards, baselines, mask),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
+    from verl.utils.experimental import torch_functional as fused
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 8, generator=generator)
+    weight = torch.randn(30, 8, generator=generator)
+    ids = torch.randint(0, 30, (2, 5), generator=generator)
+    original = fused.FusedLinearForPPOFunction
+
+    def go():
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprob, entropy = fused.FusedLinearForPPO()(x, w, ids, temperature=0.7)
+        (logprob.sum() + 0.3 * entropy.sum()).backward()
+        return logprob.detach(), entropy.detach(), x.grad, w.grad
+
+    theirs = go()
+    with ours.patch():
+        assert fused.FusedLinearForPPOFunction is ours.FusedLogProb
+        assert core.compute_gae_advantage_return is ours.gae_advantage_return
+        mine = go()
+    assert fused.FusedLinearForPPOFunction is original
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.allclose(a, b, atol=1e-5)
