@@ -1,0 +1,26 @@
+"""The loop in examples/ runs as it stands, and what it saves is a model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhf_engine.hydra import load_pretrained
+from tests.training.test_data import write_model
+
+LOOP = Path(__file__).parents[1] / "examples" / "plain_loop.py"
+
+
+def test_it_trains_and_saves(tmp_path):
+    model, saved = write_model(tmp_path / "model", reward_head=False), tmp_path / "saved"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(LOOP.parents[1]), *sys.path])}
+    command = [sys.executable, LOOP, model, "2", saved]
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
+    assert "KL 0.000 nats" in lines[0].replace("-0.000", "0.000")
+    actor = load_pretrained(saved).backbone().slot("actor")
+    assert all(pair.B.any() for _, pair in actor.items())
