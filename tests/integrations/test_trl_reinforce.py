@@ -60,7 +60,7 @@ def watched(trainer) -> list[tuple]:
 
     def keep(answers):
         made = experience(answers)
-        seen.append((answers, made, getattr(trainer, "_greedy_totals", None)))
+        seen.append((answers, made, trainer._hidden_totals[0][0] if trainer._hidden_totals else None))
         return made
 
     trainer.experience = keep

@@ -1,4 +1,4 @@
-"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax, RLOO and reward models among them.
+"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax, RLOO, online DPO and reward models.
 
 TRL is an optional dependency (`pip install 'rlhf-engine[trl]'`); nothing outside this package imports it.
 """
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rlhf_engine.integrations.trl.seam import Patch, patch
 
 if TYPE_CHECKING:
+    from rlhf_engine.integrations.trl.online_dpo import HydraOnlineDPOConfig, HydraOnlineDPOTrainer
     from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
     from rlhf_engine.integrations.trl.reinforce import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
     from rlhf_engine.integrations.trl.reward import PerlRewardConfig, PerlRewardTrainer
 
 __all__ = [
+    "HydraOnlineDPOConfig",
+    "HydraOnlineDPOTrainer",
     "HydraPPOConfig",
     "HydraPPOTrainer",
     "HydraRLOOConfig",
@@ -27,7 +30,13 @@ __all__ = [
     "ReMaxTrainer",
     "patch",
 ]
-_MODULES = {"HydraPPO": "ppo", "HydraRLOO": "reinforce", "ReMax": "reinforce", "PerlReward": "reward"}
+_MODULES = {
+    "HydraPPO": "ppo",
+    "HydraOnlineDPO": "online_dpo",
+    "HydraRLOO": "reinforce",
+    "ReMax": "reinforce",
+    "PerlReward": "reward",
+}
 
 
 def __getattr__(name: str) -> Any:

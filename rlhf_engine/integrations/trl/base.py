@@ -124,8 +124,8 @@ class HydraTrainer(GRPOTrainer):
 
     reward_func_names: list[str]
     has_critic = False
-    draws_greedy = False
-    """Whether each prompt is answered greedily as well, for a baseline; TRL is not shown these answers."""
+    hidden: tuple[bool, ...] = ()
+    """Further answers to each prompt, of which TRL is not shown anything: greedy or drawn."""
 
     def __init__(
         self,
@@ -298,19 +298,21 @@ class HydraTrainer(GRPOTrainer):
             *(["critic"] if self.has_critic else []),
             *([LANE_ROLE] if self._uses_lane else []),
         ]
-        if self.draws_greedy:
-            self._greedy_totals, self._greedy_scored = self._score_greedy(inputs, prompts, completions)
+        self._hidden_totals = [self._score_hidden(ids, inputs, prompts, completions) for ids in self._hidden_ids]
         self._answers, self._scores = self._score(completion_ids_list, asked)
         gathered: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._totals, self._scored = self._weigh(gathered, self._answers)
         return gathered
 
-    def _score_greedy(self, inputs: Any, prompts: Any, completions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        texts = self.processing_class.batch_decode(self._greedy_ids, skip_special_tokens=True)
+    def _score_hidden(
+        self, ids: list[list[int]], inputs: Any, prompts: Any, completions: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(total [N], whether there is one [N])"""
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         talks = not isinstance(completions[0], str)
         shown = [[{"role": "assistant", "content": text}] for text in texts] if talks else texts
-        answers, self._scores = self._score(self._greedy_ids, [LANE_ROLE] if self._uses_lane else [])
-        return self._weigh(super()._calculate_rewards(inputs, prompts, shown, self._greedy_ids), answers)
+        answers, self._scores = self._score(ids, [LANE_ROLE] if self._uses_lane else [])
+        return self._weigh(super()._calculate_rewards(inputs, prompts, shown, ids), answers)
 
     def _score(self, answers: list[list[int]], roles: list[str]) -> tuple[PackedBatch, Scores]:
         batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device)
@@ -339,8 +341,6 @@ class HydraTrainer(GRPOTrainer):
         if not kl_M.isfinite().all():
             raise NonFiniteError("KL of an answer is not finite; no update was made from it")
         keep_N = self._scored & output["completion_mask"].bool().any(1)
-        if self.draws_greedy:
-            keep_N = keep_N & self._greedy_scored
         answers = Answers(
             batch=batch,
             logprobs_M=logprobs_M,
@@ -434,15 +434,15 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
         temperature=trainer.temperature,
         seed=2 * trainer.args.seed + (not training),
     )
-    times = 2 if trainer.draws_greedy else 1
+    times = 1 + len(trainer.hidden)
     found = generate(
         trainer.hydra,
         trainer._prompt_ids * times,
         sampling,
-        greedy=[False] * n + [True] * (n * (times - 1)),
-        sample_ids=[*range(first, first + n)] * times,
+        greedy=[flag for flag in (False, *trainer.hidden) for _ in range(n)],
+        sample_ids=[(first + i) * times + j for j in range(times) for i in range(n)],
     )
     answers = [list(found.batch.completion_tokens(i)) for i in range(n * times)]
-    trainer._greedy_ids = answers[n:]
+    trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
     logprobs = [x.tolist() for x in found.logprobs_M.split([len(answer) for answer in answers])]
     return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}

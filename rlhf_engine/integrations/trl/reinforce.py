@@ -88,18 +88,22 @@ class ReMaxTrainer(_PolicyGradientTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "remax")
     _name = "ReMax"
-    draws_greedy = True
+    hidden = (True,)
 
     @classmethod
     def default_config(cls, output_dir: str) -> ReMaxConfig:
         return ReMaxConfig(output_dir)
 
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
-        self.note("train" if self.model.training else "eval", "reward/greedy", self._greedy_totals)
-        advantages_M = remax.advantages(
-            answers.totals_N, self._greedy_totals, answers.kl_M, answers.batch, beta=self.kl_coef
-        )
+        ((greedy_N, _),) = self._hidden_totals
+        self.note("train" if self.model.training else "eval", "reward/greedy", greedy_N)
+        advantages_M = remax.advantages(answers.totals_N, greedy_N, answers.kl_M, answers.batch, beta=self.kl_coef)
         return {"advantages": advantages_M}
+
+    def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
+        """An answer whose greedy twin has no score has no baseline."""
+        ((_, scored_N),) = self._hidden_totals
+        return keep_N & scored_N
 
 
 class HydraRLOOTrainer(_PolicyGradientTrainer):

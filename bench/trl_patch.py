@@ -1,0 +1,165 @@
+#!/usr/bin/env python
+"""Stock trainers of TRL as they are, and with `patch()`: losses, seconds per step, peak memory.
+
+    python bench/trl_patch.py --out bench/results/cpu/trl_patch
+    python bench/trl_patch.py --quick --out runs/trl_patch                                   # a tiny model
+    python bench/trl_patch.py --kinds dpo --vocab 128256 --hidden 1024 --out DIR
+
+A random Llama with LoRA on every linear, random prompts, the same seed in both arms, which alternate, each in a process
+of its own. Of each: the median over all steps but the first, and the most memory the process had (ru_maxrss).
+
+    calls    log-prob calls that our kernel served; all that the trainer made, as tests/integrations shows
+    loss     largest difference between the arms' logged losses, as a share of the loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from arms import in_turn, make_parser, measure, setting_of, write_results
+from trl_ppo_arms import Setting, prepare
+
+ARMS = ("stock", "patched")
+KINDS = ("grpo", "rloo", "dpo")
+
+
+def work(request: dict[str, Any]) -> dict[str, Any]:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import contextlib
+
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    from rlhf_engine.integrations.trl import patch
+    from rlhf_engine.tokenizing import load_tokenizer
+
+    setting, folder, kind = Setting(**request["setting"]), request["folder"], request["kind"]
+    torch.set_num_threads(setting.threads)
+    tokenizer = load_tokenizer(folder)
+    generator = torch.Generator().manual_seed(setting.seed)
+
+    def text(n: int) -> str:
+        ids = torch.randint(10, min(setting.vocab, len(tokenizer)) - 1, (n,), generator=generator).tolist()
+        return tokenizer.decode(ids)
+
+    prompts = [text(setting.prompt_tokens) for _ in range(setting.batch * setting.steps)]
+    rows = [{"prompt": p} for p in prompts]
+    if kind == "dpo":
+        rows = [{**row, "chosen": text(setting.answer_tokens), "rejected": text(setting.answer_tokens)} for row in rows]
+    drawn = {"num_generations": 2, "max_completion_length": setting.answer_tokens, "beta": 0.04}
+    config = getattr(trl, f"{kind.upper()}Config")(
+        output_dir=request["scratch"],
+        max_steps=setting.steps,
+        per_device_train_batch_size=setting.batch,
+        learning_rate=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=request["device"] == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=setting.seed,
+        **({} if kind == "dpo" else drawn),
+    )
+    seconds: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            seconds.append(-time.perf_counter())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            seconds[-1] += time.perf_counter()
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, request["dtype"]))
+    extra = (
+        {} if kind == "dpo" else {"reward_funcs": lambda completions, **columns: [float(len(c)) for c in completions]}
+    )
+    lora = LoraConfig(
+        r=setting.lora_r, lora_alpha=setting.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with patch() if request["arm"] == "patched" else contextlib.nullcontext() as patched:
+        trainer = getattr(trl, f"{kind.upper()}Trainer")(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[Watch()],
+            **extra,
+        )
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        trainer.train()
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "losses": [float(row["loss"]) for row in trainer.state.log_history if "loss" in row],
+        "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "bytes_before": 1024 * before,
+        "calls": 0 if patched is None else patched.calls,
+    }
+
+
+def summarise(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    stock, patched = ({k: statistics.median(r[k] for r in rounds[arm]) for k in ("seconds", "bytes")} for arm in ARMS)
+    pairs = zip(rounds["stock"][0]["losses"], rounds["patched"][0]["losses"], strict=True)
+    return {
+        "stock": stock,
+        "patched": patched,
+        "calls": rounds["patched"][0]["calls"],
+        "loss": max(abs(a - b) / max(abs(a), 1e-3) for a, b in pairs),
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| | stock, s per step | patched | × faster | stock, peak MB | patched | calls | loss |",
+        "|---" * 8 + "|",
+    ]
+    for kind, row in found.items():
+        a, b = row["stock"], row["patched"]
+        lines.append(
+            f"| {kind} | {a['seconds']:.3f} | {b['seconds']:.3f} | {a['seconds'] / b['seconds']:.2f} | "
+            f"{a['bytes'] / 1e6:.0f} | {b['bytes'] / 1e6:.0f} | {row['calls']} | {row['loss']:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    arguments = parser.parse_args()
+    if arguments.request:
+        print(json.dumps(work(arguments.request)))
+        return
+    if arguments.out is None:
+        parser.error("--out: expected a folder for trl_patch.json and trl_patch.md")
+    setting = setting_of(arguments, batch=8, steps=4)
+    options = {name: getattr(arguments, name) for name in ("device", "dtype")}
+    found, rounds = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(setting, Path(folder))
+        for kind in arguments.kinds:
+            rounds[kind] = in_turn(
+                ARMS,
+                arguments.rounds,
+                lambda arm, kind=kind: measure(__file__, setting, Path(folder), arm=arm, kind=kind, **options),
+            )
+            found[kind] = summarise(rounds[kind])
+    text = f"# Stock trainers of TRL, with and without patch()\n\n{table(found)}\n"
+    write_results("trl_patch", arguments, setting, {**options, "medians": found, "rounds": rounds}, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
