@@ -25,10 +25,37 @@ from typing import Any
 
 import torch
 from arms import in_turn, make_parser, measure, setting_of, write_results
-from trl_ppo_arms import Setting, prepare
+from trl_ppo_arms import Setting
 
 ARMS = ("stock", "patched")
 KINDS = ("grpo", "rloo", "dpo")
+
+
+def prepare(setting: Setting, folder: Path) -> None:
+    """A random Llama and a tokenizer of words, whose last two tokens are padding and end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(setting.seed)
+    heads, pad, end = setting.hidden // 64, setting.vocab - 2, setting.vocab - 1
+    config = LlamaConfig(
+        hidden_size=setting.hidden,
+        intermediate_size=setting.intermediate,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=setting.vocab,
+        max_position_embeddings=2 * setting.length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {f"t{i}": i for i in range(pad)} | {"<pad>": pad, "<eos>": end}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +76,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(setting.seed)
 
     def text(n: int) -> str:
-        ids = torch.randint(10, min(setting.vocab, len(tokenizer)) - 1, (n,), generator=generator).tolist()
-        return tokenizer.decode(ids)
+        return " ".join(f"t{i}" for i in torch.randint(setting.vocab - 2, (n,), generator=generator).tolist())
 
     prompts = [text(setting.prompt_tokens) for _ in range(setting.batch * setting.steps)]
     rows = [{"prompt": p} for p in prompts]

@@ -15,6 +15,7 @@ from rlhf_engine.errors import ConfigError
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
     logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
+    report_to: list[str] = option(
+        [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
+    )
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
@@ -75,6 +79,9 @@ class TrainingOptions(DataOptions, ModelOptions):
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
         not_empty("lora_target_modules", self.lora_target_modules)
+        unknown = [name for name in self.report_to if name not in TRACKERS]
+        if unknown:
+            raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")
         if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
             raise ConfigError(
                 "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "

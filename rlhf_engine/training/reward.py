@@ -56,6 +56,8 @@ from rlhf_engine.training.run_folder import (
     check_output,
     clear_later_steps,
 )
+from rlhf_engine.training.trackers import Trackers
+from rlhf_engine.training.trackers import require as require_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class RewardTrainer:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.output = Path(config.output_dir)
+        require_trackers(config.report_to)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
             self.output,
@@ -174,7 +177,8 @@ class RewardTrainer:
         clear_later_steps(self.output, step=self.state.step, total_steps=self.total_steps)
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
-        with MetricsWriter(self.output / METRICS_FILE) as writer:
+        trackers = Trackers(config.report_to, self.output, config.to_dict())
+        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:
                 metrics: dict[str, Any] = self.step()
@@ -186,6 +190,7 @@ class RewardTrainer:
                     metrics |= found
                 if last or "eval/loss" in metrics or done % config.logging_steps == 0:
                     writer.write(done, metrics)
+                    trackers.log(done, metrics)
                 if on_step is not None:
                     on_step(done, metrics)
                 asked = not last and stop is not None and stop()

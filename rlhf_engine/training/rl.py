@@ -77,6 +77,8 @@ from rlhf_engine.training.sharing import (
     require_served,
     sum_gradients,
 )
+from rlhf_engine.training.trackers import Trackers
+from rlhf_engine.training.trackers import require as require_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,7 @@ class RlTrainer:
             checkpoint=self._resume,
             overwrite=config.overwrite_output_dir,
         )
+        require_trackers(config.report_to)
         self._resumed_step = 0
         if self._resume is not None:
             counters: TrainerState = read_counters(self._resume)
@@ -210,17 +213,18 @@ class RlTrainer:
             world.on_main("the start of the run", self._begin)
         with contextlib.closing(self.source), contextlib.ExitStack() as stack:
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
+            trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
             while self.state.step < self.config.max_steps:
                 metrics = self.step()
                 if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
                     found = self.evaluate()
                     self._note_best(found.get("eval/reward"))
                     metrics |= found
-                    if self.state.step < self.config.max_steps:
+                    if self.config.num_samples and self.state.step < self.config.max_steps:
                         with self._whole_base():
                             world.on_main("samples", self._note_samples)
                 # bound now: it runs before the loop goes on
-                world.each("metrics and checkpoints", functools.partial(self._note, writer, metrics, on_step))
+                world.each("metrics and checkpoints", functools.partial(self._note, writer, trackers, metrics, on_step))
                 if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
                     world.each("the last checkpoint", self._save_once)
                     raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
@@ -243,9 +247,13 @@ class RlTrainer:
         writer.truncate_after(self.state.step)
         return writer
 
+    def _trackers(self) -> Trackers:
+        return Trackers(self.config.report_to, self.output, self.config.to_dict())
+
     def _note(
         self,
         writer: MetricsWriter | None,
+        trackers: Trackers | None,
         metrics: dict[str, float],
         on_step: Callable[[int, dict[str, float]], None] | None,
     ) -> None:
@@ -253,6 +261,8 @@ class RlTrainer:
         config, done = self.config, self.state.step
         if writer is not None and (done % config.logging_steps == 0 or done == config.max_steps):
             writer.write(done, metrics)
+            if trackers is not None:
+                trackers.log(done, metrics)
         if on_step is not None:
             on_step(done, metrics)
         regular = config.save_steps and done % config.save_steps == 0

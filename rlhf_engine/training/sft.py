@@ -64,6 +64,8 @@ from rlhf_engine.training.checkpoint import (
 from rlhf_engine.training.metrics import MetricsWriter, read_metrics, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
 from rlhf_engine.training.run_folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints
+from rlhf_engine.training.trackers import Trackers
+from rlhf_engine.training.trackers import require as require_trackers
 
 SFT_SLOT = "sft"
 CONFIGS = "*config.json"
@@ -179,6 +181,7 @@ class SftTrainer:
         self.config = config
         self.output = Path(config.output_dir)
         resume = self._check_output()
+        require_trackers(config.report_to)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
@@ -245,7 +248,8 @@ class SftTrainer:
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
         metrics: dict[str, float] = {}
-        with MetricsWriter(self.output / METRICS_FILE) as writer:
+        trackers = Trackers(config.report_to, self.output, config.to_dict())
+        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:
                 metrics = self.step()
@@ -253,6 +257,7 @@ class SftTrainer:
                 last = done == self.total_steps
                 if last or done % config.logging_steps == 0:
                     writer.write(done, metrics)
+                    trackers.log(done, metrics)
                 if on_step is not None:
                     on_step(done, metrics)
                 asked = not last and stop is not None and stop()

@@ -42,7 +42,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         max_tokens_per_micro_batch=None,
         max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
         save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
-        overwrite_output_dir=False, device="auto",
+        overwrite_output_dir=False, device="auto", report_to=[],
         rollout_backend="local", vllm_server_base_url=None, vllm_server_timeout=240.0, vllm_model_name=None,
         vllm_adapter_dir=None, vllm_server_adapter_dir=None, vllm_canary_bound=None,
         vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate",
@@ -66,7 +66,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0,
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
-        kernels="auto", seed=0,
+        kernels="auto", seed=0, report_to=[],
     )  # fmt: skip
 
 
@@ -195,6 +195,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
         (["--warmup_steps", "101"], r"warmup_steps: expected at most max_steps \(100\), got 101"),
         (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),
+        (["--report_to", "mlflow"], r"report_to: expected names among tensorboard, trackio, wandb, got \['mlflow'\]"),
         (["--kl_horizon", "5"], r"kl_horizon: expected it unset without kl_target, got 5"),
         (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),

@@ -1,0 +1,76 @@
+"""A run's metrics for TensorBoard, trackio or Weights & Biases, through accelerate's trackers.
+
+`metrics.jsonl` is written in any case and is what a run resumes from; trackers get copies. They are as they come: what
+talks to a network does so because the user asked for it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhf_engine.errors import ConfigError
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Trackers:
+    """The open trackers of a run; none where none are asked for."""
+
+    def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any]) -> None:
+        """output: of the run, whose name the trackers get; TensorBoard's files go into it.
+
+        Raises ConfigError for one that is not installed.
+        """
+        self._open: list[Any] = []
+        if not names:
+            return
+        require(names)
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState()  # by which a tracker tells whether it is on the main process
+        plain = {name: x if isinstance(x, (bool, int, float, str)) else str(x) for name, x in options.items()}
+        for name in names:
+            cls = LOGGER_TYPE_TO_CLASS[name]
+            tracker = cls(TENSORBOARD_FOLDER, output) if cls.requires_logging_directory else cls(output.name)
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes
+                tracker.store_init_configuration(plain)
+            self._open.append(tracker)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Finite numbers alone; what is not finite is in metrics.jsonl."""
+        values = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float)) and x - x == 0}
+        for tracker in self._open:
+            tracker.log(values, step=step)
+
+    def close(self) -> None:
+        for tracker in self._open:
+            tracker.finish()
+        self._open = []
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def require(names: Sequence[str]) -> None:
+    """Raise ConfigError for trackers that are not installed."""
+    if not names:
+        return
+    from accelerate.tracking import get_available_trackers
+
+    there = {str(tracker) for tracker in get_available_trackers()}
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ConfigError(
+            f"report_to: expected trackers that are installed (pip install 'rlhf-engine[logging]'), got {missing}"
+        )
