@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,7 +85,7 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
     require_plain_lora(config, where)  # before the model is taken apart
     tensors = _pair_up(get_peft_model_state_dict(model, adapter_name=name), where)
     copies = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in tensors.items()}
-    slot = _slot_config(config, copies, where, init_from=None)
+    slot = slot_config(config, copies, where)
     return PeftAdapter(base=model.unload(), config=slot, tensors=copies)
 
 
@@ -98,7 +98,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     config = _read_json(Path(folder), CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
     # absolute, because a relative folder `sft` would be taken for the slot of that name
-    return _slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
+    return slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
@@ -279,14 +279,18 @@ def require_plain_lora(config: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: expected a number as {key}, got {config.get(key)!r}")
 
 
-def _slot_config(config: Mapping[str, Any], tensors: PairTensors, where: str, *, init_from: str | None) -> SlotConfig:
-    if not tensors:
+def slot_config(
+    config: Mapping[str, Any], paths: Iterable[str], where: str, *, init_from: str | None = None
+) -> SlotConfig:
+    """Of a slot on the linears of these names, as PEFT's config says. Raises ValueError where there are none."""
+    targets = tuple(paths)
+    if not targets:
         raise ValueError(f"{where}: expected LoRA weights, got none")
     return SlotConfig(
         r=int(config["r"]),
         alpha=float(config["lora_alpha"]),
         dropout=float(config.get("lora_dropout") or 0.0),
-        target_modules=tuple(tensors),
+        target_modules=targets,
         use_rslora=bool(config.get("use_rslora")),
         init_from=init_from,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
-from datasets import Dataset
-
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraOnlineDPOConfig, HydraOnlineDPOTrainer
-from rlhf_engine.tokenizing import load_tokenizer
-from tests.integrations.test_trl_ppo import LORA, rows, trained, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.integrations.trl_runs import QUICK, make_trainer, rows, trained, words
+from tests.training.test_data import write_model
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +21,8 @@ def folder(tmp_path_factory):
 
 
 def make(folder, output, reward_funcs=words, **changes):
-    options = {
-        "output_dir": str(output),
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "max_completion_length": 8,
-        "disable_tqdm": True,
-    }
-    return HydraOnlineDPOTrainer(
-        model=str(folder),
-        reward_funcs=reward_funcs,
-        args=HydraOnlineDPOConfig(**{**options, **changes}),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
-        processing_class=load_tokenizer(folder),
-        peft_config=copy.deepcopy(LORA),
-    )
+    args = HydraOnlineDPOConfig(**{**QUICK, "output_dir": str(output), **changes})
+    return make_trainer(HydraOnlineDPOTrainer, args, folder, reward_funcs)
 
 
 def rollouts(trainer) -> list[dict]:

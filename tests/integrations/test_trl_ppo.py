@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -23,10 +22,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
-from rlhf_engine.tokenizing import load_tokenizer
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
 from tests.training.test_data import PROMPTS, write_model
-
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @pytest.fixture(scope="module")
@@ -34,50 +31,13 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def words(prompts, completions, completion_ids, **columns):
-    return [float(len(set(text.split()))) for text in completions]
-
-
 def config(output, **changes) -> HydraPPOConfig:
-    return HydraPPOConfig(
-        **{
-            "output_dir": str(output),
-            "max_steps": 4,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "max_completion_length": 8,
-            "disable_tqdm": True,
-            **changes,
-        }
-    )
+    return HydraPPOConfig(**{**QUICK, "output_dir": str(output), "steps_per_generation": 4, **changes})
 
 
 def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, callbacks=None, **changes):
-    return HydraPPOTrainer(
-        model=model or str(folder),
-        reward_funcs=reward_funcs,
-        args=config(output, **changes),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
-        processing_class=load_tokenizer(folder),
-        peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-        callbacks=callbacks,
-    )
-
-
-def trained(trainer) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def rows(trainer) -> list[dict[str, float]]:
-    return [row for row in trainer.state.log_history if "loss" in row]
+    given = {"peft_config": peft_config, "model": model, "callbacks": callbacks}
+    return make_trainer(HydraPPOTrainer, config(output, **changes), folder, reward_funcs, **given)
 
 
 def test_it_trains_actor_and_critic_on_one_frozen_base(folder, tmp_path):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
-from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
-from rlhf_engine.tokenizing import load_tokenizer
-from tests.integrations.test_trl_ppo import LORA, rows, trained, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
+from tests.training.test_data import write_model
 
 KINDS = {"remax": (ReMaxTrainer, ReMaxConfig, 1), "rloo": (HydraRLOOTrainer, HydraRLOOConfig, 4)}
 
@@ -26,31 +22,10 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def make(kind, folder, output, reward_funcs=words, **changes):
+def make(kind, folder, output, reward_funcs=words, *, peft_config=LORA, **changes):
     trainer_class, config_class, _ = KINDS[kind]
-    options = {
-        "output_dir": str(output),
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "max_completion_length": 8,
-        "disable_tqdm": True,
-    }
-    return trainer_class(
-        model=str(folder),
-        reward_funcs=reward_funcs,
-        args=config_class(**{**options, **changes}),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
-        processing_class=load_tokenizer(folder),
-        peft_config=copy.deepcopy(LORA),
-    )
+    args = config_class(**{**QUICK, "output_dir": str(output), **changes})
+    return make_trainer(trainer_class, args, folder, reward_funcs, peft_config=peft_config)
 
 
 def watched(trainer) -> list[tuple]:
@@ -160,14 +135,7 @@ def test_options_that_cannot_be_served(folder, tmp_path, kind, changes, message)
         make(kind, folder, tmp_path, **changes)
 
 
-def test_an_adapter_on_the_head_is_refused(folder, tmp_path):
-    trainer_class, config_class, _ = KINDS["remax"]
+def test_an_adapter_on_embeddings_is_refused(folder, tmp_path):
+    embedded = LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="peft_config"):
-        trainer_class(
-            model=str(folder),
-            reward_funcs=words,
-            args=config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
-            train_dataset=Dataset.from_list([{"prompt": "red"}] * 8),
-            processing_class=load_tokenizer(folder),
-            peft_config=LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
-        )
+        make("remax", folder, tmp_path, peft_config=embedded)

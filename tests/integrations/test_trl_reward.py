@@ -16,7 +16,8 @@ from trl import RewardConfig, RewardTrainer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
 from rlhf_engine.tokenizing import load_tokenizer
-from tests.integrations.test_trl_ppo import LORA, config, trained
+from tests.integrations.test_trl_ppo import config
+from tests.integrations.trl_runs import LORA, trained
 from tests.training.test_data import PROMPTS, write_model
 
 PAIRS = [{"prompt": p, "chosen": f" {p} sings", "rejected": " sea sea"} for p in PROMPTS]

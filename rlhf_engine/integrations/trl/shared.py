@@ -101,13 +101,7 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
     others = [path for path in paths if not isinstance(layers[path].get_base_layer(), nn.Linear)]
     if others or not paths:
         raise ConfigError(f"peft_config: expected LoRA on linears alone, got {others or 'no layer'} for {where}")
-    return SlotConfig(
-        r=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        dropout=float(config.get("lora_dropout") or 0.0),
-        target_modules=tuple(paths),
-        use_rslora=bool(config.get("use_rslora")),
-    )
+    return peft_io.slot_config(config, paths, where)
 
 
 def is_on_same_tensors(hydra: HydraModel, model: PeftModel) -> bool:

@@ -1,0 +1,60 @@
+"""Runs of our trainers behind TRL that take a second: what their tests share."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from rlhf_engine.tokenizing import load_tokenizer
+from tests.training.test_data import PROMPTS
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+QUICK = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_completion_length": 8,
+    "disable_tqdm": True,
+}
+"""Options of every run."""
+
+
+def words(prompts, completions, completion_ids, **columns):
+    """How many different words an answer has."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def make_trainer(
+    kind, config, folder: Path, reward_funcs=words, *, peft_config=LORA, model=None, callbacks=None
+) -> Any:
+    """A trainer of that class on the model in a folder."""
+    return kind(
+        model=model or str(folder),
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
+        processing_class=load_tokenizer(folder),
+        peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+        callbacks=callbacks,
+    )
+
+
+def trained(trainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def rows(trainer) -> list[dict[str, Any]]:
+    """Logged lines of steps."""
+    return [row for row in trainer.state.log_history if "loss" in row]
