@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -201,6 +202,27 @@ def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
             assert torch.equal(before[name], after[name]) != moves, name
 
 
+def test_a_run_that_starts_from_an_adapter_has_it_for_its_reference(folder, tmp_path):
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    trainer = make(folder, tmp_path, model=model, peft_config=None)
+    before = {name: p.clone() for name, p in trainer.hydra.backbone().slot("reference").named_parameters()}
+    assert all(p.any() for p in before.values())
+    trainer.train()
+    found = [float(row["kl"]) for row in rows(trainer) if "kl" in row]
+    assert abs(found[0]) < 1e-6  # the KL to the base is not 0
+    assert found[1] != 0.0
+    after = dict(trainer.hydra.backbone().slot("reference").named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sum("reference" in name for name, _ in trainer.model.named_parameters()) == 0
+
+
 def test_ends_and_answers_without_a_reward(folder, tmp_path):
     def some(prompts, completions, completion_ids, **columns):
         return [None if i % 2 else 1.0 for i in range(len(prompts))]
@@ -226,6 +248,14 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
     found = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:8]]))
     assert math.isfinite(found["eval_loss"])
     assert found["eval_reward"] > 0
+    seen = []
+    experience = trainer.experience
+    trainer.experience = lambda answers: seen.append(answers.batch.tokens_T.tolist()) or experience(answers)
+    for _ in range(2):  # two batches of the same prompt
+        trainer.evaluate(Dataset.from_list([{"prompt": PROMPTS[0]}] * 16))
+    assert len(seen) == 4
+    assert seen[0] != seen[1]
+    assert seen[:2] == seen[2:]
     again = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:8]]))
     assert again["eval_reward"] == found["eval_reward"]
 

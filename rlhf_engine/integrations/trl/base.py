@@ -26,7 +26,7 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
-from rlhf_engine.integrations.trl.shared import forward_through, hydra_on, is_on_same_tensors
+from rlhf_engine.integrations.trl.shared import forward_through, has_learned, hydra_on, is_on_same_tensors
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.rollout import SamplingConfig, generate
 
@@ -37,6 +37,8 @@ LANE = "lane"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
+REFERENCE = "reference"
+"""Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
 _ROLLOUT_FILE = "rollout_{}.safetensors"
 """What a checkpoint in the middle of a rollout keeps of it, by process."""
 _OVERRIDDEN = {
@@ -124,6 +126,7 @@ class HydraTrainer(GRPOTrainer):
 
     reward_func_names: list[str]
     has_critic = False
+    _evaluated = (-1, 0)
     hidden: tuple[bool, ...] = ()
     """Further answers to each prompt, of which TRL is not shown anything: greedy or drawn."""
 
@@ -153,17 +156,21 @@ class HydraTrainer(GRPOTrainer):
         self._uses_lane = LANE in functions
         self.kl_coef = args.beta
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # which is this package's choice
-            super().__init__(
-                model=model,
-                reward_funcs=[self._lane_rewards if function == LANE else function for function in functions],
-                args=args,
-                peft_config=peft_config,
-                rollout_func=_draw,
-                **options,
-            )
-        args.beta = beta
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message="You are using 'rollout_func'"
+                )  # which is this package's choice
+                super().__init__(
+                    model=model,
+                    reward_funcs=[self._lane_rewards if function == LANE else function for function in functions],
+                    args=args,
+                    peft_config=peft_config,
+                    rollout_func=_draw,
+                    **options,
+                )
+        finally:
+            args.beta = beta
         prompts = args.generation_batch_size // args.num_generations
         if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:  # TRL would do nothing
             raise ConfigError(
@@ -205,13 +212,16 @@ class HydraTrainer(GRPOTrainer):
         adapters = {"actor": ACTOR, **({"critic": CRITIC} if self.has_critic else {})}
         if self.has_critic and CRITIC not in peft_model.peft_config:
             peft_model.add_adapter(CRITIC, peft_model.peft_config[ACTOR])
-        roles = hydra_roles(reward_slot="reward" if args.reward_adapter else OFF)
+        # a run that starts from an adapter has that for its reference: off would be the model before it
+        reference = REFERENCE if has_learned(peft_model, ACTOR) else OFF
+        roles = hydra_roles(reference_slot=reference, reward_slot="reward" if args.reward_adapter else OFF)
         if not self.has_critic:
             del roles["critic"]
         if not self._uses_lane:
             del roles["reward"]
         slots = {"reward": peft_io.read_slot_config(args.reward_adapter)} if args.reward_adapter else {}
-        hydra = hydra_on(peft_model, roles, adapters, slots=slots, seed=args.seed)
+        copies = {} if reference is OFF else {reference: ACTOR}
+        hydra = hydra_on(peft_model, roles, adapters, copies=copies, slots=slots, seed=args.seed)
         if self._uses_lane:
             head = reward_model.require_reward_head(args.reward_adapter or source, f"reward_funcs: {LANE!r}")
             reward_model.load_reward_head(hydra.heads["reward"], head, f"reward_funcs: {LANE!r}")  # type: ignore[arg-type]
@@ -373,6 +383,18 @@ class HydraTrainer(GRPOTrainer):
         sums = self.accelerator.reduce(torch.stack([values.sum(), torch.ones_like(values).sum()]), reduction="sum")
         self._metrics[mode][name].append(float(sums[0] / sums[1]))
 
+    def next_evaluated(self) -> int:
+        """How many batches this evaluation has had: those of one step differ, and the next evaluation has the same."""
+        step, count = self._evaluated
+        self._evaluated = (self.state.global_step, count + 1 if step == self.state.global_step else 0)
+        return self._evaluated[1]
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """As GRPOTrainer; equal policies give equal answers, whenever they are evaluated."""
+        self._evaluated = (-1, 0)
+        found: dict[str, float] = super().evaluate(*arguments, **options)
+        return found
+
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -426,7 +448,7 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
     trainer._prompt_ids = [list(x) for x in ids]
     n, training = len(ids), trainer.model.training
     every = trainer.args.steps_per_generation * trainer.num_iterations
-    count = trainer._step // every if training else trainer.state.global_step
+    count = trainer._step // every if training else trainer.next_evaluated()
     first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * n
     sampling = SamplingConfig(
         max_completion_length=trainer.max_completion_length,

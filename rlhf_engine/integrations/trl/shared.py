@@ -34,22 +34,30 @@ def hydra_on(
     roles: Mapping[str, RoleSpec],
     adapters: Mapping[str, str],
     *,
+    copies: Mapping[str, str] | None = None,
     slots: Mapping[str, SlotConfig] | None = None,
     seed: int = 0,
 ) -> HydraModel:
     """A HydraModel whose backbone, and whose slots in `adapters` (slot → PEFT's name), are the PeftModel's tensors.
 
-    slots: shapes and origins of further ones, which are the HydraModel's own. Raises ConfigError for adapters that are
-    no plain LoRA on linears.
+    copies: slots that start with an adapter's numbers and are the HydraModel's own. slots: shapes and origins of
+    further ones of its own. Raises ConfigError for adapters that are no plain LoRA on linears.
     """
-    own = {slot: _slot_config(model, name) for slot, name in adapters.items()}
+    named = {**adapters, **(copies or {})}
+    own = {slot: _slot_config(model, name) for slot, name in named.items()}
     hydra = HydraModel.from_pretrained(_plain_copy(model), roles=roles, slots={**own, **(slots or {})}, seed=seed)
     layers: dict[str, Any] = {
         path: module for path, module in model.get_base_model().named_modules() if isinstance(module, LoraLayer)
     }
-    for slot, name in adapters.items():
+    for slot, name in named.items():
         for path, pair in hydra.backbone().slot(slot).items():
-            pair.A, pair.B = layers[path].lora_A[name].weight, layers[path].lora_B[name].weight
+            a, b = layers[path].lora_A[name].weight, layers[path].lora_B[name].weight
+            if slot in adapters:
+                pair.A, pair.B = a, b
+            else:
+                with torch.no_grad():
+                    pair.A.copy_(a)
+                    pair.B.copy_(b)
     hydra.adapter_dtype = next(iter(hydra.backbone().slot(next(iter(adapters))).parameters())).dtype
     model.add_module(HEADS, hydra.heads)
     _through_forward(model.get_base_model(), hydra)
@@ -102,6 +110,12 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
     if others or not paths:
         raise ConfigError(f"peft_config: expected LoRA on linears alone, got {others or 'no layer'} for {where}")
     return peft_io.slot_config(config, paths, where)
+
+
+def has_learned(model: PeftModel, name: str) -> bool:
+    """Whether an adapter changes anything: whether some B of it is not 0."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and name in module.lora_B]
+    return any(bool(layer.lora_B[name].weight.any()) for layer in layers)
 
 
 def is_on_same_tensors(hydra: HydraModel, model: PeftModel) -> bool:
