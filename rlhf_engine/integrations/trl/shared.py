@@ -114,7 +114,7 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
 
 def has_learned(model: PeftModel, name: str) -> bool:
     """Whether an adapter changes anything: whether some B of it is not 0."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and name in module.lora_B]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, LoraLayer) and name in m.lora_B]
     return any(bool(layer.lora_B[name].weight.any()) for layer in layers)
 
 
