@@ -63,7 +63,7 @@ def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
     trainer = make(folder, tmp_path, ["lane", words])
     trainer.train()
     first, second = rows(trainer)[:2]
-    assert float(first["kl"]) == 0.0
+    assert abs(float(first["kl"])) < 1e-6  # rows of the two lanes stand at other places of one product
     assert float(first["clip_ratio"]) == 0.0
     assert abs(float(first["approx_kl"])) < 1e-10  # the ratio is 1 where nothing has been learned since
     assert float(second["approx_kl"]) > 1e-6
