@@ -109,7 +109,7 @@ def rloo_loss(model, places, *, proximal=False, estimator="k1"):
 
 
 @pytest.mark.parametrize("proximal", [False, True], ids=["vanilla", "proximal"])
-@pytest.mark.parametrize(("longest", "draws"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize(("longest", "draws"), [(3, 2), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_rloo_is_unbiased(longest, draws, proximal):
     model = TabularModel(longest=longest)
     exact = -model.gradient(model.objective(model.rewards_N, BETA))

@@ -47,6 +47,7 @@ def sweep(monkeypatch):
     return module
 
 
+@pytest.mark.long
 def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, sweep):
     model, out = write_model(tmp_path / "m"), tmp_path / "out"
     grid = write_grid(tmp_path / "tiny.yaml")

@@ -43,7 +43,11 @@ sys.exit(cli.main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl_c", "term", "kill"])
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    ids=["ctrl_c", "term", "kill"],
+)
 def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
     asked = how != signal.SIGKILL  # it ends its step, publication included
     model = write_model(tmp_path / "model")

@@ -59,6 +59,7 @@ def test_table_and_chart(capsys, folder, tmp_path):
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_one_json_object_per_method(capsys, folder):
     code, out, _ = run(capsys, "--model", str(folder), *SHORT, "--gpu", "2MB", "--json")
     assert code == 0
@@ -76,6 +77,7 @@ def test_one_json_object_per_method(capsys, folder):
     assert held["lora_ppo"] > held["dynamic_lora_ppo"] > held["hydra_ppo"] == held["j_hydra_ppo"]
 
 
+@pytest.mark.long
 def test_nothing_fits_where_no_update_does(capsys, folder):
     options = ("--model", str(folder), *SHORT[:4], "--method", "full_ppo", "--num_mini_batches", "1")
     options += ("--batch", "1", "--reserve", "0MB")

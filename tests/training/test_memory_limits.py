@@ -203,6 +203,7 @@ print("micro_batch_size", trainer.step()["micro_batch_size"])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space through Linux's setrlimit")
+@pytest.mark.long
 def test_a_real_allocation_failure_is_survived(tmp_path):
     model = write_model(tmp_path / "m", hidden_size=192, intermediate_size=1536, num_hidden_layers=4)
     config = train_config(model, tmp_path / "run")
