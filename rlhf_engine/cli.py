@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def _train(argv: Sequence[str]) -> int:
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.report import ASYNC_SHOWN, TrainingProgress
     from rlhf_engine.training.distributed import World
-    from rlhf_engine.training.rl import CURVES_FILE, FINAL_FOLDER, RlTrainer
+    from rlhf_engine.training.rl import FINAL_FOLDER, SAMPLES_FILE, RlTrainer
 
     with contextlib.ExitStack() as stack:
         with _as_request_errors():
@@ -177,7 +178,8 @@ def _train(argv: Sequence[str]) -> int:
     if code:
         return code
     output = Path(config.output_dir)
-    print(f"model {output / FINAL_FOLDER}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}")
+    samples = {"samples": output / SAMPLES_FILE} if config.num_samples else {}
+    _say_where_all_is(output, {"model": output / FINAL_FOLDER}, samples)
     return 0
 
 
@@ -195,12 +197,11 @@ def _sft(argv: Sequence[str]) -> int:
         print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {trainer.total_steps}")
         return 0
     _say_what_was_left_out(trainer.reports)
-    found: dict[str, float] = {}
     with TrainingProgress(trainer.total_steps, title="sft", step=trainer.state.step) as progress:
-        code = _until_stopped("sft", lambda asked: found.update(trainer.run(progress.update, stop=asked)))
+        code = _until_stopped("sft", lambda asked: trainer.run(progress.update, stop=asked))
     if code:
         return code
-    print(f"{'base' if config.mode == 'full' else 'slot'} {config.output_dir}  loss {found['lm_loss']:.4f}")
+    _say_where_all_is(Path(config.output_dir), {"base" if config.mode == "full" else "slot": config.output_dir})
     return 0
 
 
@@ -210,7 +211,7 @@ def _reward(argv: Sequence[str]) -> int:
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.report import TrainingProgress, format_value
     from rlhf_engine.training.reward import RewardTrainer
-    from rlhf_engine.training.run_folder import CURVES_FILE, FINAL_FOLDER
+    from rlhf_engine.training.run_folder import FINAL_FOLDER
 
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
@@ -237,11 +238,21 @@ def _reward(argv: Sequence[str]) -> int:
         return code
     result = trainer.result()
     output = Path(config.output_dir)
-    print(
-        f"reward model {output / FINAL_FOLDER}  of step {result['final_step']}  held-out {name} "
-        f"{format_value(result['best_metric'])}  curves {output / CURVES_FILE}  metrics {output / 'metrics.jsonl'}"
+    kept = (
+        f"{output / FINAL_FOLDER}  (step {result['final_step']}, held-out {name} {format_value(result['best_metric'])})"
     )
+    _say_where_all_is(output, {"reward model": kept})
     return 0
+
+
+def _say_where_all_is(output: Path, result: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> None:
+    """Standard output of a run that is over."""
+    from rlhf_engine.report import exit_summary
+    from rlhf_engine.training.run_folder import CURVES_FILE, METRICS_FILE
+
+    metrics = output / METRICS_FILE
+    files = {"curves": output / CURVES_FILE, **(more or {}), "metrics": metrics}
+    print(exit_summary(metrics, {**result, **files, "page": f"rlhf-engine report {shlex.quote(str(output))}"}))
 
 
 def _say_what_was_left_out(reports: Iterable[Any]) -> None:

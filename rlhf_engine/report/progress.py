@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from rlhf_engine.report.dashboard import WATCHED, Dashboard
 from rlhf_engine.report.text import format_value
 
 ASYNC_SHOWN = {
@@ -29,11 +31,13 @@ ASYNC_SHOWN = {
     "async/speedup": "speed-up",
     "async/speedup_bound": "of at most",
 }
-"""What a run's line of progress shows as well where answers are drawn beside the updates."""
+"""What a run's progress shows as well where answers are drawn beside the updates."""
+_FACTS = {"tokens_per_second": "tokens/s"}
+"""Shown by a dashboard in its last line anyway."""
 
 
 class TrainingProgress:
-    """Progress of a run: a live bar on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
+    """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
     SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s"}
 
@@ -55,34 +59,44 @@ class TrainingProgress:
         self.console = console or Console(file=sys.stderr)
         self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
         self._began, self._first_step = time.monotonic(), step
-        self._progress = Progress(
+        self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=self.plain,
         )
-        self._task = self._progress.add_task(title, total=total_steps, completed=step, numbers="")
+        self._task = self._bar.add_task(title, total=total_steps, completed=step)
+        # what a run shows beyond the usual comes first: it is why it was asked for
+        self._dashboard = Dashboard(
+            {**{name: label for name, label in self.shown.items() if name not in WATCHED | _FACTS}, **WATCHED}
+        )
+        self._live = Live(
+            Group(self._dashboard, self._bar),
+            console=self.console,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),
+        )
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """`step` steps are done; those metrics that are to be shown and are there are shown."""
+        if not self.plain:
+            self._dashboard.update(metrics)
+            self._bar.update(self._task, completed=step)
+            return
         shown = [f"{label} {format_value(metrics[name])}" for name, label in self.shown.items() if name in metrics]
-        numbers = "  ".join(shown)
-        if self.plain:
-            rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
-            line = f"{self.title} {step}/{self.total_steps}  {numbers}  {rate:.2f} s/step"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._progress.update(self._task, completed=step, numbers=numbers)
+        rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
+        line = f"{self.title} {step}/{self.total_steps}  {'  '.join(shown)}  {rate:.2f} s/step"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> TrainingProgress:
-        self._progress.start()
+        if not self.plain:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if not self.plain:
+            self._live.stop()

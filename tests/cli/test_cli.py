@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rlhf_kernels import native, registry
 
 from rlhf_engine import __version__, cli
 from rlhf_engine.cli import main
+from rlhf_engine.report import format_value
 from rlhf_engine.training.metrics import read_metrics
 from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward, write_rows
 
@@ -123,6 +125,13 @@ def test_the_module_runs_as_a_program(tmp_path):
     assert done.stderr == "rlhf-engine train: unknown option --max_stepz; did you mean --max_steps?\n"
 
 
+def lying(out):
+    """What a command said of where things are: name → path or command."""
+    found = dict(re.match(r"(\w+(?: \w+)?) +(.*)", line).groups() for line in out.splitlines()[1:])
+    assert "page" in found
+    return found
+
+
 # ---- the whole way ---------------------------------------------------------------------------------------------------
 
 
@@ -133,10 +142,16 @@ def test_sft_full_then_train_then_generate(capsys, tmp_path):
     sft = ["sft", "--full", "--model_name_or_path", str(base), "--dataset_name", pairs, "--max_steps", "2", *common]
     code, out, _ = run(capsys, *sft, "--device", "cpu", "--output_dir", str(tmp_path / "sft"))
     assert code == 0
-    assert out.startswith(f"base {tmp_path / 'sft'}  loss ")
+    assert lying(out)["base"] == str(tmp_path / "sft")
+    assert out.startswith("2 steps; cross-entropy ")
     code, out, err = run(capsys, *train_flags(tmp_path / "sft", tmp_path, *common))
     assert code == 0
-    assert f"model {tmp_path / 'run' / 'final'}" in out
+    where = lying(out)
+    assert where["model"] == str(tmp_path / "run" / "final")
+    assert all(Path(where[name]).exists() for name in ("model", "curves", "metrics"))
+    assert run(capsys, *shlex.split(where["page"])[1:], "--out", str(tmp_path / "page.html"))[0] == 0
+    first, last = (format_value(row["reward"]) for row in read_metrics(Path(where["metrics"])))
+    assert out.startswith(f"2 steps; reward {first} → {last}; KL, nats per answer ")
     assert "ppo 2/2" in err
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "run" / "curves.png").is_file()
@@ -165,8 +180,8 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     code, out, err = run(capsys, *reward)
     assert code == 0, err
     final = tmp_path / "rm" / "final"
-    assert out.startswith(f"reward model {final}  of step ")
-    assert "held-out auc " in out
+    assert lying(out)["reward model"].startswith(f"{final}  (step ")
+    assert "held-out auc " in lying(out)["reward model"]
     record = json.loads((tmp_path / "rm" / "run.json").read_text())
     share = f"{record['trained_parameters']:,} parameters, {100 * record['trained_share']:.3g} % of the base's"
     assert f"pointwise, {record['rows']['train']} rows and {record['rows']['eval']} held out; training {share}" in err
@@ -178,7 +193,7 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     flags = [f for pair in zip(flags[1::2], flags[2::2], strict=True) if pair[0] not in _PPO_ONLY for f in pair]
     code, out, err = run(capsys, "train", *flags)
     assert code == 0, err
-    assert f"model {tmp_path / 'run' / 'final'}" in out
+    assert lying(out)["model"] == str(tmp_path / "run" / "final")
 
 
 _PPO_ONLY = ("--num_mini_batches", "--num_ppo_epochs")
@@ -207,7 +222,7 @@ def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
     sft = ["sft", "--lora", "--model_name_or_path", str(model), "--dataset_name", pairs, "--max_steps", "2"]
     code, out, _ = run(capsys, *sft, "--device", "cpu", "--lora_r", "4", "--output_dir", str(tmp_path / "sft"))
     assert code == 0
-    assert out.startswith("slot ")
+    assert lying(out)["slot"] == str(tmp_path / "sft")
     adapters = ["--reference_adapter", str(tmp_path / "sft"), "--reward_adapter", str(tmp_path / "sft")]
     assert run(capsys, *train_flags(model, tmp_path, *adapters, "--method", "j_hydra_ppo"))[0] == 0
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]

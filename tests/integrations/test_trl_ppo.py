@@ -166,6 +166,42 @@ def test_a_resumed_run_makes_the_same_floats(folder, tmp_path, stop):
     assert told(whole) == told(resumed)
 
 
+def test_a_resumed_run_goes_on_in_its_epoch_and_its_line_of_the_log(folder, tmp_path):
+    """An epoch is three rollouts, a line of the log one; the stop lies in the second epoch's first rollout."""
+    options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "num_iterations": 1}
+    whole = make(folder, tmp_path / "whole", **options)
+    asked = watched(whole)
+    whole.train()
+    resumed = make(folder, tmp_path / "parts", **options)
+    again = watched(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-7"))
+    assert len(asked) == 5
+    assert asked[0] != asked[3]  # each epoch has an order of its own
+    assert again == asked[4:]
+    left, right = trained(whole), trained(resumed)
+    assert all(torch.equal(left[n], right[n]) for n in left)
+
+    def told(trainer):  # the mean loss since the last line is transformers', which begins anew
+        return [{k: v for k, v in row.items() if "time" not in k and k != "loss"} for row in rows(trainer)]
+
+    assert len(told(whole)) == 5
+    assert told(whole) == told(resumed)
+    assert "reward" in told(resumed)[3]
+
+
+def watched(trainer) -> list[list[str]]:
+    """The prompts of each rollout, to be."""
+    found: list[list[str]] = []
+    compute = trainer._generate_and_score_completions
+
+    def look(inputs):
+        found.append([row["prompt"] for row in inputs])
+        return compute(inputs)
+
+    trainer._generate_and_score_completions = look
+    return found
+
+
 def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
     trainer = make(folder, tmp_path, ["lane", words], save_strategy="steps", save_steps=4)
     trainer.train()

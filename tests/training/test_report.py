@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from rich.console import Console
 from rlhf_engine.report import (
     PANELS,
     TrainingProgress,
+    exit_summary,
     format_value,
     plot_curves,
     samples_markdown,
     smooth,
     summary_table,
 )
+from rlhf_engine.report.dashboard import Course
 from rlhf_engine.training.metrics import MetricsWriter
 
 
@@ -101,6 +104,61 @@ def test_progress_is_plain_lines_off_a_terminal() -> None:
     assert "\x1b" not in buffer.getvalue()
 
 
+def test_a_terminal_shows_the_course_of_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, height=30, force_terminal=True, color_system=None)
+    with TrainingProgress(8, title="ppo", console=console, shown={"staleness/max": "age"}) as progress:
+        for step in range(1, 9):
+            times = {"seconds/generate": 1.0, "seconds/update": 3.0, "peak_memory_bytes": 2.5e9}
+            lost = {} if step < 8 else {"entropy": None}  # what is no number is not drawn
+            progress.update(step, {"reward": step / 4, "kl": -step, "staleness/max": 1.0, **times, **lost})
+    last = buffer.getvalue().rpartition("so far")[2]
+    assert re.search(r"reward +2\.000 +▁▂▃▄▅▆▇█ ", last)
+    assert re.search(r"KL, nats per answer +-8 +█▇▆▅▄▃▂▁ ", last)
+    assert re.search(r"age +1\.000 +▁▁▁▁▁▁▁▁ ", last)
+    assert "generate 25 %   update 75 %   peak 2.50 GB" in last
+    assert "entropy" not in last
+    assert "ppo" in last
+    assert "8/8" in last
+
+
+def test_a_low_terminal_keeps_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, height=7, force_terminal=True, color_system=None)
+    with TrainingProgress(1, console=console) as progress:
+        progress.update(1, {"reward": 1.0, "kl": 1.0, "entropy": 1.0, "clip_ratio": 0.5})
+    last = buffer.getvalue().rpartition("so far")[2]
+    assert "reward" in last
+    assert "clipped" not in last
+    assert "1/1" in last
+
+
+@pytest.mark.parametrize("count", [1, 5, 72, 73, 1000])
+def test_a_course_of_any_length_fits_and_keeps_its_shape(count: int) -> None:
+    course = Course(width=36)
+    for i in range(count):
+        course.add(float(i))
+    blocks = course.blocks()
+    assert len(blocks) == min(count, 36) or 18 <= len(blocks) <= 36
+    assert list(blocks) == sorted(blocks)  # the blocks are in the order of their heights
+    assert count == 1 or (blocks[0], blocks[-1]) == ("▁", "█")
+    assert course.last == count - 1
+
+
+def test_summary_tells_first_and_last_and_where_things_are(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(1, {"reward": 0.5, "kl": 0.0, "peak_memory_bytes": 3e9})
+        writer.write(1000, {"reward": None, "kl": 2.0, "eval/reward": 1.5, "peak_memory_bytes": 2e9})
+    text = exit_summary(tmp_path / "metrics.jsonl", {"model": tmp_path / "final", "page": "rlhf-engine report x"})
+    first, *where = text.splitlines()
+    assert first == (
+        "1,000 steps; reward 0.500; reward, held out 1.500; KL, nats per answer 0.000 → 2.000; peak memory 3.00 GB"
+    )
+    assert where == [f"model  {tmp_path / 'final'}", "page   rlhf-engine report x"]
+
+
 def test_progress_is_a_bar_on_a_terminal_but_not_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     for ci, plain in (("", False), ("1", True)):
         monkeypatch.setenv("CI", ci)
@@ -110,7 +168,7 @@ def test_progress_is_a_bar_on_a_terminal_but_not_in_ci(monkeypatch: pytest.Monke
             progress.update(4, {"lm_loss": 1.5})
         assert progress.plain is plain
         assert "4/4" in buffer.getvalue()
-        assert "loss 1.500" in buffer.getvalue()
+        assert re.search(r"(loss|cross-entropy) +1\.500", buffer.getvalue())
         assert ("━" in buffer.getvalue()) is not plain
     with pytest.raises(ValueError, match=r"total_steps: expected an integer >= 1, got 0"):
         TrainingProgress(0)

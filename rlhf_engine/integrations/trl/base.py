@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
+from torch.utils.data import Sampler
 
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
@@ -41,6 +42,8 @@ REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
 _ROLLOUT_FILE = "rollout_{}.safetensors"
 """What a checkpoint in the middle of a rollout keeps of it, by process."""
+_METRICS_FILE = "metrics_{}.json"
+"""What has been measured since the last line of the log, by process: a stop loses none of it."""
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -253,9 +256,11 @@ class HydraTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        measured = json.dumps(self._metrics["train"])
+        (folder / _METRICS_FILE.format(self.accelerator.process_index)).write_text(measured)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             return  # the next step draws anew
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         tensors = {
             f"{i}|{name}": x.detach().cpu().clone()  # parts may share one
             for i, part in enumerate(self._buffered_inputs)
@@ -267,6 +272,9 @@ class HydraTrainer(GRPOTrainer):
         """Where the run stood within a rollout, and what is left of that."""
         state = json.loads((folder / "trainer_state.json").read_text())
         self._step = state["global_step"] * self.args.gradient_accumulation_steps
+        measured = folder / _METRICS_FILE.format(self.accelerator.process_index)
+        if measured.is_file():
+            self._metrics["train"].update(json.loads(measured.read_text()))
         path = folder / _ROLLOUT_FILE.format(self.accelerator.process_index)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             return
@@ -290,6 +298,9 @@ class HydraTrainer(GRPOTrainer):
                 f"{resume_from_checkpoint!r}, which has none"
             )
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
+        return _PromptsOfEpoch(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     # ---- answers and what they are worth ---------------------------------------------------------------------------
 
@@ -428,6 +439,24 @@ class HydraTrainer(GRPOTrainer):
 
 LANE_ROLE = "reward"
 """The role that `lane` asks."""
+
+
+class _PromptsOfEpoch(Sampler[int]):
+    """TRL's order of prompts, also in a resumed run: TRL's own sampler then begins with its first epoch again."""
+
+    def __init__(self, sampler: Any, epoch: Callable[[], int]) -> None:
+        """sampler: TRL's RepeatSampler. epoch: the one that is about to begin, or to go on."""
+        self._sampler, self._epoch = sampler, epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            generator = self._sampler.generator.manual_seed(self._sampler.seed)
+            for _ in range(self._epoch()):
+                torch.randperm(self._sampler.num_samples, generator=generator)
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
