@@ -15,12 +15,19 @@ GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
 
+# A process per core, each with one thread; tests that measure time run before, with the machine to themselves.
+TEST := HF_HUB_OFFLINE=1 CI=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
+
 # bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
 test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
-	HF_HUB_OFFLINE=1 CI=1 PYTHONPATH=$(dir $(QUANTISED)) $(VENV)/python -m pytest tests/hydra/test_quantised.py
+	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py
+	$(TEST) -m "alone and not long and not gpu"
+	$(TEST) -m "not alone and not long and not gpu" $(SPREAD)
+else
+	$(TEST) -m "not long and not gpu" $(ARGS)
 endif
-	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "not long and not gpu" $(ARGS)
 
 test-long: $(INSTALLED)
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)

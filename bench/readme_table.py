@@ -1,16 +1,19 @@
 #!/usr/bin/env python
-"""The README's table of kernels from recorded measurements: one row per case, ours beside the fastest of the others.
+"""The README's tables from recorded measurements.
 
     python bench/readme_table.py [--check] [RESULTS.jsonl]
 
 RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given. Of
-several records of a case the last one counts. --check writes nothing and exits with 1 if the README differs.
+several records of a case the last one counts: a row per case, ours beside the fastest of the others. Between the marks
+`<!-- table: bench/results/….md -->` and `<!-- /table -->` comes the first table of that file, as its benchmark wrote
+it. --check writes nothing and exits with 1 if the README differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results" / "cpu" / "kernels" / "results.jsonl"
 BEGIN, END = "<!-- bench-table -->\n", "<!-- /bench-table -->"
+QUOTED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEADER = (
     "| op | case | ms | of its floor | fastest other that computes the same | × faster | MiB | error (allowed) |\n"
     "|---|---|---|---|---|---|---|---|\n"
@@ -55,6 +59,19 @@ def with_table(text: str, rows: str) -> str:
     return f"{head}{BEGIN}{rows}{END}{tail}"
 
 
+def first_table(path: Path) -> str:
+    """The lines of a Markdown file's first table."""
+    found = re.search(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"README: expected a table in {path}, got none")
+    return found.group()
+
+
+def with_quoted(text: str) -> str:
+    """`text` with the tables that it takes from the results of benchmarks."""
+    return QUOTED.sub(lambda found: found[1] + first_table(ROOT / found[2]) + found[3], text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or 1 if --check finds a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     records = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
     before = README.read_text(encoding="utf-8")
-    after = with_table(before, table(records))
+    after = with_quoted(with_table(before, table(records)))
     if options.check:
         return int(before != after)
     README.write_text(after, encoding="utf-8")

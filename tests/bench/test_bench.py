@@ -353,6 +353,18 @@ def test_readme_has_the_recorded_measurements(tmp_path: Path) -> None:
     assert script.main(["--check", str(faster)]) == 1  # of two records of a case the last one counts
 
 
+def test_readme_quotes_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("readme_table")
+    assert len(script.QUOTED.findall(script.README.read_text(encoding="utf-8"))) >= 4
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "a.md").write_text("# A\n\n| x |\n|---|\n| 1 |\n\ntext\n\n| y |\n", encoding="utf-8")
+    old = "b\n<!-- table: a.md -->\n| 0 |\n<!-- /table -->\nc"
+    assert script.with_quoted(old) == "b\n<!-- table: a.md -->\n| x |\n|---|\n| 1 |\n<!-- /table -->\nc"
+    (tmp_path / "a.md").write_text("none", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected a table"):
+        script.with_quoted(old)
+
+
 def test_readme_table_needs_its_marks() -> None:
     script = load_script("readme_table")
     assert script.with_table("a\n<!-- bench-table -->\nold\n<!-- /bench-table -->\nb", "new\n") == (

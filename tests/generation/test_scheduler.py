@@ -115,6 +115,7 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most):
         assert len(set(found)) > 1  # else the newest policy was never newer than it had to be
 
 
+@pytest.mark.alone
 def test_a_step_takes_as_long_as_the_longer_stage():
     generate, update, steps = 0.03, 0.05, 20
     scheduler, _ = scheduler_of(Stage(lambda order: generate), StalenessRule(max_staleness=1), steps)
