@@ -6,6 +6,7 @@ VENV := .venv/bin
 ARGS ?=
 INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
+OLDEST_TRL := .venv/trl-1.15.0/.installed
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
@@ -29,7 +30,11 @@ else
 	$(TEST) -m "not long and not gpu" $(ARGS)
 endif
 
-test-long: $(INSTALLED)
+# the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter
+test-long: $(INSTALLED) $(OLDEST_TRL)
+ifeq ($(ARGS),)
+	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
+endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 
 gpu:
@@ -53,6 +58,10 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 
 $(QUANTISED): $(INSTALLED)
 	$(VENV)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(dir $@) bitsandbytes
+	touch $@
+
+$(OLDEST_TRL): $(INSTALLED)
+	$(VENV)/python -m pip install -q --no-deps --upgrade --target $(dir $@) trl==1.15.0
 	touch $@
 
 clean:

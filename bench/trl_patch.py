@@ -152,7 +152,8 @@ def summarise(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| | stock, s per step | patched | × faster | stock, peak MB | patched | calls | loss differs by | norm differs by |",
+        "| | stock, s per step | patched | × faster | stock, peak MB | patched | calls "
+        "| loss differs by | norm differs by |",
         "|---" * 9 + "|",
     ]
     for kind, row in found.items():

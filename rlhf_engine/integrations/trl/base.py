@@ -48,6 +48,8 @@ _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
+    "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_get_train_sampler": ("dataset",),
     "_tokenize_prompts": ("prompts",),
 }
 
@@ -350,6 +352,10 @@ class HydraTrainer(GRPOTrainer):
         if not totals.isfinite().all():
             raise NonFiniteError("reward of an answer is not finite; no update was made from it")
         return totals, ~own.isnan().all(1)
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> tuple[None, None, None]:
+        """Nothing: TRL asks for these log-probs before it scores answers, and scoring brings them."""
+        return None, None, None
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)

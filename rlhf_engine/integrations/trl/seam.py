@@ -56,9 +56,12 @@ class Patch:
         """Calls that our kernel has served."""
         self._backend = backend
         self._utils = utils
-        self._before: dict[str, Any] | None = {name: getattr(utils, name) for name in (_FUNCTION, _COMPACT)}
-        setattr(utils, _FUNCTION, self)
-        setattr(utils, _COMPACT, lambda device: True)
+        ours: dict[str, Any] = {_FUNCTION: self}
+        if hasattr(utils, _COMPACT):  # TRL 1.15 leaves them out everywhere by itself
+            ours[_COMPACT] = lambda device: True
+        self._before: dict[str, Any] | None = {name: getattr(utils, name) for name in ours}
+        for name, value in ours.items():
+            setattr(utils, name, value)
 
     def undo(self) -> None:
         """Give TRL its own function back. Does nothing the second time."""
@@ -129,10 +132,9 @@ def patch(*, backend: str = "auto") -> Patch:
     require_trl()
     from trl.trainer import utils
 
-    there = [name for name in (_FUNCTION, _COMPACT) if not hasattr(utils, name)]
-    if there:
-        raise ConfigError(f"trl: expected {there[0]} in trl.trainer.utils, which has none")
-    function = getattr(utils, _FUNCTION)
+    function = getattr(utils, _FUNCTION, None)
+    if function is None:
+        raise ConfigError(f"trl: expected {_FUNCTION} in trl.trainer.utils, which has none")
     require_parameters(
         f"{_FUNCTION}.apply", function.apply if isinstance(function, Patch) else function.forward, _PARAMETERS
     )
