@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ConfigError as error:
         return _fail(name, error, 2)
-    except EngineError as error:
+    except (EngineError, OSError) as error:  # a disk that is full or fails, a file that cannot be read
         return _fail(name, error, 1)
 
 

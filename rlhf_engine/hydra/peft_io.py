@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
+from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -304,6 +305,8 @@ def _read_tensors(folder: str | os.PathLike[str]) -> PairTensors:
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    if (path.parent / MANIFEST_FILE).is_file():  # in the root of a checkpoint
+        check_manifest(path.parent, [path.name])
     try:
         return load_file(path)
     except SafetensorError as error:

@@ -27,6 +27,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
+from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
 
 _FORMAT = 2
 
@@ -90,9 +91,12 @@ def load_pretrained(
     """Load what `save_pretrained` wrote. `base`, and `backbones` by name, override where frozen backbones lie.
 
     dtype and quantization must be those of the saved model, or its backbones are others (their hashes differ).
-    Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs).
+    Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs), and
+    CorruptCheckpointError for a checkpoint that is not as it was written.
     """
     folder = Path(folder)
+    if (folder / MANIFEST_FILE).is_file():  # of a checkpoint
+        check_manifest(folder)
     record = read_record(folder)
     given = {**(backbones or {}), **({} if base is None else {"base": base})}
     unknown = sorted(name for name in given if name not in record["backbones"] or record["backbones"][name]["folder"])
@@ -127,7 +131,8 @@ def load_pretrained(
 def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     """Load what `save_pretrained` wrote into a model of the same roles, in place.
 
-    Raises ValueError for a folder of other slots or backbones, or of a frozen backbone with another hash.
+    Raises ValueError for a folder of other slots or backbones, of adapters in another dtype, or of a frozen backbone
+    with another hash.
     """
     folder = Path(folder)
     record = read_record(folder)
@@ -136,6 +141,9 @@ def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     theirs = {slot: held["backbone"] for slot, held in record["slots"].items()}
     if ours != theirs:
         raise ValueError(f"expected slots {_listed(ours)}, got {_listed(theirs)} in {str(folder)!r}")
+    dtype = str(model.adapter_dtype).removeprefix("torch.")
+    if record["adapter_dtype"] != dtype:  # loading would round, or pretend to a precision that is not there
+        raise ValueError(f"adapter_dtype: expected {record['adapter_dtype']} as in {str(folder)!r}, got {dtype}")
     trained = {name for name in model.backbones if not model.backbone(name).frozen}
     held = {name for name, backbone in record["backbones"].items() if backbone["folder"]}
     if set(model.backbones) != set(record["backbones"]) or trained != held:

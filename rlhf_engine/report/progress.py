@@ -36,6 +36,13 @@ _FACTS = {"tokens_per_second": "tokens/s"}
 """Shown by a dashboard in its last line anyway."""
 
 
+class _Console(Console):
+    """One that a run outlives: whoever read it may have gone, as `| tee` goes with Ctrl-C."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
@@ -56,7 +63,7 @@ class TrainingProgress:
         self.total_steps, self.title = total_steps, title
         self.shown = dict(self.SHOWN if shown is None else shown)
         # standard output belongs to results (--json), so progress goes to standard error
-        self.console = console or Console(file=sys.stderr)
+        self.console = console or _Console(file=sys.stderr)
         self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
         self._began, self._first_step = time.monotonic(), step
         self._bar = Progress(

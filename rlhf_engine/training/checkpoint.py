@@ -8,6 +8,7 @@ manifest has the SHA-256 of every file, and none is read that differs.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpo
 from rlhf_engine.folders import finish_replacements, put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.manifest import check_manifest, write_manifest
+from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
 from rlhf_engine.training.generation.versions import Snapshot
 from rlhf_engine.training.optimizer import RoleOptimizer
 
@@ -79,6 +80,14 @@ class TrainerState:
     """Step of the best evaluation so far, by reward."""
     best_reward: float | None = None
     """Its reward."""
+    judged_by: str | None = None
+    """A digest of the rewards and held-out prompts that the best evaluation is the best by."""
+    prompts: str | None = None
+    """A digest of the prompts, in their order."""
+    generation_batch_size: int | None = None
+    """Answers of a step, by which the place in the data is found again."""
+    num_generations: int | None = None
+    """Answers to a prompt, likewise."""
     policies_after: dict[str, int] = field(default_factory=dict)
     """Steps done → version, of past policies that later steps may ask for."""
     drawn_by: dict[str, int] = field(default_factory=dict)
@@ -97,18 +106,18 @@ def save_checkpoint(
     """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder.
 
     policies: past ones, by version, that the run needs to go on. Raises CheckpointWriteError where the disk is full or
-    fails; every checkpoint that there was is whole then, and nothing of the new one is taken for one.
+    fails; every checkpoint that there was is whole then, and nothing of the new one is left.
     """
     root = Path(output_dir)
-    final = root / f"checkpoint-{state.step}"
+    final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
     try:
-        temporary = root / f".checkpoint-{state.step}.tmp"
         if temporary.exists():
             shutil.rmtree(temporary)
         _write(temporary, model, optimizer, state, policies or {})
         put_in_place(temporary, final)
         _drop_all_but(keep, root)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk would stay full
         raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
     return final
 
@@ -126,9 +135,14 @@ def _write(
 
 
 def _drop_all_but(keep: int | None, root: Path) -> None:
+    """Nothing is dropped while one of those to keep cannot be read: what it refers to is not known."""
     found = list_checkpoints(root)
     kept = found if keep is None else found[-keep:]
-    needed = {root / f"checkpoint-{step}" for folder in kept if (step := _fields(folder).get("best_step")) is not None}
+    try:
+        states = [json.loads((folder / _STATE_FILE).read_text()) for folder in kept]
+    except (FileNotFoundError, ValueError):
+        return
+    needed = {root / f"checkpoint-{state['best_step']}" for state in states if state.get("best_step") is not None}
     for old in found:
         if old not in kept and old not in needed:
             remove(old)
@@ -142,8 +156,9 @@ def load_checkpoint(
 ) -> C:
     """Load into a model and optimizer built from the same configuration; its counters, as `kind`.
 
-    Raises ConfigError for a folder that is no checkpoint, or one of another kind of run, CorruptCheckpointError for one
-    that is not as it was written; model and optimizer are then as they were.
+    Raises CorruptCheckpointError for one that is not as it was written, ConfigError for a folder that is no checkpoint
+    or one of another kind of run; model and optimizer are then as they were. ConfigError also where they are others
+    than the checkpoint's, of which parts may have been loaded by then.
     """
     folder = Path(folder)
     state = read_counters(folder, kind)
@@ -195,6 +210,11 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
             raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {value!r}")
 
 
+def digest(value: Any) -> str:
+    """A name for plain values, such as the rows of a run: equal ones have the same."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
 def check(folder: Path, names: Iterable[str] | None = None) -> None:
     """Raise CorruptCheckpointError for a checkpoint that is not as it was written. names: compare these files alone."""
     try:
@@ -232,6 +252,8 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
 
 
 def _require_checkpoint(folder: Path) -> Path:
+    if (folder / MANIFEST_FILE).is_file():
+        check(folder, [])  # whether files were lost
     for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
         if not (folder / name).is_file():
             raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")

@@ -1,10 +1,11 @@
 """What a run leaves behind in numbers: `metrics.jsonl` and the record of what ran where.
 
-* One JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed run loses no line.
+* One JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed run loses no line. `sync`
+  brings them to the disk before a checkpoint that a run goes on from: neither does a power cut.
 * JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. That
   key is there only when something is wrong, so one search finds every bad step.
 * Steps never go backwards. A resumed run calls `truncate_after(step of the checkpoint)` first, so that no step
-  is in the file twice. A last line cut short by a crash is dropped when the file is opened.
+  is in the file twice. What a crash has left behind whole lines is dropped when the file is opened.
 * Files that are replaced are written beside themselves and renamed: a reader sees the old one or the new one.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import numbers
@@ -62,6 +64,10 @@ class MetricsWriter:
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self.last_step = int(step)
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> int:
         """Drop every line of a later step; returns how many were dropped."""
@@ -179,10 +185,20 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Lines of a JSONL file with their line ends, without a last one that was cut short."""
+    """Lines of a JSONL file with their line ends, up to the first that is no JSON object: what a crash has left.
+
+    That is a last line cut short, or after a power cut blocks of zeros.
+    """
     if not path.exists():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return list(itertools.takewhile(_is_whole, path.read_bytes().splitlines(keepends=True)))
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:  # of which a text that is no UTF-8 is one
+        return False
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -100,6 +100,10 @@ class RoleOptimizer:
         self.adamw.zero_grad(set_to_none=True)
         return norms
 
+    def has_stepped(self, role: str) -> bool:
+        """Whether a step has been applied to some parameter of a role, before a run was taken up again included."""
+        return any(self.adamw.state.get(p) for p in self.groups[role].values())
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments and step counts as flat named tensors, for safetensors."""
         found = {}

@@ -11,12 +11,14 @@ import contextlib
 import functools
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rlhf_kernels import registry
+from safetensors import SafetensorError
 
 from rlhf_engine.algorithms.kl_controller import next_beta
 from rlhf_engine.algorithms.online_dpo import DpoObjective
@@ -24,7 +26,7 @@ from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import EngineError, RunStopped
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
@@ -34,6 +36,7 @@ from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_t
 from rlhf_engine.training.build import PAST, build_policy_model, check_sources, shard_base
 from rlhf_engine.training.checkpoint import (
     TrainerState,
+    digest,
     load_checkpoint,
     load_policies,
     read_counters,
@@ -129,8 +132,19 @@ class RlTrainer:
         self._resumed_step = 0
         if self._resume is not None:
             counters: TrainerState = read_counters(self._resume)
-            require_same(self._resume, counters, seed=config.seed, algorithm=config.algorithm)
+            require_same(
+                self._resume,
+                counters,
+                seed=config.seed,
+                algorithm=config.algorithm,
+                generation_batch_size=config.generation_batch_size,
+                num_generations=config.num_generations,
+            )
             self._resumed_step = counters.step
+            if counters.step > config.max_steps and not (self.output / FINAL_FOLDER).is_dir():
+                raise ConfigError(
+                    f"max_steps: expected at least {counters.step}, the steps of {self._resume}, got {config.max_steps}"
+                )
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
@@ -170,13 +184,19 @@ class RlTrainer:
         self.model.eval()
         beta = None if config.kl_target is None else config.beta
         self.state = TrainerState(
-            step=0, seed=config.seed, algorithm=config.algorithm, samples=0, policy_version=0, beta=beta
+            step=0,
+            seed=config.seed,
+            algorithm=config.algorithm,
+            samples=0,
+            policy_version=0,
+            beta=beta,
+            prompts=digest(self.train_set.ids),
+            judged_by=self._judge(),
+            generation_batch_size=config.generation_batch_size,
+            num_generations=config.num_generations,
         )
         if self._resume is not None:
-            found: TrainerState = load_checkpoint(self._resume, self.model, self.optimizer)
-            if beta is not None and found.beta is not None:
-                beta = found.beta
-            self.state = replace(found, algorithm=config.algorithm, beta=beta)
+            self.state = self._taken_up(load_checkpoint(self._resume, self.model, self.optimizer))
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
@@ -191,8 +211,41 @@ class RlTrainer:
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._saved_step: int | None = None
         """Of the newest checkpoint that this process has written."""
-        self._unmoved = set(self.optimizer.groups)
+        self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
         """Roles of which no update has been seen to change anything yet."""
+
+    def _judge(self) -> str | None:
+        """What an evaluation's reward is measured by; None without one."""
+        if self.eval_set is None:
+            return None
+        config = self.config
+        return digest([config.reward_funcs, config.reward_weights, config.missing_eos_penalty, self.eval_set.ids])
+
+    def _taken_up(self, found: TrainerState) -> TrainerState:
+        """The counters of a checkpoint as this run goes on with them."""
+        state = self.state
+        if found.prompts is not None and found.prompts != state.prompts:
+            raise ConfigError(f"dataset_name: expected the prompts of the run of {self._resume}, got others")
+        beta = found.beta if state.beta is not None and found.beta is not None else state.beta
+        best = (found.best_step, found.best_reward)
+        if found.best_step is not None and found.judged_by not in (None, state.judged_by):
+            warnings.warn(
+                f"rewards or held-out prompts are others than in {self._resume}: its best evaluation, of step "
+                f"{found.best_step}, is not compared with later ones",
+                stacklevel=2,
+            )
+            best = (None, None)
+        return replace(
+            found,
+            algorithm=state.algorithm,
+            beta=beta,
+            best_step=best[0],
+            best_reward=best[1],
+            judged_by=state.judged_by,
+            prompts=state.prompts,
+            generation_batch_size=state.generation_batch_size,
+            num_generations=state.num_generations,
+        )
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -248,7 +301,7 @@ class RlTrainer:
         return writer
 
     def _trackers(self) -> Trackers:
-        return Trackers(self.config.report_to, self.output, self.config.to_dict())
+        return Trackers(self.config.report_to, self.output, self.config.to_dict(), step=self.state.step)
 
     def _note(
         self,
@@ -263,13 +316,16 @@ class RlTrainer:
             writer.write(done, metrics)
             if trackers is not None:
                 trackers.log(done, metrics)
+        regular = config.save_steps and done % config.save_steps == 0
+        saved = done == config.max_steps or regular or self.state.best_step == done
+        if saved:
+            if writer is not None:
+                writer.sync()
+            self.save()
         if on_step is not None:
             on_step(done, metrics)
-        regular = config.save_steps and done % config.save_steps == 0
-        if done == config.max_steps or regular or self.state.best_step == done:
-            self.save()
-            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
-                plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+        if saved and writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
+            plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
     def _end(self) -> None:
         """The final model, and samples if there are any."""
@@ -278,9 +334,10 @@ class RlTrainer:
         looks = self._samples.read()
         if not looks:
             return
-        before, after = looks[0], looks[-1]
+        after = looks[-1]
+        before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
         text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
-        (self.output / SAMPLES_FILE).write_text(text)
+        (self.output / SAMPLES_FILE).write_text(text, encoding="utf-8")
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
@@ -456,11 +513,15 @@ class RlTrainer:
 
     def _save_final(self) -> None:
         """final/ appears whole or not at all, as checkpoints do."""
-        temporary = self.output / f".{FINAL_FOLDER}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_pretrained(self.model, temporary)
-        self.tokenizer.save_pretrained(temporary)
-        put_in_place(temporary, self.output / FINAL_FOLDER)
+        temporary, final = self.output / f".{FINAL_FOLDER}.tmp", self.output / FINAL_FOLDER
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            save_pretrained(self.model, temporary)
+            self.tokenizer.save_pretrained(temporary)
+            put_in_place(temporary, final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
 
     def _note_best(self, reward: float | None) -> None:
         """Remember the step with the highest reward on held-out prompts, whose checkpoint is kept."""

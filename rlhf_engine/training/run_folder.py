@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
@@ -23,6 +24,11 @@ def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, o
     """
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
+    if resume == "auto" and checkpoint is None and not overwrite and (output / FINAL_FOLDER).is_dir():
+        raise ConfigError(
+            f"output_dir: expected checkpoints to go on from beside {FINAL_FOLDER}/ in {output}, got none; use "
+            "--overwrite_output_dir to start afresh"
+        )
     # `auto` without a checkpoint starts afresh: the run was stopped before its first one
     goes_on = resume == "auto" or (checkpoint is not None and checkpoint.resolve().parent == output.resolve())
     if not goes_on and not overwrite:
@@ -42,8 +48,11 @@ def clear_later_steps(output: Path, *, step: int, total_steps: int) -> None:
 
 
 def drop_later_checkpoints(output: Path, step: int) -> None:
-    """Drop the checkpoints of later steps, and what is left of those that were being replaced."""
-    finish_replacements(output, "checkpoint-*")
+    """Drop the checkpoints of later steps, and what stops have left of files and folders that were being written."""
+    for names in ("checkpoint-*", FINAL_FOLDER):
+        finish_replacements(output, names)
+    for unfinished in output.glob(".*.tmp"):
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
             remove(checkpoint)

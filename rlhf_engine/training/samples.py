@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Samples:
 
 
 class SampleLog:
-    """The file. A last line cut short by a crash is left out, as in metrics."""
+    """The file. What a crash has left behind whole lines is left out, as in metrics."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,6 +38,8 @@ class SampleLog:
             write_atomic(self.path, b"".join(kept))
 
     def write(self, samples: Samples) -> None:
-        """Append one look."""
+        """Append one look, flushed to disk."""
         with self.path.open("ab") as file:
             file.write(json.dumps(asdict(samples), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())

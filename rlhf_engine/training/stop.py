@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -46,9 +47,14 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self._seen:
             if sys.stderr.isatty():
-                os.write(2, _SHOW_CURSOR)  # a progress bar hides it
+                _tell(_SHOW_CURSOR)  # a progress bar hides it
             os._exit(128 + number)
         self._seen.add(number)
         self.received = self.received or signal.Signals(number)
-        # not print: the handler may have interrupted one
-        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+        _tell(b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+
+
+def _tell(text: bytes) -> None:
+    """On standard error, if anybody reads it: Ctrl-C ends a `| tee` as well. Not print, which this may interrupt."""
+    with contextlib.suppress(OSError):
+        os.write(2, text)

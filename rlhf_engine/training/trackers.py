@@ -19,8 +19,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 class Trackers:
     """The open trackers of a run; none where none are asked for."""
 
-    def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any]) -> None:
-        """output: of the run, whose name the trackers get; TensorBoard's files go into it.
+    def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
+        """output: of the run, whose name the trackers get; TensorBoard's files go into it. step: from which it goes on.
 
         Raises ConfigError for one that is not installed.
         """
@@ -35,7 +35,9 @@ class Trackers:
         plain = {name: x if isinstance(x, (bool, int, float, str)) else str(x) for name, x in options.items()}
         for name in names:
             cls = LOGGER_TYPE_TO_CLASS[name]
-            tracker = cls(TENSORBOARD_FOLDER, output) if cls.requires_logging_directory else cls(output.name)
+            # of steps after the one that a run goes on from, TensorBoard shows what comes now
+            beside = {"purge_step": step + 1} if name == "tensorboard" and step else {}
+            tracker = cls(TENSORBOARD_FOLDER, output, **beside) if cls.requires_logging_directory else cls(output.name)
             if hasattr(tracker, "start"):
                 tracker.start()
             if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes

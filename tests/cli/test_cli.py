@@ -196,6 +196,16 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     assert lying(out)["model"] == str(tmp_path / "run" / "final")
 
 
+def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
+    def write(self, step, metrics):
+        raise OSError(28, "No space left on device", str(self.path))
+
+    monkeypatch.setattr("rlhf_engine.training.metrics.MetricsWriter.write", write)
+    code, _, err = run(capsys, *train_flags(model, tmp_path))
+    assert code == 1
+    assert err.splitlines()[-1].startswith("rlhf-engine train: [Errno 28] No space left on device: ")
+
+
 _PPO_ONLY = ("--num_mini_batches", "--num_ppo_epochs")
 
 

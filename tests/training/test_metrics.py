@@ -89,6 +89,19 @@ def test_a_line_cut_short_by_a_crash_is_dropped(path: Path) -> None:
     assert [line["a"] for line in read_metrics(path)] == [1, 2]
 
 
+@pytest.mark.parametrize("left", [b"\x00" * 100 + b"\n", b"\xff\xfe\n", b'{"step": 2, "rew\n', b"17\n"])
+def test_what_a_power_cut_leaves_is_dropped(path: Path, left: bytes) -> None:
+    with MetricsWriter(path) as writer:
+        writer.write(1, {"reward": 0.5})
+        writer.sync()
+    whole = path.read_bytes()
+    path.write_bytes(whole + left + b'{"step": 3}\n')  # nor is anything after it of the run up to there
+    assert read_metrics(path) == [{"step": 1, "reward": 0.5}]
+    with MetricsWriter(path) as writer:
+        assert writer.last_step == 1
+    assert path.read_bytes() == whole
+
+
 def test_refused_values(path: Path) -> None:
     with MetricsWriter(path) as writer:
         with pytest.raises(TypeError, match=r"metrics: a: expected one number, got a tensor of shape \(2,\)"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import io
 import json
 import os
 import random
@@ -16,12 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.errors import CorruptCheckpointError, EngineError
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError
+from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
+from rlhf_engine.report import TrainingProgress
 from rlhf_engine.training.checkpoint import list_checkpoints, load_checkpoint
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
-from tests.training.test_data import train_config, write_model
+from rlhf_engine.training.stop import StopSignals
+from tests.training.test_data import train_config, write_model, write_prompts
 from tests.training.test_rl import metrics, same, trained
 
 CROSSING = {
@@ -188,11 +194,133 @@ def test_other_damage_is_refused_and_older_checkpoints_are_named(model, tmp_path
         path.rename(path.with_name(f"x{path.name}"))
     else:
         path.write_bytes(b"")
-    expected = EngineError if change in ("lost", "renamed") else CorruptCheckpointError
-    with pytest.raises(expected, match="resume_from_checkpoint: ") as refused:
+    with pytest.raises(CorruptCheckpointError, match=r"resume_from_checkpoint: .*; beside it is checkpoint-0"):
         load_checkpoint(folder, trainer.model, trainer.optimizer)
-    if type(refused.value) is CorruptCheckpointError:
-        assert "; beside it is checkpoint-0" in str(refused.value)
+
+
+def test_a_checkpoint_with_a_changed_byte_is_no_model_either(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    folder = trainer.save()
+    load_pretrained(folder)
+    path = folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="expected the file as it was written"):
+        load_pretrained(folder)
+    with pytest.raises(ConfigError, match="expected the file as it was written"):
+        RlTrainer(train_config(model, tmp_path / "other", actor_adapter=str(folder)))
+
+
+# ---- going on with something else ------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_what_it_began_with(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    trainer.step()
+    resume = {"resume_from_checkpoint": str(trainer.save())}
+    (tmp_path / "fewer").mkdir()
+    fewer = tmp_path / "fewer" / "prompts.jsonl"
+    lines = Path(trainer.config.dataset_name).read_text().splitlines(keepends=True)
+    fewer.write_text("".join(lines[1:]))
+    for options, message in (
+        ({"dataset_name": str(fewer)}, "dataset_name: expected the prompts of the run of"),
+        ({"generation_batch_size": 4, "num_mini_batches": 1}, "generation_batch_size: expected 8 as in"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype: expected float32 as in"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RlTrainer(train_config(model, tmp_path / "other", **options, **resume))
+    trainer.step()
+    later = trainer.save()
+    with pytest.raises(ConfigError, match="max_steps: expected at least 2, the steps of"):
+        RlTrainer(train_config(model, tmp_path / "other", max_steps=1, resume_from_checkpoint=str(later)))
+
+
+def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
+    held = {"eval_dataset_name": str(write_prompts(tmp_path)), "eval_steps": 1}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **held))
+    trainer.step()
+    trainer._note_best(trainer.evaluate()["eval/reward"])
+    assert trainer.state.best_step == 1
+    resume = {"resume_from_checkpoint": str(trainer.save())}
+    same_judge = RlTrainer(train_config(model, tmp_path / "same", **held, **resume))
+    assert (same_judge.state.best_step, same_judge.state.best_reward) == (1, trainer.state.best_reward)
+    with pytest.warns(UserWarning, match="its best evaluation, of step 1, is not compared with later ones"):
+        other = RlTrainer(train_config(model, tmp_path / "b", **held, **resume, missing_eos_penalty=1.0))
+    assert (other.state.best_step, other.state.best_reward) == (None, None)
+
+
+def test_other_samples_are_compared_with_their_own_first_look(model, tmp_path):
+    config = train_config(model, tmp_path / "run", max_steps=2, save_steps=1, num_samples=2)
+    RlTrainer(config).run()
+    again = {"max_steps": 3, "num_samples": 1, "resume_from_checkpoint": "auto"}
+    RlTrainer(dataclasses.replace(config, **again)).run()
+    assert (tmp_path / "run" / "samples.md").read_text(encoding="utf-8").count("**Before**") == 1
+
+
+def test_a_final_model_without_checkpoints_is_not_a_run_to_begin_again(model, tmp_path):
+    config = train_config(model, tmp_path / "run", max_steps=1)
+    RlTrainer(config).run()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    with pytest.raises(ConfigError, match="expected checkpoints to go on from beside final/"):
+        RlTrainer(dataclasses.replace(config, resume_from_checkpoint="auto"))
+    assert (tmp_path / "run" / "final").is_dir()
+
+
+def test_a_role_that_has_moved_before_need_not_move_again(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    assert trainer._unmoved == {"actor", "critic"}
+    trainer.step()
+    resume = str(trainer.save())
+    assert RlTrainer(train_config(model, tmp_path / "b", resume_from_checkpoint=resume))._unmoved == set()
+
+
+def test_what_others_put_into_an_older_checkpoint_does_not_stop_a_run(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run", save_total_limit=2))
+    for _ in range(4):
+        trainer.step()
+        trainer.save()
+        (trainer.output / f"checkpoint-{trainer.state.step}" / "note.txt").write_text("good")
+    assert [c.name for c in list_checkpoints(trainer.output)] == ["checkpoint-3", "checkpoint-4"]
+    (trainer.output / "checkpoint-4" / "trainer_state.json").write_text("{")
+    trainer.step()
+    trainer.save()  # which one checkpoint-4 refers to is not known: nothing is dropped
+    assert len(list_checkpoints(trainer.output)) == 3
+
+
+def test_what_a_stop_left_unfinished_is_removed(model, tmp_path):
+    output = tmp_path / "run"
+    (output / ".checkpoint-3.tmp").mkdir(parents=True)
+    (output / ".metrics.jsonl.17.tmp").write_text("{")
+    RlTrainer(train_config(model, output, max_steps=1)).run()
+    assert not list(output.glob(".*"))
+
+
+# ---- whoever watches ------------------------------------------------------------------------------------------------
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_run_outlives_who_reads_its_progress(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with TrainingProgress(2) as progress:
+        progress.update(1, {"reward": 1.0})
+        progress.update(2, {"reward": 1.0})
+
+
+def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
+    def write(descriptor, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with StopSignals() as signals:
+        monkeypatch.setattr("rlhf_engine.training.stop.os.write", write)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.asked()
 
 
 # reading is watched by the interpreter itself: every class that a pickle looks up is an event
