@@ -279,7 +279,7 @@ class RlTrainer:
                 # bound now: it runs before the loop goes on
                 world.each("metrics and checkpoints", functools.partial(self._note, writer, trackers, metrics, on_step))
                 if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
-                    world.each("the last checkpoint", self._save_once)
+                    world.each("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
         with self._whole_base():
             world.on_main("the final model", self._end)
@@ -316,16 +316,13 @@ class RlTrainer:
             writer.write(done, metrics)
             if trackers is not None:
                 trackers.log(done, metrics)
-        regular = config.save_steps and done % config.save_steps == 0
-        saved = done == config.max_steps or regular or self.state.best_step == done
-        if saved:
-            if writer is not None:
-                writer.sync()
-            self.save()
         if on_step is not None:
             on_step(done, metrics)
-        if saved and writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
-            plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+        regular = config.save_steps and done % config.save_steps == 0
+        if done == config.max_steps or regular or self.state.best_step == done:
+            self._save_after(writer)
+            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
+                plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
     def _end(self) -> None:
         """The final model, and samples if there are any."""
@@ -500,10 +497,16 @@ class RlTrainer:
         self._saved_step = self.state.step
         return folder
 
-    def _save_once(self) -> None:
+    def _save_once(self, writer: MetricsWriter | None) -> None:
         """A checkpoint of the current step, unless there is one."""
         if self._saved_step != self.state.step:
-            self.save()
+            self._save_after(writer)
+
+    def _save_after(self, writer: MetricsWriter | None) -> None:
+        """A checkpoint, once the metrics of the steps before it are on the disk."""
+        if writer is not None:
+            writer.sync()
+        self.save()
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""

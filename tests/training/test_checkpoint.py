@@ -108,7 +108,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(base, tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, model, optimizer, state(2), keep=1)
     monkeypatch.undo()
-    assert (tmp_path / ".checkpoint-2.tmp").is_dir()  # the half-written one
+    assert not list(tmp_path.glob(".*"))  # what was half-written is room for others now
     assert resolve_resume("auto", tmp_path) == first
     assert load_checkpoint(first, model, optimizer).step == 1
     assert same(model.state_dict(), saved)
@@ -121,6 +121,9 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(base, tmp_path, monkey
 def test_a_folder_that_is_no_checkpoint(base, tmp_path, lost):
     folder = save_checkpoint(tmp_path, *make(base), state(1), keep=None)
     (folder / lost).unlink()
+    with pytest.raises(CorruptCheckpointError, match=f"got .*{lost}.* not there"):
+        resolve_resume(str(folder), tmp_path)
+    (folder / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=f"resume_from_checkpoint: expected {lost} in .*, which is not there"):
         resolve_resume(str(folder), tmp_path)
     with pytest.raises(ConfigError, match=f"expected {lost}"):
