@@ -107,8 +107,9 @@ class Dashboard:
         yield Text(self._facts(), style="dim", overflow="ellipsis", no_wrap=True)
 
     def _facts(self) -> str:
-        total = sum(self._phases.values())
-        facts = [f"{label} {100 * s / total:.0f} %" for label, s in self._phases.items() if total > 0]
+        phases = dict(self._phases)  # another thread may add to it
+        total = sum(phases.values())
+        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
         if (peak := self._latest.get("peak_memory_bytes")) is not None:
             facts.append(f"peak {float(peak) / 1e9:.2f} GB")
         if (speed := self._latest.get("tokens_per_second")) is not None:

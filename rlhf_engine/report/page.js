@@ -43,15 +43,15 @@ function smooth(values) {
 function ticks(low, high, wanted) {
   const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  const first = Math.ceil(low / step - 1e-9), count = Math.min(20, Math.floor(high / step + 1e-9) - first + 1);
+  return Array.from({ length: count }, (_, i) => (first + i) * step);
 }
 
 function range(values) {
   let low = Infinity, high = -Infinity;
   for (const x of values) { if (x < low) low = x; if (x > high) high = x; }
-  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; return [low - pad, high + pad]; }
+  // equal but for rounding, as means of a constant are
+  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) { const pad = Math.abs(low) * 0.1 || 1; return [low - pad, high + pad]; }
   const pad = (high - low) * 0.04;
   return [low - pad, high + pad];
 }
@@ -212,11 +212,12 @@ function against(x, y) {
 function overTime() {
   return DATA.runs.flatMap((run, i) => {
     const step = run.curves["seconds/step"], reward = run.curves.reward;
-    if (!step || !reward || step[0].length !== reward[0].length) return [];
+    if (!step || !reward) return [];
     let total = 0;
-    const seconds = step[1].map((s, j) => total += s * (step[0][j] - (j ? step[0][j - 1] : 0)));
-    const ys = reward[1].length < SMOOTHED_FROM ? reward[1] : smooth(reward[1]);
-    return [{ run: i, label: label(i, ""), dash: 0, xs: seconds, ys, steps: step[0] }];
+    const at = new Map(step[1].map((s, j) => [step[0][j], total += s * (step[0][j] - (j ? step[0][j - 1] : 0))]));
+    const pairs = reward[0].map((n, j) => [at.get(n), reward[1][j], n]).filter(([v]) => v !== undefined);
+    const ys = pairs.map((p) => p[1]);
+    return [{ run: i, label: label(i, ""), dash: 0, xs: pairs.map((p) => p[0]), ys: ys.length < SMOOTHED_FROM ? ys : smooth(ys), steps: pairs.map((p) => p[2]) }];
   });
 }
 
@@ -294,17 +295,17 @@ function samples() {
     const { run } = runs[which.value || 0];
     slider.max = run.samples.length - 1;
     slider.disabled = run.samples.length < 2;
-    const now = run.samples[slider.value], first = run.samples[0];
-    told.textContent = `after step ${now.step}` + (now === first ? "" : ", beside the first");
+    const now = run.samples[slider.value];
+    told.textContent = `after step ${now.step}` + (slider.value > 0 ? ", beside the first" : "");
     place.replaceChildren();
     now.prompts.forEach((prompt, i) => {
       const card = element("div", { className: "card" });
       card.append(element("pre", { textContent: prompt }));
-      for (const at of now === first ? [first] : [first, now]) {
-        const score = at.scores[i];
+      const first = run.samples.find((look) => look.prompts.includes(prompt));  // prompts may have changed since
+      for (const [look, j] of first === now ? [[now, i]] : [[first, first.prompts.indexOf(prompt)], [now, i]]) {
         card.append(element("div", { className: "answer" },
-          element("div", { className: "score", textContent: `step ${at.step}, reward ${number(score)}` }),
-          element("pre", { textContent: at.completions[i] || "(an empty answer)" })));
+          element("div", { className: "score", textContent: `step ${look.step}, reward ${number(look.scores[j])}` }),
+          element("pre", { textContent: look.completions[j] || "(an empty answer)" })));
       }
       place.append(card);
     });

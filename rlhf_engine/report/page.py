@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.report.curves import PANELS
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.run_folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG
+from rlhf_engine.training.samples import SampleLog
 
 MOST_POINTS = 2000
 """Per line; where there are more, each point is the mean of several steps."""
@@ -24,7 +26,8 @@ MOST_POINTS = 2000
 def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
     """Write the page of some runs' output folders; its path.
 
-    Raises ConfigError for a folder that holds no run, and where two have the same name and cannot be told apart.
+    Raises ConfigError for a folder that holds no run, where two have the same name and cannot be told apart, and where
+    `out` is a folder.
     """
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
@@ -37,6 +40,8 @@ def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     page = _PAGE.format(title=html.escape(heading), style=_asset("page.css"), data=text, script=_asset("page.js"))
     out = Path(out)
+    if out.is_dir():
+        raise ConfigError(f"out: expected a file, such as {str(out / 'report.html')!r}, got the folder {str(out)!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     return out
@@ -90,8 +95,6 @@ def _run(folder: Path, name: str) -> dict[str, Any]:
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
     record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    samples = folder / SAMPLES_LOG
-    lines = samples.read_text(encoding="utf-8").splitlines() if samples.is_file() else []
     every, curves = _curves(rows)
     return {
         "name": name,
@@ -99,24 +102,22 @@ def _run(folder: Path, name: str) -> dict[str, Any]:
         "every": every,
         "curves": curves,
         "nonfinite": {str(row["step"]): row["nonfinite"] for row in rows if "nonfinite" in row},
-        "samples": [json.loads(line) for line in lines],
+        "samples": [asdict(look) for look in SampleLog(folder / SAMPLES_LOG).read()],
         "config": record.get("config", {}),
         "facts": _facts(record),
     }
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
-    """Steps per point, and metric → [steps, values] of all that are numbers."""
+    """Steps per point, and metric → [steps, values] of all that are numbers; the same steps are a point in all."""
     every = -(-len(rows) // MOST_POINTS)
     names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_number(value) and name != "step")
-    found = {}
+    groups = [rows[i : i + every] for i in range(0, len(rows), every)]
+    found: dict[str, list[list[float]]] = {}
     for name in names:
-        points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
-        groups = [points[i : i + every] for i in range(0, len(points), every)]
-        found[name] = [
-            [group[-1][0] for group in groups],
-            [sum(value for _, value in group) / len(group) for group in groups],
-        ]
+        points = [(group[-1]["step"], [row[name] for row in group if _is_number(row.get(name))]) for group in groups]
+        kept = [(step, sum(values) / len(values)) for step, values in points if values]
+        found[name] = [[step for step, _ in kept], [value for _, value in kept]]
     return every, found
 
 

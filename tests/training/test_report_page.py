@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from importlib import resources
 
 import pytest
 
@@ -12,6 +15,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.report.page import MOST_POINTS, write_page
 from rlhf_engine.training.metrics import MetricsWriter
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.samples import SampleLog, Samples
 from tests.training.test_data import train_config, write_model, write_prompts
 
 
@@ -98,6 +102,59 @@ def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
     assert (steps[0], values[0]) == (3, 2.0)  # the mean of 1, 2, 3
     assert found["nonfinite"]["1"] == {"bad": "nan"}
     assert "bad" not in found["curves"]
+
+
+def test_a_value_that_is_lost_moves_no_other(run, tmp_path):
+    folder = copy_run(run, tmp_path / "gap", steps=2 * MOST_POINTS + 1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[10] = json.dumps({**json.loads(lines[10]), "reward": None})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    curves = data_of(write_page([folder], tmp_path / "g.html"))["runs"][0]["curves"]
+    assert curves["reward"][0] == curves["kl"][0]
+    assert curves["reward"][1][3] == (10 + 12) / 2
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\u2028}"])
+def test_any_text_may_be_an_answer_and_a_run_may_still_write(run, tmp_path, end):
+    folder = copy_run(run, tmp_path / "strange")
+    (folder / "samples.jsonl").unlink()
+    log = SampleLog(folder / "samples.jsonl")
+    log.write(Samples(step=0, prompts=["p"], completions=[f"a{end}b"], scores=[None]))
+    with log.path.open("ab") as file:
+        file.write(b'{"step": 1, "prom')
+    found = data_of(write_page([folder], tmp_path / "s.html"))["runs"][0]
+    assert [look["completions"] for look in found["samples"]] == [[f"a{end}b"]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("value", [100, 0, 1e-5, 0.1, 102.0, 1e300, -7])
+def test_the_axis_of_a_constant_has_an_end(value):
+    script = resources.files("rlhf_engine.report").joinpath("page.js").read_text(encoding="utf-8")
+    functions = script[script.index("function smooth") : script.index("// ---- a chart")]
+    asked = "const [a, b] = range(smooth(Array(30).fill(V))); console.log(JSON.stringify([a, b, ticks(a, b, 5)]))"
+    program = f"const DECAY = 0.8;\n{functions}\n{asked.replace('V', repr(value))}"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
+    low, high, ticks = json.loads(done.stdout)
+    assert low < value < high
+    assert 2 <= len(ticks) <= 20
+    assert all(low <= tick <= high for tick in ticks)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e15, 1e15 + 4), (0.96, 40.5)])
+def test_ticks_are_within_the_axis(low, high):
+    script = resources.files("rlhf_engine.report").joinpath("page.js").read_text(encoding="utf-8")
+    functions = script[script.index("function ticks") : script.index("function range")]
+    program = f"{functions}\nconsole.log(JSON.stringify(ticks({low!r}, {high!r}, 5)))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
+    ticks = json.loads(done.stdout)
+    assert 2 <= len(ticks) <= 12
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_a_page_is_a_file(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"out: expected a file, such as .*report\.html', got the folder"):
+        write_page([run], tmp_path)
 
 
 @pytest.mark.parametrize(
