@@ -194,7 +194,7 @@ def _sft(argv: Sequence[str]) -> int:
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
         trainer = SftTrainer(config)
     if trainer.finished():
-        print(f"nothing to do: {config.output_dir} is at step {trainer.state.step} of {trainer.total_steps}")
+        print(f"nothing to do: {config.output_dir} is at step {trainer.steps_done()} of {trainer.total_steps}")
         return 0
     _say_what_was_left_out(trainer.reports)
     with TrainingProgress(trainer.total_steps, title="sft", step=trainer.state.step) as progress:

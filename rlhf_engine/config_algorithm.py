@@ -193,6 +193,11 @@ class AlgorithmOptions(Options):
             raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
         if self.kl_target is None and self.kl_horizon != defaults["kl_horizon"]:
             raise ConfigError(f"kl_horizon: expected it unset without kl_target, got {self.kl_horizon}")
+        if self.kl_target is not None and 5 * self.kl_horizon <= self.generation_batch_size:
+            raise ConfigError(
+                f"kl_horizon: expected more than a fifth of generation_batch_size ({self.generation_batch_size}), or a "
+                f"step could take beta below 0, got {self.kl_horizon}"
+            )
         readers = {option_name: (name in algorithms, algorithms) for option_name, algorithms in _USED_BY.items()}
         if self.chosen_loss_type == "vanilla":
             readers["cliprange"] = (False, ("ppo", "proximal rloo", "grpo"))

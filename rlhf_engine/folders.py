@@ -75,13 +75,18 @@ def put_model_in_place(temporary: Path, final: Path) -> None:
         put_in_place(temporary, final)
         return
     _flush(temporary)
-    old = {path for pattern in MODEL_FILES for path in final.glob(pattern) if path.is_file()}
-    for path in sorted(old, key=_is_config, reverse=True):
-        path.unlink()
+    remove_model(final)
     for path in sorted(temporary.iterdir(), key=_is_config):
         os.replace(path, final / path.name)
     temporary.rmdir()
     _flush_directory(final)
+
+
+def remove_model(folder: Path) -> None:
+    """Remove a model's files from a folder, if it holds one, the config first; files of other kinds stay."""
+    old = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(old, key=_is_config, reverse=True):
+        path.unlink()
 
 
 def _is_config(path: Path) -> bool:

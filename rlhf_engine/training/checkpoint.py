@@ -210,6 +210,18 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
             raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {value!r}")
 
 
+def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int) -> None:
+    """Raise ConfigError where a step took another number of rows: the place in the data would be another.
+
+    None is of a checkpoint written before it was recorded.
+    """
+    if recorded is not None and recorded != now:
+        raise ConfigError(
+            f"per_device_train_batch_size: expected {recorded} rows per step with gradient_accumulation_steps, as in "
+            f"{checkpoint}, got {now}"
+        )
+
+
 def digest(value: Any) -> str:
     """A name for plain values, such as the rows of a run: equal ones have the same."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

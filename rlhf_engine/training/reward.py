@@ -41,6 +41,7 @@ from rlhf_engine.training.checkpoint import (
     load_checkpoint,
     read_counters,
     require_same,
+    require_same_rows_per_step,
     resolve_resume,
     save_checkpoint,
 )
@@ -76,6 +77,8 @@ class RewardState:
     """Which metric that is; None in checkpoints written before it was recorded."""
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
+    rows_per_step: int | None = None
+    """By which the place in the data is found again; None likewise."""
 
 
 class RewardTrainer:
@@ -109,18 +112,19 @@ class RewardTrainer:
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
         require_room(max(example.tokens for example in self.train_set), config.max_tokens_per_micro_batch)
+        self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         self.state = RewardState(
             step=0,
             seed=config.seed,
             metric_for_best_model=self.best_metric,
             rows=digest(self.train_set, self.eval_set),
+            rows_per_step=self.rows_per_step,
         )
         if resume is not None:
             self._check_same_run(resume)
         self.notes = self._notes()
         """What a person should know before the run starts, one sentence each."""
         self.model = build_reward_model(config)
-        self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         epochs = math.ceil(config.num_train_epochs * len(self.train_set) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
         require_warm_up(config.warmup_steps, self.total_steps)
@@ -138,6 +142,7 @@ class RewardTrainer:
                 load_checkpoint(resume, self.model, self.optimizer, RewardState),
                 metric_for_best_model=self.state.metric_for_best_model,
                 rows=self.state.rows,
+                rows_per_step=self.rows_per_step,
             )
             best = self.state.best_step
             if best is not None and not self._checkpoint(best).is_dir():
@@ -145,6 +150,8 @@ class RewardTrainer:
                     f"resume_from_checkpoint: expected checkpoint-{best} in {self.output}, the best step so far by "
                     f"{resume}, which is not there; copy it beside"
                 )
+            if best is not None:
+                check(self._checkpoint(best))  # now, not when it is to become the result
 
     @property
     def trained_parameters(self) -> int:
@@ -308,6 +315,7 @@ class RewardTrainer:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
         found = read_counters(checkpoint, RewardState)
         require_same(checkpoint, found, seed=self.state.seed, metric_for_best_model=self.best_metric)
+        require_same_rows_per_step(checkpoint, found.rows_per_step, self.rows_per_step)
         if found.rows is not None and found.rows != self.state.rows:
             raise ConfigError(
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"

@@ -40,7 +40,7 @@ from rlhf_engine.data import (
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
-from rlhf_engine.folders import put_model_in_place
+from rlhf_engine.folders import put_model_in_place, remove_model
 from rlhf_engine.hydra import (
     OFF,
     HydraModel,
@@ -58,6 +58,7 @@ from rlhf_engine.training.checkpoint import (
     load_checkpoint,
     read_counters,
     require_same,
+    require_same_rows_per_step,
     resolve_resume,
     save_checkpoint,
 )
@@ -68,7 +69,7 @@ from rlhf_engine.training.trackers import Trackers
 from rlhf_engine.training.trackers import require as require_trackers
 
 SFT_SLOT = "sft"
-CONFIGS = "*config.json"
+CONFIGS = ("config.json", "adapter_config.json")
 """What a model's or an adapter's folder has."""
 
 
@@ -172,6 +173,8 @@ class SftState:
     """Seed that every random number of the run is a function of."""
     rows: str
     """A digest of the rows."""
+    rows_per_step: int | None = None
+    """By which the place in the data is found again; None in checkpoints written before it was recorded."""
 
 
 class SftTrainer:
@@ -181,6 +184,7 @@ class SftTrainer:
         self.config = config
         self.output = Path(config.output_dir)
         resume = self._check_output()
+        rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         require_trackers(config.report_to)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
@@ -198,12 +202,13 @@ class SftTrainer:
         )
         self.reports: tuple[Report, ...] = (tally.report(),)
         require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
-        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.examples))
+        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.examples), rows_per_step=rows_per_step)
         if resume is not None:
             held = read_counters(resume, SftState)
             require_same(resume, held, seed=config.seed)
             if held.rows != self.state.rows:
                 raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
+            require_same_rows_per_step(resume, held.rows_per_step, rows_per_step)
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),
@@ -215,9 +220,14 @@ class SftTrainer:
         )
         if config.gradient_checkpointing:
             self.model.backbone().enable_gradient_checkpointing()
-        self.rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        self.rows_per_step = rows_per_step
         epochs = math.ceil(config.num_train_epochs * len(self.examples) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        if self._result_steps() is not None and resume is None and not self.finished():
+            raise ConfigError(
+                f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
+                f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
+            )
         require_warm_up(config.warmup_steps, self.total_steps)
         self.optimizer = RoleOptimizer(
             self.model,
@@ -229,7 +239,9 @@ class SftTrainer:
         )
 
         if resume is not None:
-            self.state = load_checkpoint(resume, self.model, self.optimizer, SftState)
+            self.state = replace(
+                load_checkpoint(resume, self.model, self.optimizer, SftState), rows_per_step=rows_per_step
+            )
 
     def run(
         self,
@@ -243,8 +255,12 @@ class SftTrainer:
         asked after every step; where it says so, RunStopped is raised, with a checkpoint of that step.
         """
         config = self.config
+        if self.finished():
+            return read_metrics(self.output / METRICS_FILE)[-1]
         self.output.mkdir(parents=True, exist_ok=True)
         drop_later_checkpoints(self.output, self.state.step)
+        if self.state.step == 0 and self.output.resolve() != Path(config.model_name_or_path).resolve():
+            remove_model(self.output)  # of a run that is overwritten: it is not this one's result
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
         metrics: dict[str, float] = {}
@@ -274,10 +290,20 @@ class SftTrainer:
 
     def finished(self) -> bool:
         """Whether the run in the output folder, where this is to go on with it, has done every step and its model."""
+        steps = self._result_steps()
+        return steps is not None and steps >= self.total_steps
+
+    def steps_done(self) -> int:
+        """Of the model that is there, or of the checkpoint to go on from."""
+        return max(self.state.step, self._result_steps() or 0)
+
+    def _result_steps(self) -> int | None:
+        """Steps of the finished run in the output folder, where this is to go on with it; None without one."""
         record = self.output / RECORD_FILE
-        if self.config.resume_from_checkpoint != "auto" or not record.is_file():
-            return False
-        return bool(json.loads(record.read_text()).get("result", {}).get("steps") == self.total_steps)
+        if self.config.resume_from_checkpoint != "auto" or self.config.overwrite_output_dir or not record.is_file():
+            return None
+        steps: int | None = json.loads(record.read_text()).get("result", {}).get("steps")
+        return steps
 
     def step(self) -> dict[str, float]:
         """One optimizer step with exact denominators over its micro-batches."""
@@ -357,8 +383,8 @@ class SftTrainer:
         resume = resolve_resume(config.resume_from_checkpoint, output)
         goes_on = resume is not None and resume.resolve().parent == output.resolve()
         # a run that was stopped before its first checkpoint has left nothing but its record and lines of metrics
-        begun = config.resume_from_checkpoint == "auto" and not any(output.glob(CONFIGS))
-        own = goes_on or begun or config.overwrite_output_dir
+        begun = config.resume_from_checkpoint == "auto" and not any((output / name).exists() for name in CONFIGS)
+        own = goes_on or begun or config.overwrite_output_dir or self._result_steps() is not None
         if output.exists() and any(output.iterdir()) and not own:
             raise ConfigError(
                 f"output_dir: expected an empty or new folder, got {output}; --resume_from_checkpoint auto goes on "

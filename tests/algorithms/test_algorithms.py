@@ -197,6 +197,9 @@ def test_beta_follows_the_kl():
     assert next_beta(0.1, 15.0, target=10.0, horizon=1000, n_answers=100) == pytest.approx(0.1 * 1.02)
     assert next_beta(0.1, 9.0, target=10.0, horizon=1000, n_answers=100) == pytest.approx(0.1 * 0.99)
     assert next_beta(0.1, 10.0, target=10.0, horizon=1000, n_answers=100) == 0.1
+    assert next_beta(0.1, 0.0, target=1.0, horizon=13, n_answers=64) > 0
+    with pytest.raises(ValueError, match=r"horizon: expected more than 0\.2 · 65 answers of a step, got 13"):
+        next_beta(0.1, 0.0, target=1.0, horizon=13, n_answers=65)
     assert next_beta(0.1, 0.0, target=10.0, horizon=1000, n_answers=1000) == pytest.approx(0.1 * 0.8)
     # a policy whose KL falls as beta rises ends at the target, from either side
     for beta in (0.001, 10.0):

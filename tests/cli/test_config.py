@@ -197,6 +197,10 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),
         (["--report_to", "mlflow"], r"report_to: expected names among tensorboard, trackio, wandb, got \['mlflow'\]"),
         (["--kl_horizon", "5"], r"kl_horizon: expected it unset without kl_target, got 5"),
+        (
+            ["--kl_target", "6", "--kl_horizon", "12", "--generation_batch_size", "64"],
+            r"kl_horizon: expected more than a fifth of generation_batch_size \(64\), .* got 12",
+        ),
         (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
         (["--eval_steps", "5"], r"eval_steps: expected 0 or an eval_dataset_name"),

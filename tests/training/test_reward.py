@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
 from rlhf_engine.training.build import build_policy_model
 from rlhf_engine.training.checkpoint import TrainerState, load_checkpoint
@@ -451,6 +451,14 @@ def test_going_back_and_going_elsewhere(base, tmp_path):
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: expected checkpoint-2 in .*elsewhere, the best"):
         RewardTrainer(elsewhere)
     shutil.copytree(second, third.parent / "checkpoint-2")
+    with pytest.raises(ConfigError, match=r"per_device_train_batch_size: expected .* rows per step"):
+        RewardTrainer(dataclasses.replace(elsewhere, gradient_accumulation_steps=7))
+    heads = third.parent / "checkpoint-2" / "heads.safetensors"
+    whole = heads.read_bytes()
+    heads.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-2.*heads\.safetensors"):
+        RewardTrainer(elsewhere)  # at once, not when the best step is to become the result
+    heads.write_bytes(whole)
     again = RewardTrainer(elsewhere)
     again.run()
     assert same(parameters(again), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -395,3 +396,62 @@ def test_other_rows_or_another_seed_are_another_run(base, tmp_path):
     assert afresh.state.step == 0
     afresh.run()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_finished_run_has_nothing_to_do_and_is_not_begun_again(base, tmp_path):
+    short = sft_config(base, tmp_path / "out", max_steps=2, save_steps=0)
+    SftTrainer(short).run()
+    held = {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")}
+    auto = dataclasses.replace(short, resume_from_checkpoint="auto")
+    for steps in (2, 1):  # as many, and fewer
+        again = SftTrainer(dataclasses.replace(auto, max_steps=steps))
+        assert again.finished()
+        assert again.steps_done() == 2
+        assert again.run()["lm_loss"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["lm_loss"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")} == held
+    with pytest.raises(ConfigError, match=r"expected a checkpoint in .* to go on from, got the finished"):
+        SftTrainer(dataclasses.replace(auto, max_steps=3))
+
+
+def test_an_overwritten_model_is_no_result_meanwhile(base, tmp_path):
+    config = sft_config(base, tmp_path / "out", max_steps=3, save_steps=0)
+    SftTrainer(config).run()
+    (tmp_path / "out" / "notes.md").write_text("mine")
+
+    class Killed(Exception):
+        pass
+
+    def kill(step, metrics):
+        assert not (tmp_path / "out" / "config.json").exists()
+        raise Killed
+
+    with pytest.raises(Killed):
+        SftTrainer(dataclasses.replace(config, overwrite_output_dir=True)).run(kill)
+    resumed = SftTrainer(dataclasses.replace(config, resume_from_checkpoint="auto"))
+    assert not resumed.finished()
+    resumed.run()
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert (tmp_path / "out" / "notes.md").read_text() == "mine"
+
+
+def test_a_half_written_model_is_written_again(base, tmp_path):
+    config = sft_config(base, tmp_path / "out", max_steps=1, save_steps=0)
+    SftTrainer(config).run()
+    (tmp_path / "out" / "config.json").unlink()  # which comes last
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    del record["result"]  # which is written after it
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    SftTrainer(dataclasses.replace(config, resume_from_checkpoint="auto")).run()
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_other_rows_of_a_step_are_another_run(base, tmp_path):
+    config = sft_config(base, tmp_path / "out", max_steps=4, save_steps=1, per_device_train_batch_size=2)
+    trainer = SftTrainer(config)
+    with pytest.raises(RunStopped):
+        trainer.run(stop=lambda: True)
+    options = {"resume_from_checkpoint": "auto", "per_device_train_batch_size": 3}
+    with pytest.raises(ConfigError, match="per_device_train_batch_size: expected 2 rows per step"):
+        SftTrainer(dataclasses.replace(config, **options))
+    halves = {"resume_from_checkpoint": "auto", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert SftTrainer(dataclasses.replace(config, **halves)).state.step == 1
