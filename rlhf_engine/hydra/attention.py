@@ -195,13 +195,16 @@ def packed_attention(
     if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
         out = _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])  # [T, H, D]
         return out[None], None
-    out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))  # [T, H, D]
+    out: torch.Tensor | None = None  # [T, H, D]
     for bucket in plan.buckets:
         part = _bucket_attention(module, query, key, value, rule, plan, bucket)
+        if out is None:  # in the dtype that comes out, which under autocast is another than the queries'
+            out = part.new_empty((query.shape[2], query.shape[1], value.shape[3]))
         if isinstance(bucket.targets, slice):
             out[bucket.targets] = part
         else:
             out.index_copy_(0, bucket.targets, part)
+    assert out is not None
     return out[None], None
 
 

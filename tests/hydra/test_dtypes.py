@@ -102,6 +102,21 @@ def test_every_combination_trains(name, base, adapters, autocast):
     assert torch.cosine_similarity(*directions, dim=0) > 0.9
 
 
+@pytest.mark.parametrize("lengths", [((3, 5), (3, 6), (4, 5)), ((3, 5), (9, 12), (4, 5))], ids=["padded", "groups"])
+def test_sequences_of_other_lengths_under_autocast(lengths):
+    """Each as alone, within what rounding to bfloat16 allows, whichever way attention groups them."""
+    model = make("llama", torch.float32, torch.float32)
+    batch = random_batch(lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        together = model.score(batch, ["actor"]).logprobs_M
+        alone = [model.score(random_batch_part(batch, i), ["actor"]).logprobs_M for i in range(len(lengths))]
+    assert torch.allclose(together, torch.cat(alone), atol=0.05)
+
+
+def random_batch_part(batch: PackedBatch, i: int) -> PackedBatch:
+    return PackedBatch.from_lists([batch.prompt_tokens(i)], [batch.completion_tokens(i)])
+
+
 def test_adapters_keep_their_dtype_on_disk(tmp_path):
     model = make("llama", torch.bfloat16, torch.bfloat16)
     save_pretrained(model, tmp_path / "saved")

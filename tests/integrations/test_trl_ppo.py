@@ -74,6 +74,18 @@ def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
     assert "frac_reward_zero_std" not in first
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_under_autocast_a_policy_that_has_not_learned_has_a_ratio_of_one(folder, tmp_path, options):
+    """bf16 is what TRL takes unless it is told otherwise."""
+    trainer = make(folder, tmp_path, ["lane", words], bf16=True, **options)
+    trainer.train()
+    first, second = rows(trainer)[:2]
+    assert float(first["clip_ratio"]) == 0.0
+    assert abs(float(first["approx_kl"])) < 1e-10
+    assert float(second["approx_kl"]) > 1e-6
+    assert abs(float(first["kl"])) < 1e-6
+
+
 def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
     """A step's gradient, accumulated over micro-batches, against HydraModel's own on the whole minibatch."""
     trainer = make(folder, tmp_path, "lane", max_steps=1, lr_scheduler_type="constant", max_grad_norm=0.0)

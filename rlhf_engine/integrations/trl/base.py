@@ -339,7 +339,10 @@ class HydraTrainer(GRPOTrainer):
 
     def _score(self, answers: list[list[int]], roles: list[str]) -> tuple[PackedBatch, Scores]:
         batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device)
-        return batch, self.hydra.score(batch, roles, temperature=self.temperature) if roles else Scores()
+        if not roles:
+            return batch, Scores()
+        with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1
+            return batch, self.hydra.score(batch, roles, temperature=self.temperature)
 
     def _weigh(self, gathered: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(total [N], whether there is one [N]) of this process's answers, from the rewards of all processes."""
