@@ -25,7 +25,9 @@ test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
 	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py
 	$(TEST) -m "alone and not long and not gpu"
-	$(TEST) -m "not alone and not long and not gpu" $(SPREAD)
+	! $(VENV)/python -c 'import triton' || TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "not long and not gpu" $(SPREAD)
+	$(TEST) -m "not alone and not long and not gpu" $(SPREAD) \
+		--deselect tests/kernels/test_triton.py::test_kernels_in_the_interpreter  # the line above
 else
 	$(TEST) -m "not long and not gpu" $(ARGS)
 endif

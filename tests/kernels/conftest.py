@@ -21,7 +21,12 @@ _running: list[InterpretedTests] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the interpreter's tests before the first test if one of this session asks for their result."""
+    """Start the interpreter's tests before the first test if one of this session asks for their result.
+
+    Not in each of several processes that share a session: there whoever runs that test starts them.
+    """
+    if hasattr(session.config, "workerinput"):
+        return
     wanted = [item for item in session.items if item.name == TEST]
     if wanted and len(session.items) > len(wanted) and not session.config.option.collectonly:
         skipped = [mark for mark in wanted[0].iter_markers("skipif") if mark.args[0]]
