@@ -193,8 +193,7 @@ def packed_attention(
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
-        out = _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])  # [T, H, D]
-        return out[None], None
+        return _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])[None], None
     out: torch.Tensor | None = None  # [T, H, D]
     for bucket in plan.buckets:
         part = _bucket_attention(module, query, key, value, rule, plan, bucket)
