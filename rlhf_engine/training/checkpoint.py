@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
-from rlhf_engine.folders import finish_replacements, put_in_place, remove
+from rlhf_engine.folders import finish_replacement, finish_replacements, put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
@@ -76,6 +76,8 @@ class TrainerState:
     """Tokens per traversal after running out of memory; None: as configured."""
     beta: float | None = None
     """KL coefficient of the next step where it adapts; None: as configured."""
+    begun_with_beta: float | None = None
+    """The configured one, where it adapts; None in checkpoints written before it was recorded."""
     best_step: int | None = None
     """Step of the best evaluation so far, by reward."""
     best_reward: float | None = None
@@ -258,6 +260,7 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
         finish_replacements(Path(output_dir), "checkpoint-*")
         found = list_checkpoints(output_dir)
         return found[-1] if found else None
+    finish_replacement(Path(resume).resolve())
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")
     return _require_checkpoint(Path(resume))

@@ -56,6 +56,8 @@ from rlhf_engine.training.run_folder import (
     RECORD_FILE,
     check_output,
     clear_later_steps,
+    locked,
+    require_unlocked,
 )
 from rlhf_engine.training.trackers import Trackers
 from rlhf_engine.training.trackers import require as require_trackers
@@ -88,6 +90,7 @@ class RewardTrainer:
         self.config = config
         self.output = Path(config.output_dir)
         require_trackers(config.report_to)
+        require_unlocked(self.output)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
             self.output,
@@ -179,12 +182,17 @@ class RewardTrainer:
         the one that was written, while `state` is that of the last step. stop: asked after every step; where it says
         so, RunStopped is raised, with a checkpoint of that step.
         """
+        with locked(self.output):
+            return self._run(on_step, stop)
+
+    def _run(
+        self, on_step: Callable[[int, dict[str, Any]], None] | None, stop: Callable[[], bool] | None
+    ) -> dict[str, Any]:
         config = self.config
-        self.output.mkdir(parents=True, exist_ok=True)
         clear_later_steps(self.output, step=self.state.step, total_steps=self.total_steps)
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
-        trackers = Trackers(config.report_to, self.output, config.to_dict())
+        trackers = Trackers(config.report_to, self.output, config.to_dict(), step=self.state.step)
         with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:

@@ -70,6 +70,8 @@ from rlhf_engine.training.run_folder import (
     SAMPLES_LOG,
     check_output,
     clear_later_steps,
+    locked,
+    require_unlocked,
 )
 from rlhf_engine.training.samples import SampleLog, Samples
 from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
@@ -121,6 +123,7 @@ class RlTrainer:
         """Data, and the model as it is before any step."""
         config = self.config
         self.output = Path(config.output_dir)
+        require_unlocked(self.output)
         self._resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
             self.output,
@@ -190,6 +193,7 @@ class RlTrainer:
             samples=0,
             policy_version=0,
             beta=beta,
+            begun_with_beta=beta,
             prompts=digest(self.train_set.ids),
             judged_by=self._judge(),
             generation_batch_size=config.generation_batch_size,
@@ -227,6 +231,12 @@ class RlTrainer:
         if found.prompts is not None and found.prompts != state.prompts:
             raise ConfigError(f"dataset_name: expected the prompts of the run of {self._resume}, got others")
         beta = found.beta if state.beta is not None and found.beta is not None else state.beta
+        if state.beta is not None and found.begun_with_beta not in (None, state.beta):
+            warnings.warn(
+                f"beta: the run began with {found.begun_with_beta} and adapts it to kl_target; it goes on with "
+                f"{beta}, not with {state.beta}",
+                stacklevel=2,
+            )
         best = (found.best_step, found.best_reward)
         if found.best_step is not None and found.judged_by not in (None, state.judged_by):
             warnings.warn(
@@ -239,6 +249,7 @@ class RlTrainer:
             found,
             algorithm=state.algorithm,
             beta=beta,
+            begun_with_beta=found.begun_with_beta if found.beta is not None else state.begun_with_beta,
             best_step=best[0],
             best_reward=best[1],
             judged_by=state.judged_by,
@@ -262,8 +273,18 @@ class RlTrainer:
         RunStopped is raised on all of them, with a checkpoint of that step.
         """
         world = self.world
-        with self._whole_base():
-            world.on_main("the start of the run", self._begin)
+        with contextlib.ExitStack() as stack:
+            world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
+            with self._whole_base():
+                world.on_main("the start of the run", self._begin)
+            self._remaining_steps(on_step, stop)
+            with self._whole_base():
+                world.on_main("the final model", self._end)
+
+    def _remaining_steps(
+        self, on_step: Callable[[int, dict[str, float]], None] | None, stop: Callable[[], bool] | None
+    ) -> None:
+        world = self.world
         with contextlib.closing(self.source), contextlib.ExitStack() as stack:
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
             trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
@@ -281,12 +302,9 @@ class RlTrainer:
                 if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
                     world.each("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
-        with self._whole_base():
-            world.on_main("the final model", self._end)
 
     def _begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""
-        self.output.mkdir(parents=True, exist_ok=True)
         clear_later_steps(self.output, step=self.state.step, total_steps=self.config.max_steps)
         self._samples = SampleLog(self.output / SAMPLES_LOG)
         # those of this step are from before its checkpoint, or are drawn again now

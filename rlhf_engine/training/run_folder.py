@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
@@ -15,6 +21,48 @@ CURVES_FILE = "curves.png"
 SAMPLES_FILE = "samples.md"
 SAMPLES_LOG = "samples.jsonl"
 FINAL_FOLDER = "final"
+LOCK_FILE = ".lock"
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Make the output folder, and keep other processes from running in it. However the process ends, the lock does.
+
+    Raises ConfigError where another process runs there.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / LOCK_FILE).open("a+") as lock:
+        _lock(lock.fileno(), fcntl.LOCK_EX, output)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def require_unlocked(output: Path) -> None:
+    """Raise ConfigError where another process runs in an output folder."""
+    if not (output / LOCK_FILE).exists():
+        return
+    with (output / LOCK_FILE).open() as lock:
+        _lock(lock.fileno(), fcntl.LOCK_SH, output)  # the ranks of a run may ask at the same time
+
+
+def _lock(descriptor: int, kind: int, output: Path) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (output / LOCK_FILE).read_text().strip()
+        raise ConfigError(
+            f"output_dir: expected a folder that no other process writes, got {output}, where process {holder} runs"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(
+            f"output_dir: {output} is on a file system without locks ({error.strerror}); another process that runs "
+            "there will not be noticed",
+            stacklevel=4,
+        )
 
 
 def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, overwrite: bool) -> None:

@@ -64,7 +64,15 @@ from rlhf_engine.training.checkpoint import (
 )
 from rlhf_engine.training.metrics import MetricsWriter, read_metrics, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
-from rlhf_engine.training.run_folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints
+from rlhf_engine.training.run_folder import (
+    CURVES_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    RECORD_FILE,
+    drop_later_checkpoints,
+    locked,
+    require_unlocked,
+)
 from rlhf_engine.training.trackers import Trackers
 from rlhf_engine.training.trackers import require as require_trackers
 
@@ -183,6 +191,7 @@ class SftTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         self.output = Path(config.output_dir)
+        require_unlocked(self.output)
         resume = self._check_output()
         rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         require_trackers(config.report_to)
@@ -254,17 +263,22 @@ class SftTrainer:
         Writes run.json, metrics.jsonl, curves.png, checkpoints and, at last, the model into the output folder. stop:
         asked after every step; where it says so, RunStopped is raised, with a checkpoint of that step.
         """
-        config = self.config
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
-        self.output.mkdir(parents=True, exist_ok=True)
+        with locked(self.output):
+            return self._run(on_step, stop)
+
+    def _run(
+        self, on_step: Callable[[int, dict[str, float]], None] | None, stop: Callable[[], bool] | None
+    ) -> dict[str, float]:
+        config = self.config
         drop_later_checkpoints(self.output, self.state.step)
         if self.state.step == 0 and self.output.resolve() != Path(config.model_name_or_path).resolve():
             remove_model(self.output)  # of a run that is overwritten: it is not this one's result
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
         metrics: dict[str, float] = {}
-        trackers = Trackers(config.report_to, self.output, config.to_dict())
+        trackers = Trackers(config.report_to, self.output, config.to_dict(), step=self.state.step)
         with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:
@@ -385,7 +399,7 @@ class SftTrainer:
         # a run that was stopped before its first checkpoint has left nothing but its record and lines of metrics
         begun = config.resume_from_checkpoint == "auto" and not any((output / name).exists() for name in CONFIGS)
         own = goes_on or begun or config.overwrite_output_dir or self._result_steps() is not None
-        if output.exists() and any(output.iterdir()) and not own:
+        if output.exists() and any(path.name != LOCK_FILE for path in output.iterdir()) and not own:
             raise ConfigError(
                 f"output_dir: expected an empty or new folder, got {output}; --resume_from_checkpoint auto goes on "
                 "with a run that was stopped, --overwrite_output_dir starts afresh"

@@ -6,14 +6,21 @@ talks to a network does so because the user asked for it by name.
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.training.metrics import write_json_atomic
 
 TENSORBOARD_FOLDER = "tensorboard"
+NAMES_FILE = "trackers.json"
+"""What a run is called elsewhere, by tracker."""
+_NAMED_BY = {"wandb": "id", "trackio": "name"}
+"""The argument by which a tracker finds a run again."""
 
 
 class Trackers:
@@ -33,16 +40,29 @@ class Trackers:
 
         PartialState()  # by which a tracker tells whether it is on the main process
         plain = {name: x if isinstance(x, (bool, int, float, str)) else str(x) for name, x in options.items()}
+        known = self._names(names, output, step)
         for name in names:
             cls = LOGGER_TYPE_TO_CLASS[name]
-            # of steps after the one that a run goes on from, TensorBoard shows what comes now
-            beside = {"purge_step": step + 1} if name == "tensorboard" and step else {}
-            tracker = cls(TENSORBOARD_FOLDER, output, **beside) if cls.requires_logging_directory else cls(output.name)
+            if cls.requires_logging_directory:
+                # of steps after the one that a run goes on from, TensorBoard shows what comes now
+                tracker = cls(TENSORBOARD_FOLDER, output, **({"purge_step": step + 1} if step else {}))
+            else:
+                tracker = cls(output.name, resume="allow", **{_NAMED_BY[name]: known[name]})
             if hasattr(tracker, "start"):
                 tracker.start()
             if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes
                 tracker.store_init_configuration(plain)
             self._open.append(tracker)
+
+    @staticmethod
+    def _names(names: Sequence[str], output: Path, step: int) -> dict[str, str]:
+        """What the run is called by trackers that keep it elsewhere; another one begins at step 0."""
+        path = output / NAMES_FILE
+        known: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
+        new = {name: secrets.token_hex(4) for name in names if name in _NAMED_BY and name not in known}
+        if new:
+            write_json_atomic(path, {**known, **new})
+        return {**known, **new}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Finite numbers alone; what is not finite is in metrics.jsonl."""

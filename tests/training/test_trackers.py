@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.training import trackers
@@ -66,3 +67,37 @@ def test_only_finite_numbers_go_to_trackers(tmp_path):
     found.close()
     found.close()
     assert seen == [(3, {"a": 1.0, "e": 2.5}), "closed"]
+
+
+class Elsewhere:
+    """What accelerate's wrappers of wandb and trackio are like."""
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name, **options):
+        self.opened.append({"project": run_name, **options})
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step):
+        pass
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize(("name", "called"), [("wandb", "id"), ("trackio", "name")])
+def test_a_run_that_goes_on_is_the_same_one_elsewhere(model, tmp_path, monkeypatch, name, called):
+    opened = []
+    monkeypatch.setattr(Elsewhere, "opened", opened, raising=False)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [name])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Elsewhere)
+    options = {"report_to": [name], "save_steps": 1}
+    SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, **options)).run()
+    SftTrainer(sft_config(model, tmp_path / "run", max_steps=2, resume_from_checkpoint="auto", **options)).run()
+    SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, overwrite_output_dir=True, **options)).run()
+    assert [x["project"] for x in opened] == ["run"] * 3
+    assert {x["resume"] for x in opened} == {"allow"}
+    first, resumed, overwritten = (x[called] for x in opened)
+    assert first == resumed != overwritten
