@@ -56,6 +56,14 @@ def test_the_best_against_the_worst_and_the_first_loss(folder, tmp_path, loss_ty
     assert float(rows(trainer)[-1]["rewards/margins"]) != 0.0
 
 
+def test_under_autocast_a_policy_that_has_not_learned_has_no_margin(folder, tmp_path):
+    trainer = make(folder, tmp_path, long_ones, bf16=True)
+    trainer.train()
+    first, second = rows(trainer)[:2]
+    assert float(first["rewards/margins"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(second["rewards/margins"]) != 0.0
+
+
 def test_it_prefers_what_scores_more_and_resumes_with_the_same_floats(folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "answers_per_prompt": 4}
     whole = make(folder, tmp_path / "whole", [long_ones, "lane"], reward_weights=[1.0, 0.0], **options)
@@ -104,6 +112,7 @@ def test_answers_without_a_score_are_in_no_pair(folder, tmp_path):
     [
         ({"answers_per_prompt": 1}, "answers_per_prompt: expected at least 2, got 1"),
         ({"num_generations": 2}, "num_generations: expected 1: answers_per_prompt says how many are drawn"),
+        ({"epsilon": 0.1}, r"epsilon: expected 0\.2, because HydraOnlineDPOConfig does not read it, got 0\.1"),
         ({"beta": 0.0}, "beta: expected a number > 0"),
         ({"loss_type": "hinge"}, "loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -19,9 +20,11 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig
 
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
+from rlhf_engine.integrations.trl.base import _NOT_READ
 from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
 from tests.training.test_data import PROMPTS, write_model
@@ -317,11 +320,36 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
         ({"lam": 1.5}, "lam: expected a number from 0 to 1"),
         ({"cliprange_value": 0.0}, "cliprange_value: expected a number > 0"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
+        ({"loss_type": "dr_grpo"}, "loss_type: expected 'ppo', got 'dr_grpo'"),
+        (
+            {"repetition_penalty": 1.2},
+            r"repetition_penalty: expected 1\.0, because HydraPPOConfig does not read it, got 1\.2",
+        ),
+        ({"generation_kwargs": {"bad_words_ids": [[3]]}}, "generation_kwargs: expected None, because"),
+        ({"scale_rewards": True}, "scale_rewards: expected 'none', because .* got 'group'"),
+        ({"delta": 3.0}, "delta: expected None, because"),
+        ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile: expected 1\.0, because"),
+        ({"use_liger_kernel": True}, "use_liger_kernel: expected False, because"),
     ],
 )
 def test_options_that_cannot_be_served(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, **changes)
+
+
+def test_what_is_not_read_is_an_option_of_trl():
+    # a name that TRL gives up would never be checked
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert set(_NOT_READ) <= known
+    assert all(getattr(HydraPPOConfig, name) == value for name, value in _NOT_READ.items())
+
+
+def test_dropout_can_be_turned_off(folder, tmp_path):
+    dropping = LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for disable in (False, True):
+        hydra = make(folder, tmp_path, peft_config=dropping, disable_dropout=disable).hydra
+        dropped = {hydra.backbone().slot(name).config.dropout for name in ("actor", "critic")}
+        assert dropped == {0.0 if disable else 0.5}
 
 
 def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
+from datasets import Dataset
 from peft import LoraConfig
 
+from rlhf_engine.algorithms import rloo
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
-from tests.training.test_data import write_model
+from tests.training.test_data import PROMPTS, write_model
 
 KINDS = {"remax": (ReMaxTrainer, ReMaxConfig, 1), "rloo": (HydraRLOOTrainer, HydraRLOOConfig, 4)}
 
@@ -115,6 +119,20 @@ def test_rloo_leaves_answers_out_that_have_no_other_to_compare_with(folder, tmp_
     assert seen[0][0].keep_N.tolist() == [True, True, False, False, *[False] * 4]
 
 
+def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
+    sizes = {"num_generations": 4, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    trainer = make("rloo", folder, tmp_path, loss_type="vanilla", max_steps=1, **sizes)
+    made = []
+    experience = trainer.experience
+    trainer.experience = lambda answers: made.append((answers, experience(answers))) or made[-1][1]
+    found = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:2]]))
+    assert math.isfinite(found["eval_loss"])
+    ((answers, of),) = made
+    scores_N = rloo.returns(answers.totals_N, answers.kl_M, answers.batch, beta=trainer.kl_coef)
+    expected_N = scores_N - scores_N.view(2, 2).flip(1).view(-1)  # each less the other answer to its prompt
+    assert torch.equal(of["advantages"], expected_N[answers.batch.sequence_of_M])
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -125,6 +143,9 @@ def test_rloo_leaves_answers_out_that_have_no_other_to_compare_with(folder, tmp_
             {"steps_per_generation": 4},
             "steps_per_generation: expected gradient_accumulation_steps: one update",
         ),
+        ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because ReMaxConfig does not read it, got 0\.1"),
+        ("remax", {"loss_type": "grpo"}, "loss_type: expected 'remax', got 'grpo'"),
+        ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
         ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("rloo", {"loss_type": "grpo"}, "loss_type: expected 'proximal' or 'vanilla', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),

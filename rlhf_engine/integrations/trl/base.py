@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
@@ -34,6 +35,7 @@ from rlhf_engine.rollout import SamplingConfig, generate
 require_trl()
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+_REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 LANE = "lane"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
@@ -54,10 +56,31 @@ _OVERRIDDEN = {
 }
 
 
+_NOT_READ: dict[str, Any] = {
+    "cache_implementation": None,
+    "cast_lm_head_to_fp32": False,
+    "delta": None,
+    "entropy_coef": 0.0,
+    "generation_kwargs": None,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "off_policy_mask_threshold": None,
+    "repetition_penalty": 1.0,
+    "router_aux_loss_coef": None,
+    "scale_rewards": "none",
+    "sync_ref_model": False,
+    "top_entropy_quantile": 1.0,
+    "use_adaptive_entropy": False,
+    "use_liger_kernel": False,
+    "use_transformers_continuous_batching": False,
+}
+"""Options of GRPOConfig that none of our trainers reads, with the value that says so."""
+
+
 @dataclass
 class HydraConfig(GRPOConfig):
-    """GRPOConfig with what all of our trainers read beside it."""
+    """GRPOConfig with what all of our trainers read beside it. What they do not read is refused, not ignored."""
 
+    scale_rewards: str | bool = field(default="none", metadata={"help": "none: advantages are not those of groups."})
     num_generations: int | None = field(default=1, metadata={"help": "Answers per prompt."})
     beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL to the reference."})
     num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
@@ -87,6 +110,15 @@ class HydraConfig(GRPOConfig):
             "top_k": (not self.top_k or self.top_k < 0, f"0: {whole}"),
             "min_p": (self.min_p is None, f"None: {whole}"),
             "importance_sampling_level": (self.importance_sampling_level == "token", "'token'"),
+            **self.unread(_NOT_READ),
+        }
+
+    def unread(self, options: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
+        """`checks` of options that are not read: option → the value that asks for nothing."""
+        there = {name: value for name, value in options.items() if hasattr(self, name)}  # not every TRL has each
+        return {
+            name: (getattr(self, name) == value, f"{value!r}, because {type(self).__name__} does not read it")
+            for name, value in there.items()
         }
 
 
@@ -176,6 +208,11 @@ class HydraTrainer(GRPOTrainer):
                 )
         finally:
             args.beta = beta
+        if self.accelerator.distributed_type not in (DistributedType.NO, *_REPLICATED):
+            raise ConfigError(
+                "accelerator: expected one process or data-parallel ones with the whole base each, got "
+                f"{self.accelerator.distributed_type.value}"
+            )
         prompts = args.generation_batch_size // args.num_generations
         if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:  # TRL would do nothing
             raise ConfigError(
@@ -226,7 +263,8 @@ class HydraTrainer(GRPOTrainer):
             del roles["reward"]
         slots = {"reward": peft_io.read_slot_config(args.reward_adapter)} if args.reward_adapter else {}
         copies = {} if reference is OFF else {reference: ACTOR}
-        hydra = hydra_on(peft_model, roles, adapters, copies=copies, slots=slots, seed=args.seed)
+        options = {"disable_dropout": args.disable_dropout, "seed": args.seed}
+        hydra = hydra_on(peft_model, roles, adapters, copies=copies, slots=slots, **options)
         if self._uses_lane:
             head = reward_model.require_reward_head(args.reward_adapter or source, f"reward_funcs: {LANE!r}")
             reward_model.load_reward_head(hydra.heads["reward"], head, f"reward_funcs: {LANE!r}")  # type: ignore[arg-type]

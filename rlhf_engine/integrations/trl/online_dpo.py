@@ -31,6 +31,7 @@ class HydraOnlineDPOConfig(HydraConfig):
     def checks(self) -> dict[str, tuple[bool, str]]:
         return {
             **super().checks(),
+            **self.unread({"epsilon": 0.2, "epsilon_high": None}),
             "beta": (self.beta > 0, "a number > 0"),
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),
@@ -76,7 +77,8 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         pairs = [ids for i in at.tolist() for ids in (drawn[int(best_N[i])][i], drawn[int(worst_N[i])][i])]
         prompts = [prompt for prompt in self._prompt_ids for _ in range(2)]
         batch = PackedBatch.from_lists(prompts, pairs, device=self.accelerator.device)
-        ref = self.hydra.score(batch, ("reference",), temperature=self.temperature).ref_logprobs_M
+        with self.accelerator.autocast():  # as the forward that learns
+            ref = self.hydra.score(batch, ("reference",), temperature=self.temperature).ref_logprobs_M
         assert ref is not None
         ref_NC = batch.pad(ref)
         mask_NC = batch.pad(torch.ones_like(ref)).bool()

@@ -33,6 +33,7 @@ class HydraPPOConfig(HydraConfig):
     beta: coefficient of the KL to the reference in a token's reward. epsilon, epsilon_high: clipping of ratios.
     """
 
+    loss_type: str = field(default="ppo", metadata={"help": "ppo, the only one."})
     gamma: float = field(default=1.0, metadata={"help": "Discount factor of the return."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
@@ -47,6 +48,7 @@ class HydraPPOConfig(HydraConfig):
     def checks(self) -> dict[str, tuple[bool, str]]:
         return {
             **super().checks(),
+            "loss_type": (self.loss_type == "ppo", "'ppo'"),
             "gamma": (0 <= self.gamma <= 1, "a number from 0 to 1"),
             "lam": (0 <= self.lam <= 1, "a number from 0 to 1"),
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),

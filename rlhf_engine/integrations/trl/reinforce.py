@@ -28,11 +28,15 @@ from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer
 class ReMaxConfig(HydraConfig):
     """GRPOConfig with one drawn answer per prompt; the greedy one comes on top and is not counted."""
 
+    loss_type: str = field(default="remax", metadata={"help": "remax, the only one."})
+
     def checks(self) -> dict[str, tuple[bool, str]]:
         once = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
         one_update = "one update per rollout, which has no ratio that would correct the others"
         return {
             **super().checks(),
+            **self.unread({"epsilon": 0.2, "epsilon_high": None}),
+            "loss_type": (self.loss_type == "remax", "'remax'"),
             "num_generations": (self.num_generations == 1, "1"),
             "num_iterations": (self.num_iterations == 1, f"1: {one_update}"),
             "steps_per_generation": (once or self.num_iterations != 1, f"gradient_accumulation_steps: {one_update}"),
@@ -50,8 +54,10 @@ class HydraRLOOConfig(HydraConfig):
 
     def checks(self) -> dict[str, tuple[bool, str]]:
         once = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
+        unclipped = {"epsilon": 0.2, "epsilon_high": None} if self.loss_type == "vanilla" else {}
         return {
             **super().checks(),
+            **self.unread(unclipped),
             "loss_type": (self.loss_type in ("proximal", "vanilla"), "'proximal' or 'vanilla'"),
             "num_generations": ((self.num_generations or 0) >= 2, "at least 2"),
             "steps_per_generation": (
@@ -116,13 +122,12 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
     def default_config(cls, output_dir: str) -> HydraRLOOConfig:
         return HydraRLOOConfig(output_dir)
 
+    @property
+    def _answers_per_prompt(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
-        k, n = self.num_generations, answers.batch.n_sequences
-        if n % k:
-            raise ConfigError(
-                f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
-            )
-        groups_N = torch.arange(n, device=answers.totals_N.device) // k
+        groups_N = torch.arange(answers.batch.n_sequences, device=answers.totals_N.device) // self._answers_per_prompt
         kept = answers.keep_N.nonzero()[:, 0]
         returns_N = rloo.returns(answers.totals_N, answers.kl_M, answers.batch, beta=self.kl_coef)
         advantages_N = torch.zeros_like(returns_N)
@@ -131,7 +136,12 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
 
     def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
         """An answer without another one to compare it with teaches nothing."""
-        grouped = keep_N.view(-1, self.num_generations)
+        k, n = self._answers_per_prompt, len(keep_N)
+        if n % k:
+            raise ConfigError(
+                f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
+            )
+        grouped = keep_N.view(-1, k)
         return (grouped & (grouped.sum(1, keepdim=True) >= 2)).view(-1)
 
     def losses(self, micro: Micro) -> tuple[Any, ...]:

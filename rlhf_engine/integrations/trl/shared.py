@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,15 +37,20 @@ def hydra_on(
     *,
     copies: Mapping[str, str] | None = None,
     slots: Mapping[str, SlotConfig] | None = None,
+    disable_dropout: bool = False,
     seed: int = 0,
 ) -> HydraModel:
     """A HydraModel whose backbone, and whose slots in `adapters` (slot → PEFT's name), are the PeftModel's tensors.
 
     copies: slots that start with an adapter's numbers and are the HydraModel's own. slots: shapes and origins of
-    further ones of its own. Raises ConfigError for adapters that are no plain LoRA on linears.
+    further ones of its own. disable_dropout: whatever the adapters' configurations say.
+
+    Raises ConfigError for adapters that are no plain LoRA on linears.
     """
     named = {**adapters, **(copies or {})}
     own = {slot: _slot_config(model, name) for slot, name in named.items()}
+    if disable_dropout:
+        own = {slot: replace(config, dropout=0.0) for slot, config in own.items()}
     hydra = HydraModel.from_pretrained(_plain_copy(model), roles=roles, slots={**own, **(slots or {})}, seed=seed)
     layers: dict[str, Any] = {
         path: module for path, module in model.get_base_model().named_modules() if isinstance(module, LoraLayer)
