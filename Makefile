@@ -7,6 +7,7 @@ ARGS ?=
 INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
 OLDEST_TRL := .venv/trl-1.15.0/.installed
+VERL := .venv/verl-0.9.1/.installed
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
@@ -32,9 +33,10 @@ else
 	$(TEST) -m "not long and not gpu" $(ARGS)
 endif
 
-# the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter
-test-long: $(INSTALLED) $(OLDEST_TRL)
+# the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
+test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL)
 ifeq ($(ARGS),)
+	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
 	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
 endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
@@ -64,6 +66,13 @@ $(QUANTISED): $(INSTALLED)
 
 $(OLDEST_TRL): $(INSTALLED)
 	$(VENV)/python -m pip install -q --no-deps --upgrade --target $(dir $@) trl==1.15.0
+	touch $@
+
+# what verl imports where nothing of it runs
+$(VERL): $(INSTALLED)
+	$(VENV)/python -m pip install -q --no-deps --upgrade --target $(dir $@) verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3 \
+		omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 codetiming==1.4.0 cachetools==8.0.1 orjson==3.13.0 \
+		cloudpickle==3.1.2 importlib_metadata==10.2.0 zipp==4.1.2
 	touch $@
 
 clean:
