@@ -63,7 +63,8 @@ def fuse_lora(model: PeftModel) -> Fusion:
 
     Served are linears on nn.Linear, Conv1D and bitsandbytes' linears, with plain LoRA. Others (DoRA and other variants,
     embeddings, convolutions, a bias of the adapter's own) stay PEFT's: `Fusion.left` says which and why, and a warning
-    is given. Dropout masks come from torch's random state, but are not those of nn.Dropout.
+    is given. A layer runs as PEFT's, too, while hooks hang on its linears, as where weights are offloaded. Dropout
+    masks come from torch's random state, but are not those of nn.Dropout.
 
     Raises TypeError for what is no PeftModel with LoRA, ValueError where a model is fused already or no layer can be.
     """
@@ -96,6 +97,17 @@ def _change_class(module: nn.Module, mixin: type) -> None:
     module.__class__ = _class_with(mixin, own)
 
 
+def _remake(module: Any, reduced: Any) -> Any:
+    """How a copy or a pickle of a module makes it again: its class is not one that can be imported."""
+    mixin, own = type(module).__bases__
+    return (_new, (mixin, own), *reduced[2:])
+
+
+def _new(mixin: Any, own: Any) -> Any:
+    cls = _class_with(mixin, own)
+    return cls.__new__(cls)
+
+
 @functools.cache
 def _class_with(mixin: Any, own: Any) -> Any:
     return type(f"Fused{own.__name__}", (mixin, own), {"__module__": own.__module__})
@@ -124,9 +136,15 @@ class _FusedLayer(nn.Module):
 
     dropout_stream: int
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _remake(self, super().__reduce_ex__(protocol))
+
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if any(_carries_more(part) for part in (self.base_layer, *self.lora_A.values(), *self.lora_B.values())):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]  # PEFT's class
         self._check_forward_args(x, *args, **kwargs)
         names: Sequence[str] | None = kwargs.pop("adapter_names", None)
+        kwargs.pop("alora_offsets", None)  # of variants, which stay PEFT's
         if self.disable_adapters or (names is None and self.merged):
             if self.disable_adapters and self.merged:
                 self.unmerge()
@@ -177,6 +195,12 @@ class _FusedLayer(nn.Module):
         )
 
 
+def _carries_more(module: nn.Module) -> bool:
+    """Whether something hangs on a module that only a call of it brings about: a hook, or a forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
+
+
 def _runs(x: torch.Tensor, names: Sequence[str], known: Any) -> tuple[list[str], Segments]:
     """The adapters of a batch with one name per sample, and which rows of x carry which."""
     present = [name for name in dict.fromkeys(names) if name != BASE_NAME and name in known]
@@ -191,6 +215,9 @@ def _runs(x: torch.Tensor, names: Sequence[str], known: Any) -> tuple[list[str],
 
 class _FusedModel(nn.Module):
     """Stands before LoraModel: adapters by sample also in training mode."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _remake(self, super().__reduce_ex__(protocol))
 
     @contextmanager
     def _enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:

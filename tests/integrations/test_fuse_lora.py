@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import Linear as PeftLinear
 from rlhf_kernels.testing import assert_ok, tier1
@@ -14,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import rlhf_engine
 from rlhf_engine import fuse_lora
+from rlhf_engine.integrations.peft import _FusedLayer
 from tests.conftest import tiny_llama
 
 IDS = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -188,6 +191,30 @@ def test_saving_and_loading_are_exact(tmp_path):
         assert torch.equal(loaded(IDS).logits, expected)
         assert torch.equal(copy.deepcopy(loaded)(IDS).logits, expected)
     set_peft_model_state_dict(loaded, {n: torch.zeros_like(p) for n, p in loaded.state_dict().items() if "lora_" in n})
+
+
+def test_a_fused_model_can_be_pickled():
+    model = make()
+    fuse_lora(model)
+    again = pickle.loads(pickle.dumps(model))
+    compare(run(again), run(model))
+    assert isinstance(again.base_model.model.model.layers[0].self_attn.q_proj, _FusedLayer)
+
+
+def test_what_hangs_on_a_base_layer_is_still_called():
+    """Offloaded weights are there only between its hooks."""
+    model = make()
+    plain = run(model)
+    fuse_lora(model)
+    base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    handle = base.register_forward_hook(lambda module, args, output: output * 2)
+    doubled = run(model)["logits"]
+    assert not torch.allclose(doubled, plain["logits"])
+    handle.remove()
+    cpu_offload(model.base_model.model, execution_device=torch.device("cpu"))
+    assert base.weight.device.type == "meta"
+    with torch.no_grad():
+        close(model(IDS).logits, plain["logits"])
 
 
 def test_an_adapter_that_comes_later_is_served_or_refused():
