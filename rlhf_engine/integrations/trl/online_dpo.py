@@ -16,6 +16,7 @@ import torch
 from rlhf_engine.algorithms.online_dpo import dpo_loss
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import LogprobLoss, PackedBatch
+from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
 from rlhf_engine.integrations.trl.shared import forward_through
 
@@ -44,6 +45,7 @@ class HydraOnlineDPOTrainer(HydraTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "online-dpo")
     _name = "Hydra-Online-DPO"
+    _paper = papers.ONLINE_DPO
 
     @classmethod
     def default_config(cls, output_dir: str) -> HydraOnlineDPOConfig:

@@ -23,6 +23,7 @@ import torch
 
 from rlhf_engine.algorithms.ppo import advantages, token_rewards
 from rlhf_engine.hydra import PolicyLoss, ValueLoss
+from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
 
 
@@ -61,6 +62,7 @@ class HydraPPOTrainer(HydraTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "ppo")
     _name = "Hydra-PPO"
+    _paper = papers.HYDRA
     has_critic = True
 
     @classmethod

@@ -21,6 +21,7 @@ from rlhf_engine.algorithms.policy_gradient import GradientLoss
 from rlhf_engine.algorithms.sequences import spread
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import LogprobLoss
+from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
 
 
@@ -94,6 +95,7 @@ class ReMaxTrainer(_PolicyGradientTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "remax")
     _name = "ReMax"
+    _paper = papers.REMAX
     hidden = (True,)
 
     @classmethod
@@ -117,6 +119,7 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "rloo")
     _name = "Hydra-RLOO"
+    _paper = papers.RLOO
 
     @classmethod
     def default_config(cls, output_dir: str) -> HydraRLOOConfig:

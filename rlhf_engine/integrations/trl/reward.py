@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.integrations.peft import Fusion, fuse_lora
+from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.training.reward_metrics import pointwise_metrics
 
@@ -53,6 +54,7 @@ class PerlRewardTrainer(RewardTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "reward-trainer")
     _name = "PERL"
+    _paper = papers.PERL
 
     def __init__(
         self,
