@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -75,6 +76,19 @@ def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
         float(first["rewards/lane/mean"]) + float(first["rewards/words/mean"]), rel=1e-3
     )
     assert "frac_reward_zero_std" not in first
+
+
+def test_the_table_of_answers_has_these_advantages(folder, tmp_path):
+    trainer = make(folder, tmp_path, max_steps=1, log_completions=True, whiten_advantages=False)
+    seen = []
+    experience = trainer.experience
+    trainer.experience = lambda answers: seen.append((answers.batch, experience(answers))) or seen[-1][1]
+    trainer.train()
+    ((batch, made),) = seen
+    told = pandas.concat(pandas.read_parquet(path) for path in (tmp_path / "completions").glob("*.parquet"))
+    expected = [float(x.mean()) for x in made["advantages"].split(list(batch.completion_lens))]
+    assert told["advantage"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert told["words"].tolist() == words(None, told["completion"].tolist(), None)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
 
 from rlhf_engine.algorithms.ppo import token_kl
+from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
@@ -427,14 +428,25 @@ class HydraTrainer(GRPOTrainer):
         self.note(mode, "kl", kl_M)
         if self.num_generations == 1:
             self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, which one answer is not
-        made = {f"of_{name}": padded(x_M) for name, x_M in self.experience(answers).items()}
+        made = self.experience(answers)
+        if "advantages" in made:
+            self._tell_advantages(made["advantages"], batch)
         return {
             **output,
-            **made,
+            **{f"of_{name}": padded(x_M) for name, x_M in made.items()},
             "of_old_logprobs": padded(logprobs_M),
             "answer_mask": padded(torch.ones_like(kl_M)).bool(),
             "loss_mask": padded(answers.keep_M.float()).bool(),
         }
+
+    def _tell_advantages(self, advantages_M: torch.Tensor, batch: PackedBatch) -> None:
+        """In the table of `log_completions`: the mean of each answer's, where GRPO's stood."""
+        lengths_N = torch.tensor(batch.completion_lens, device=advantages_M.device)
+        told = self.accelerator.gather(sequence_sums(advantages_M, batch) / lengths_N).tolist()
+        shown = self._logs["advantages"]
+        for _ in range(min(len(told), len(shown))):
+            shown.pop()
+        shown.extend(told)
 
     def note(self, mode: str, name: str, values: torch.Tensor) -> None:
         """A metric: the mean of what all processes have."""
