@@ -18,14 +18,14 @@ import torch
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
-from rlhf_engine.integrations.trl.base import _NOT_READ
+from rlhf_engine.integrations.trl.config import _NOT_READ
 from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
 from tests.training.test_data import PROMPTS, write_model
@@ -40,8 +40,9 @@ def config(output, **changes) -> HydraPPOConfig:
     return HydraPPOConfig(**{**QUICK, "output_dir": str(output), "steps_per_generation": 4, **changes})
 
 
-def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, callbacks=None, **changes):
-    given = {"peft_config": peft_config, "model": model, "callbacks": callbacks}
+def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, **changes):
+    given = {name: changes.pop(name) for name in ("callbacks", "optimizers") if name in changes}
+    given |= {"peft_config": peft_config, "model": model}
     return make_trainer(HydraPPOTrainer, config(output, **changes), folder, reward_funcs, **given)
 
 
@@ -344,6 +345,14 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
         ({"delta": 3.0}, "delta: expected None, because"),
         ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile: expected 1\.0, because"),
         ({"use_liger_kernel": True}, "use_liger_kernel: expected False, because"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: expected None, because"),
+        ({"epsilon": -0.1}, r"epsilon: expected a number > 0, got -0\.1"),
+        ({"beta": -1.0}, r"beta: expected a number >= 0, got -1\.0"),
+        ({"temperature": 0.0}, "temperature: expected a number > 0"),
+        ({"num_iterations": 0}, "num_iterations: expected an integer > 0"),
+        ({"max_completion_length": None}, "max_completion_length: expected an integer > 0, got None"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty: expected None or a number >= 0"),
+        ({"critic_learning_rate": -1.0}, "critic_learning_rate: expected None or a number >= 0"),
     ],
 )
 def test_options_that_cannot_be_served(tmp_path, changes, message):
@@ -353,22 +362,53 @@ def test_options_that_cannot_be_served(tmp_path, changes, message):
 
 def test_what_is_not_read_is_an_option_of_trl():
     # a name that TRL gives up would never be checked
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert set(_NOT_READ) <= known
-    assert all(getattr(HydraPPOConfig, name) == value for name, value in _NOT_READ.items())
+    assert set(_NOT_READ) <= {option.name for option in dataclasses.fields(GRPOConfig)}
 
 
-def test_dropout_can_be_turned_off(folder, tmp_path):
-    dropping = LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    for disable in (False, True):
-        hydra = make(folder, tmp_path, peft_config=dropping, disable_dropout=disable).hydra
-        dropped = {hydra.backbone().slot(name).config.dropout for name in ("actor", "critic")}
-        assert dropped == {0.0 if disable else 0.5}
+def test_dropout_drops_in_training_unless_it_is_turned_off(folder, tmp_path):
+    def weights(dropout, **changes):
+        dropping = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        trainer = make(folder, tmp_path, peft_config=dropping, max_steps=2, **changes)
+        trainer.train()
+        return trained(trainer)
+
+    plain, dropped, off = weights(0.0), weights(0.5), weights(0.5, disable_dropout=True)
+    assert all(torch.equal(plain[name], off[name]) for name in plain)
+    assert all(not torch.equal(plain[name], dropped[name]) for name in plain if "lora_B" in name)
+
+
+def test_checkpointed_activations_are_computed_twice(folder, tmp_path):
+    counts = {}
+    for checkpointed in (False, True):
+        trainer = make(folder, tmp_path, max_steps=1, steps_per_generation=2, gradient_checkpointing=checkpointed)
+        seen = []
+        layer = (
+            trainer.hydra.backbone().model.model.layers[0].self_attn
+        )  # the second time it stops before the MLP's end
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        trainer.train()
+        counts[checkpointed] = sum(seen)
+    assert counts == {False: 2, True: 4}  # two micro-batches, forward and again in backward
 
 
 def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
     with pytest.raises(ConfigError, match="peft_config: expected a LoraConfig"):
         make(folder, tmp_path, peft_config=None)
+    with pytest.raises(ConfigError, match="args: expected a HydraPPOConfig, got a GRPOConfig"):
+        make_trainer(HydraPPOTrainer, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), folder)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    named = get_peft_model(copy.deepcopy(base), copy.deepcopy(LORA), adapter_name="mine")
+    with pytest.raises(ConfigError, match=r"model: expected an adapter called 'default', got \['mine'\]"):
+        make(folder, tmp_path, peft_config=None, model=named)
+    embedded = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"peft_config: expected LoRA on linears alone, got .*embed_tokens"):
+        make(folder, tmp_path, peft_config=None, model=get_peft_model(copy.deepcopy(base), embedded))
+    unfrozen = get_peft_model(copy.deepcopy(base), copy.deepcopy(LORA))
+    unfrozen.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(
+        ConfigError, match=r"peft_config: expected LoRA alone to be trained, got .*norm.weight and 0 more"
+    ):
+        make(folder, tmp_path, peft_config=None, model=unfrozen)
     dora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="the adapter 'default': expected use_dora=False"):
         make(folder, tmp_path, peft_config=dora)
@@ -378,6 +418,11 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
         )
     with pytest.raises(ConfigError, match=r"train_dataset: expected at least the 1024 prompts of a rollout .* got 48"):
         make(folder, tmp_path, steps_per_generation=256)
+    own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(
+        ConfigError, match="optimizers: expected one that has every trained parameter, got one without act"
+    ):
+        make(folder, tmp_path, optimizers=(own, None)).train()
     headless = write_model(tmp_path / "headless", reward_head=False)
     with pytest.raises(ValueError, match="lane"):
         make(headless, tmp_path / "x", "lane")

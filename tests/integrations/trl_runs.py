@@ -37,17 +37,25 @@ def words(prompts, completions, completion_ids, **columns):
 
 
 def make_trainer(
-    kind, config, folder: Path, reward_funcs=words, *, peft_config=LORA, model=None, callbacks=None
+    kind,
+    config,
+    folder: Path,
+    reward_funcs=words,
+    *,
+    peft_config=LORA,
+    model=None,
+    n_prompts=48,
+    **options,
 ) -> Any:
     """A trainer of that class on the model in a folder."""
     return kind(
         model=model or str(folder),
         reward_funcs=reward_funcs,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 4),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS * 4][:n_prompts]),
         processing_class=load_tokenizer(folder),
         peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-        callbacks=callbacks,
+        **options,
     )
 
 

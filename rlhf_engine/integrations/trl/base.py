@@ -9,18 +9,18 @@ process, `steps_per_generation` micro-batches share a rollout, and `num_iteratio
 
 from __future__ import annotations
 
-import json
+import shutil
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from peft import PeftConfig, PeftModel
-from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
 
 from rlhf_engine.algorithms.ppo import token_kl
@@ -29,12 +29,15 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
-from rlhf_engine.integrations.trl.shared import forward_through, has_learned, hydra_on, is_on_same_tensors
+from rlhf_engine.integrations.trl.config import HydraConfig
+from rlhf_engine.integrations.trl.progress import Progress
+from rlhf_engine.integrations.trl.shared import HEADS, forward_through, has_learned, hydra_on, is_on_same_tensors
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.rollout import SamplingConfig, generate
 
 require_trl()
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl.chat_template_utils import parse_response  # noqa: E402
 
 _REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 LANE = "lane"
@@ -43,10 +46,6 @@ ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
 REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
-_ROLLOUT_FILE = "rollout_{}.safetensors"
-"""What a checkpoint in the middle of a rollout keeps of it, by process."""
-_METRICS_FILE = "metrics_{}.json"
-"""What has been measured since the last line of the log, by process: a stop loses none of it."""
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -54,73 +53,10 @@ _OVERRIDDEN = {
     "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
     "_get_train_sampler": ("dataset",),
     "_tokenize_prompts": ("prompts",),
+    "_save": ("output_dir", "state_dict"),
+    "_save_rng_state": ("output_dir",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
 }
-
-
-_NOT_READ: dict[str, Any] = {
-    "cache_implementation": None,
-    "cast_lm_head_to_fp32": False,
-    "delta": None,
-    "entropy_coef": 0.0,
-    "generation_kwargs": None,
-    "multi_objective_aggregation": "sum_then_normalize",
-    "off_policy_mask_threshold": None,
-    "repetition_penalty": 1.0,
-    "router_aux_loss_coef": None,
-    "scale_rewards": "none",
-    "sync_ref_model": False,
-    "top_entropy_quantile": 1.0,
-    "use_adaptive_entropy": False,
-    "use_liger_kernel": False,
-    "use_transformers_continuous_batching": False,
-}
-"""Options of GRPOConfig that none of our trainers reads, with the value that says so."""
-
-
-@dataclass
-class HydraConfig(GRPOConfig):
-    """GRPOConfig with what all of our trainers read beside it. What they do not read is refused, not ignored."""
-
-    scale_rewards: str | bool = field(default="none", metadata={"help": "none: advantages are not those of groups."})
-    num_generations: int | None = field(default=1, metadata={"help": "Answers per prompt."})
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL to the reference."})
-    num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
-    kl_estimator: str = field(default="k1", metadata={"help": "Estimate of the KL per token: k1 or k3."})
-    missing_eos_penalty: float | None = field(default=None, metadata={"help": "Subtracted where an answer never ends."})
-    reward_adapter: str | None = field(
-        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `lane`."}
-    )
-
-    def __post_init__(self) -> None:
-        try:
-            super().__post_init__()
-        except ValueError as error:  # the last check but those of vLLM, which are not for here
-            if self.num_generations != 1 or "at least 2 generations" not in str(error):
-                raise
-        for name, (fine, expected) in self.checks().items():
-            if not fine:
-                raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-
-    def checks(self) -> dict[str, tuple[bool, str]]:
-        """option → (whether it can be served, what is expected)"""
-        whole = "ratios are to the whole distribution"
-        return {
-            "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
-            "use_vllm": (not self.use_vllm, "False: answers come from the rollout engine"),
-            "top_p": (self.top_p == 1.0, f"1.0: {whole}"),
-            "top_k": (not self.top_k or self.top_k < 0, f"0: {whole}"),
-            "min_p": (self.min_p is None, f"None: {whole}"),
-            "importance_sampling_level": (self.importance_sampling_level == "token", "'token'"),
-            **self.unread(_NOT_READ),
-        }
-
-    def unread(self, options: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
-        """`checks` of options that are not read: option → the value that asks for nothing."""
-        there = {name: value for name, value in options.items() if hasattr(self, name)}  # not every TRL has each
-        return {
-            name: (getattr(self, name) == value, f"{value!r}, because {type(self).__name__} does not read it")
-            for name, value in there.items()
-        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,6 +99,8 @@ class HydraTrainer(GRPOTrainer):
     """GRPOTrainer on one base: actor, reference, and where an algorithm has one a critic."""
 
     reward_func_names: list[str]
+    config_class: type[HydraConfig]
+    """What `args` are."""
     has_critic = False
     _evaluated = (-1, 0)
     hidden: tuple[bool, ...] = ()
@@ -186,10 +124,15 @@ class HydraTrainer(GRPOTrainer):
         for name in ("tools", "environment_factory", "rollout_func", "quantization_config"):
             if options.get(name):
                 raise ConfigError(f"{name}: expected None, which {type(self).__name__} has no place for, got one")
-        if peft_config is None and not isinstance(model, PeftModel):
+        if args is not None and not isinstance(args, self.config_class):
+            raise ConfigError(f"args: expected a {self.config_class.__name__}, got a {type(args).__name__}")
+        if isinstance(model, PeftModel):
+            if ACTOR not in model.peft_config:
+                raise ConfigError(f"model: expected an adapter called {ACTOR!r}, got {sorted(model.peft_config)}")
+        elif peft_config is None:
             raise ConfigError("peft_config: expected a LoraConfig: the base stays frozen, what is trained are adapters")
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-        args = args or self.default_config(f"{Path(source).name or 'model'}-{self._name}")
+        args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or LANE]
         self._uses_lane = LANE in functions
         self.kl_coef = args.beta
@@ -227,11 +170,6 @@ class HydraTrainer(GRPOTrainer):
 
     # ---- what a subclass says --------------------------------------------------------------------------------------
 
-    @classmethod
-    @abstractmethod
-    def default_config(cls, output_dir: str) -> Any:
-        """The configuration where none is given."""
-
     @abstractmethod
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
         """What the losses need of each token, name → [M]."""
@@ -252,6 +190,7 @@ class HydraTrainer(GRPOTrainer):
 
     def _build(self, source: str, args: HydraConfig) -> HydraModel:
         peft_model = self.accelerator.unwrap_model(self.model)
+        asked = {name: p for name, p in peft_model.named_parameters() if p.requires_grad and "lora_" not in name}
         adapters = {"actor": ACTOR, **({"critic": CRITIC} if self.has_critic else {})}
         if self.has_critic and CRITIC not in peft_model.peft_config:
             peft_model.add_adapter(CRITIC, peft_model.peft_config[ACTOR])
@@ -272,12 +211,24 @@ class HydraTrainer(GRPOTrainer):
         if args.gradient_checkpointing:
             hydra.backbone().enable_gradient_checkpointing()
         _thaw(peft_model, hydra)
+        ours = {id(p) for role in roles for p in hydra.trainable_parameters(role).values()}
+        others = [name for name, p in asked.items() if id(p) not in ours and not name.startswith(HEADS)]
+        if others:
+            raise ConfigError(
+                f"peft_config: expected LoRA alone to be trained, got {others[0]} and {len(others) - 1} more"
+            )
         return hydra.eval()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """With a learning rate of their own for critic and value head, where there is one."""
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
         optimizer = super().create_optimizer(*([] if model is None else [model]))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for role in self.hydra.roles:
+            if any(id(p) not in held for p in self.hydra.trainable_parameters(role).values()):
+                raise ConfigError(
+                    f"optimizers: expected one that has every trained parameter, got one without {role}'s"
+                )
         rate = getattr(self.args, "critic_learning_rate", None)
         if rate is not None and len(optimizer.state) == 0:
             critic = {id(p) for p in self.hydra.trainable_parameters("critic").values()}
@@ -290,54 +241,75 @@ class HydraTrainer(GRPOTrainer):
                     )
         return optimizer
 
+    # ---- what a checkpoint has beside PEFT's and transformers' files -----------------------------------------------
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.has_critic:
+        if self.has_critic and self.args.should_save:
             peft_io.save_heads(self.hydra.heads, {"value"}, output_dir or self.args.output_dir)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        measured = json.dumps(self._metrics["train"])
-        (folder / _METRICS_FILE.format(self.accelerator.process_index)).write_text(measured)
-        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
-            return  # the next step draws anew
-        tensors = {
-            f"{i}|{name}": x.detach().cpu().clone()  # parts may share one
-            for i, part in enumerate(self._buffered_inputs)
-            for name, x in part.items()
-        }
-        save_file(tensors, folder / _ROLLOUT_FILE.format(self.accelerator.process_index))
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.has_critic and self.is_world_process_zero():  # transformers copies an adapter from the root alone
+            shutil.copy(Path(checkpoint_folder) / peft_io.HEADS_FILE, self.args.output_dir)
+            critic = Path(self.args.output_dir) / CRITIC
+            shutil.copytree(Path(checkpoint_folder) / CRITIC, critic, dirs_exist_ok=True)
+        super()._push_from_checkpoint(checkpoint_folder)
 
-    def _load_rollout(self, folder: Path) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
+        """With the place in the rollout: on every process, before anything is pushed."""
+        super()._save_rng_state(output_dir)
+        progress = Progress(
+            step=self._step,
+            sizes=self._sizes(),
+            metrics=self._metrics["train"],
+            rollout=[] if self._draws_anew() else self._buffered_inputs,
+        )
+        progress.save(Path(output_dir), self.accelerator.process_index)
+
+    def _sizes(self) -> dict[str, int]:
+        """What a rollout is cut up by."""
+        names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+        sizes = {name: int(getattr(self.args, name)) for name in names}
+        return {**sizes, "num_processes": self.accelerator.num_processes}
+
+    def _draws_anew(self) -> bool:
+        """Whether the next micro-batch is the first of a rollout."""
+        return bool(self._step % (self.args.steps_per_generation * self.num_iterations) == 0)
+
+    def _load_progress(self, folder: Path) -> None:
         """Where the run stood within a rollout, and what is left of that."""
-        state = json.loads((folder / "trainer_state.json").read_text())
-        self._step = state["global_step"] * self.args.gradient_accumulation_steps
-        measured = folder / _METRICS_FILE.format(self.accelerator.process_index)
-        if measured.is_file():
-            self._metrics["train"].update(json.loads(measured.read_text()))
-        path = folder / _ROLLOUT_FILE.format(self.accelerator.process_index)
-        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+        found = Progress.load(folder, self.accelerator.process_index)
+        self._step = found.step
+        self._metrics["train"].update(found.metrics)
+        if not found.rollout:
             return
-        if not path.is_file():
-            raise ConfigError(
-                f"resume_from_checkpoint: expected {path.name} in {str(folder)!r}, written by as many processes, with "
-                "as many steps_per_generation and gradient_accumulation_steps; it is not there"
-            )
-        parts: dict[int, dict[str, torch.Tensor]] = {}
-        for key, x in load_file(path, device=str(self.accelerator.device)).items():
-            place, _, name = key.partition("|")
-            parts.setdefault(int(place), {})[name] = x
-        self._buffered_inputs = [parts[i] for i in range(len(parts))]
+        for name, value in self._sizes().items():
+            if found.sizes[name] != value:
+                raise ConfigError(
+                    f"{name}: expected {found.sizes[name]}, because {str(folder)!r} is of the middle of a rollout, got "
+                    f"{value}"
+                )
+        device = self.accelerator.device
+        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in found.rollout]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
-        self._load_rollout(Path(resume_from_checkpoint))
+        if (Path(resume_from_checkpoint) / "trainer_state.json").is_file():  # else it is weights alone
+            self._load_progress(Path(resume_from_checkpoint))
         if self.has_critic and "value" not in peft_io.load_heads_if_present(self.hydra.heads, resume_from_checkpoint):
             raise ConfigError(
                 f"resume_from_checkpoint: expected {peft_io.HEADS_FILE} with the value head in "
                 f"{resume_from_checkpoint!r}, which has none"
             )
+        _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
+
+    def _load_best_model(self) -> None:
+        """With its own critic and value head: transformers loads the active adapter."""
+        super()._load_best_model()
+        if self.has_critic:
+            best, peft_model = self.state.best_model_checkpoint, self.accelerator.unwrap_model(self.model)
+            peft_model.load_adapter(str(Path(best) / CRITIC), CRITIC)
+            peft_io.load_heads_if_present(self.hydra.heads, best)
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
@@ -370,13 +342,27 @@ class HydraTrainer(GRPOTrainer):
         self, ids: list[list[int]], inputs: Any, prompts: Any, completions: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(total [N], whether there is one [N])"""
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        talks = not isinstance(completions[0], str)
-        shown = [[{"role": "assistant", "content": text}] for text in texts] if talks else texts
+        shown = self._shown(ids, talks=not isinstance(completions[0], str))
         answers, self._scores = self._score(ids, [LANE_ROLE] if self._uses_lane else [])
-        return self._weigh(super()._calculate_rewards(inputs, prompts, shown, ids), answers)
+        # what reward functions tell of answers that TRL knows nothing of would stand beside others in its tables
+        told = {name: getattr(self, name) for name in ("_pending_extra_logs", "_pending_metrics")}
+        self.__dict__.update({name: defaultdict(list) for name in told})
+        try:
+            gathered = super()._calculate_rewards(inputs, prompts, shown, ids)
+        finally:
+            self.__dict__.update(told)
+        return self._weigh(gathered, answers)
+
+    def _shown(self, ids: list[list[int]], *, talks: bool) -> list[Any]:
+        """Answers as reward functions get them: decoded as TRL decodes those that it knows."""
+        if talks and any(getattr(self._tokenizer, name, None) for name in ("response_template", "response_schema")):
+            pairs = zip(self._prompt_ids, ids, strict=True)
+            return [[parse_response(self._tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts] if talks else list(texts)
 
     def _score(self, answers: list[list[int]], roles: list[str]) -> tuple[PackedBatch, Scores]:
+        self.hydra.eval()
         batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device)
         if not roles:
             return batch, Scores()
@@ -391,8 +377,7 @@ class HydraTrainer(GRPOTrainer):
         if self.args.missing_eos_penalty is not None:
             ended = [batch.completion_tokens(i)[-1] in self.eos_token_ids for i in range(batch.n_sequences)]
             totals = totals - self.args.missing_eos_penalty * (~torch.tensor(ended, device=totals.device))
-        if not totals.isfinite().all():
-            raise NonFiniteError("reward of an answer is not finite; no update was made from it")
+        self.require_finite("reward of an answer is not finite; no update was made from it", totals)
         return totals, ~own.isnan().all(1)
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> tuple[None, None, None]:
@@ -407,8 +392,7 @@ class HydraTrainer(GRPOTrainer):
         assert logprobs_M is not None
         assert ref_logprobs_M is not None
         kl_M = token_kl(logprobs_M, ref_logprobs_M, self.args.kl_estimator)
-        if not kl_M.isfinite().all():
-            raise NonFiniteError("KL of an answer is not finite; no update was made from it")
+        self.require_finite("KL of an answer is not finite; no update was made from it", kl_M)
         keep_N = self._scored & output["completion_mask"].bool().any(1)
         answers = Answers(
             batch=batch,
@@ -431,13 +415,21 @@ class HydraTrainer(GRPOTrainer):
         made = self.experience(answers)
         if "advantages" in made:
             self._tell_advantages(made["advantages"], batch)
+        mask_M = answers.keep_M
         return {
             **output,
+            "num_items_in_batch": self.accelerator.reduce(mask_M.sum(), reduction="sum"),
             **{f"of_{name}": padded(x_M) for name, x_M in made.items()},
             "of_old_logprobs": padded(logprobs_M),
             "answer_mask": padded(torch.ones_like(kl_M)).bool(),
-            "loss_mask": padded(answers.keep_M.float()).bool(),
+            "loss_mask": padded(mask_M.float()).bool(),
         }
+
+    def require_finite(self, message: str, values: torch.Tensor) -> None:
+        """Raise NonFiniteError on all processes where one of them has NaN or infinity."""
+        bad = (~values.isfinite()).any().float()
+        if float(self.accelerator.reduce(bad, reduction="sum")):
+            raise NonFiniteError(message)
 
     def _tell_advantages(self, advantages_M: torch.Tensor, batch: PackedBatch) -> None:
         """In the table of `log_completions`: the mean of each answer's, where GRPO's stood."""
@@ -449,9 +441,11 @@ class HydraTrainer(GRPOTrainer):
         shown.extend(told)
 
     def note(self, mode: str, name: str, values: torch.Tensor) -> None:
-        """A metric: the mean of what all processes have."""
+        """A metric: the mean of what all processes have, if they have anything."""
+        values = values.detach().float()
         sums = self.accelerator.reduce(torch.stack([values.sum(), torch.ones_like(values).sum()]), reduction="sum")
-        self._metrics[mode][name].append(float(sums[0] / sums[1]))
+        if float(sums[1]):
+            self._metrics[mode][name].append(float(sums[0] / sums[1]))
 
     def next_evaluated(self) -> int:
         """How many batches this evaluation has had: those of one step differ, and the next evaluation has the same."""
@@ -484,16 +478,18 @@ class HydraTrainer(GRPOTrainer):
             n_tokens=tokens * share,
             n_answers=n_answers,
         )
-        results = forward_through(model, (micro.batch, self.losses(micro)), dropout_seed=self._dropout_seed())
-        loss, metrics = self.combine(micro, results)
-        if not torch.isfinite(loss):
-            raise NonFiniteError(f"the loss is {float(loss)}")
+        loss, metrics = self.combine(micro, self.forward(model, micro.batch, self.losses(micro)))
+        self.require_finite("the loss is not finite", loss.detach())
         for name, x in metrics.items():
             self._metrics[mode][name].append(self.accelerator.gather(x.detach().float()).mean().item())
         return loss
 
-    def _dropout_seed(self) -> int:
-        return int(self.args.seed * 1_000_003 + self._step)
+    def forward(self, model: Any, batch: PackedBatch, requests: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The traversal that is learned from; until the next rollout the base recomputes and drops as in training."""
+        self.hydra.train(self.model.training)
+        place = self._step * self.accelerator.num_processes + self.accelerator.process_index
+        seed = int(self.args.seed * 1_000_003 + place)
+        return forward_through(model, (batch, requests), dropout_seed=seed)
 
 
 LANE_ROLE = "reward"
@@ -532,12 +528,14 @@ def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
 
 def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
     """Answers from the rollout engine; random numbers are a function of seed, step and place."""
+    trainer.hydra.eval()
     ids, *_ = trainer._tokenize_prompts(prompts)
     trainer._prompt_ids = [list(x) for x in ids]
     n, training = len(ids), trainer.model.training
     every = trainer.args.steps_per_generation * trainer.num_iterations
     count = trainer._step // every if training else trainer.next_evaluated()
-    first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * n
+    most = n if training else trainer.args.per_device_eval_batch_size  # the last batch of an evaluation may be smaller
+    first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * most
     sampling = SamplingConfig(
         max_completion_length=trainer.max_completion_length,
         eos_token_ids=tuple(trainer.eos_token_ids),

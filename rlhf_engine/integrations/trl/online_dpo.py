@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from rlhf_engine.algorithms.online_dpo import dpo_loss
-from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import LogprobLoss, PackedBatch
 from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
-from rlhf_engine.integrations.trl.shared import forward_through
+from rlhf_engine.integrations.trl.base import Answers, HydraTrainer, Micro
+from rlhf_engine.integrations.trl.config import HydraConfig
 
 
 @dataclass
@@ -32,7 +31,7 @@ class HydraOnlineDPOConfig(HydraConfig):
     def checks(self) -> dict[str, tuple[bool, str]]:
         return {
             **super().checks(),
-            **self.unread({"epsilon": 0.2, "epsilon_high": None}),
+            **self.unread("epsilon", "epsilon_high"),
             "beta": (self.beta > 0, "a number > 0"),
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),
@@ -46,10 +45,7 @@ class HydraOnlineDPOTrainer(HydraTrainer):
     _tag_names = ("trl", "rlhf-engine", "online-dpo")
     _name = "Hydra-Online-DPO"
     _paper = papers.ONLINE_DPO
-
-    @classmethod
-    def default_config(cls, output_dir: str) -> HydraOnlineDPOConfig:
-        return HydraOnlineDPOConfig(output_dir)
+    config_class = HydraOnlineDPOConfig
 
     @property
     def hidden(self) -> tuple[bool, ...]:  # type: ignore[override]  # of the base a constant, here of the configuration
@@ -70,6 +66,10 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         drawn = [shown, *self._hidden_ids]
         totals_KN = torch.stack([self._totals, *(totals for totals, _ in self._hidden_totals)])
         scored_KN = torch.stack([self._scored, *(scored for _, scored in self._hidden_totals)])
+        if self.mask_truncated_completions:
+            ends = set(self.eos_token_ids)
+            ended = [[ids[-1] in ends for ids in answers] for answers in drawn]
+            scored_KN &= torch.tensor(ended, device=scored_KN.device)
         best_N = totals_KN.masked_fill(~scored_KN, -torch.inf).argmax(0)
         worst_N = totals_KN.masked_fill(~scored_KN, torch.inf).argmin(0)
         at = torch.arange(len(shown), device=best_N.device)
@@ -119,27 +119,27 @@ class HydraOnlineDPOTrainer(HydraTrainer):
             return dpo_loss(logprobs_M[rows_M], ref_M[rows_M], part, **options)
 
         def nothing(logprobs_M: torch.Tensor) -> Any:  # a gradient of 0, because other processes wait for one
-            return _Nothing(0.0 * logprobs_M.sum())
+            return _Nothing(0.0 * logprobs_M.sum(), logprobs_M.new_zeros(0), logprobs_M.new_zeros(0))
 
         output = LogprobLoss(loss=loss if kept else nothing, temperature=self.temperature)
-        (found,) = forward_through(model, (batch, (output,)), dropout_seed=self._dropout_seed())
-        if not torch.isfinite(found.loss):
-            raise NonFiniteError(f"the loss is {float(found.loss)}")
+        (found,) = self.forward(model, batch, (output,))
+        self.require_finite("the loss is not finite", found.loss.detach())
         self.note(mode, "entropy", found.entropy)
-        if kept:
-            chosen, rejected = found.found.chosen_P, found.found.rejected_P
-            for name, x in {
-                "rewards/chosen": chosen,
-                "rewards/rejected": rejected,
-                "rewards/accuracies": (chosen > rejected).float(),
-                "rewards/margins": chosen - rejected,
-            }.items():
-                self._metrics[mode][name].append(float(x.mean()))
+        chosen, rejected = found.found.chosen_P, found.found.rejected_P
+        for name, x in {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "rewards/margins": chosen - rejected,
+        }.items():
+            self.note(mode, name, x)  # of all processes; where none has a pair there is no line
         return found.loss
 
 
+@dataclass(frozen=True)
 class _Nothing:
     """What a loss of no pairs returns."""
 
-    def __init__(self, loss: torch.Tensor) -> None:
-        self.loss = loss
+    loss: torch.Tensor
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor

@@ -24,7 +24,8 @@ import torch
 from rlhf_engine.algorithms.ppo import advantages, token_rewards
 from rlhf_engine.hydra import PolicyLoss, ValueLoss
 from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
+from rlhf_engine.integrations.trl.base import Answers, HydraTrainer, Micro
+from rlhf_engine.integrations.trl.config import HydraConfig
 
 
 @dataclass
@@ -54,6 +55,10 @@ class HydraPPOConfig(HydraConfig):
             "lam": (0 <= self.lam <= 1, "a number from 0 to 1"),
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
             "cliprange_value": (self.cliprange_value > 0, "a number > 0"),
+            "critic_learning_rate": (
+                self.critic_learning_rate is None or self.critic_learning_rate >= 0,
+                "None or a number >= 0",
+            ),
         }
 
 
@@ -63,11 +68,8 @@ class HydraPPOTrainer(HydraTrainer):
     _tag_names = ("trl", "rlhf-engine", "ppo")
     _name = "Hydra-PPO"
     _paper = papers.HYDRA
+    config_class = HydraPPOConfig
     has_critic = True
-
-    @classmethod
-    def default_config(cls, output_dir: str) -> HydraPPOConfig:
-        return HydraPPOConfig(output_dir)
 
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
         args, values_M = self.args, answers.values_M

@@ -22,7 +22,8 @@ from rlhf_engine.algorithms.sequences import spread
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import LogprobLoss
 from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.base import Answers, HydraConfig, HydraTrainer, Micro
+from rlhf_engine.integrations.trl.base import Answers, HydraTrainer, Micro
+from rlhf_engine.integrations.trl.config import HydraConfig
 
 
 @dataclass
@@ -36,7 +37,7 @@ class ReMaxConfig(HydraConfig):
         one_update = "one update per rollout, which has no ratio that would correct the others"
         return {
             **super().checks(),
-            **self.unread({"epsilon": 0.2, "epsilon_high": None}),
+            **self.unread("epsilon", "epsilon_high"),
             "loss_type": (self.loss_type == "remax", "'remax'"),
             "num_generations": (self.num_generations == 1, "1"),
             "num_iterations": (self.num_iterations == 1, f"1: {one_update}"),
@@ -55,10 +56,10 @@ class HydraRLOOConfig(HydraConfig):
 
     def checks(self) -> dict[str, tuple[bool, str]]:
         once = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
-        unclipped = {"epsilon": 0.2, "epsilon_high": None} if self.loss_type == "vanilla" else {}
+        unclipped = ("epsilon", "epsilon_high") if self.loss_type == "vanilla" else ()
         return {
             **super().checks(),
-            **self.unread(unclipped),
+            **self.unread(*unclipped),
             "loss_type": (self.loss_type in ("proximal", "vanilla"), "'proximal' or 'vanilla'"),
             "num_generations": ((self.num_generations or 0) >= 2, "at least 2"),
             "steps_per_generation": (
@@ -83,7 +84,7 @@ class _PolicyGradientTrainer(HydraTrainer):
         n = max(1, int(micro.mask_M.sum()))
         log_ratio_M = (found.logprob - micro.of["old_logprobs"]) * micro.mask_M
         told = {
-            "policy_loss": found.loss,
+            "policy_loss": found.loss * (micro.n_answers / micro.batch.n_sequences),  # over this micro-batch alone
             "entropy": (found.entropy * micro.mask_M).sum() / n,
             "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
         }
@@ -96,11 +97,8 @@ class ReMaxTrainer(_PolicyGradientTrainer):
     _tag_names = ("trl", "rlhf-engine", "remax")
     _name = "ReMax"
     _paper = papers.REMAX
+    config_class = ReMaxConfig
     hidden = (True,)
-
-    @classmethod
-    def default_config(cls, output_dir: str) -> ReMaxConfig:
-        return ReMaxConfig(output_dir)
 
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
         ((greedy_N, _),) = self._hidden_totals
@@ -120,10 +118,7 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
     _tag_names = ("trl", "rlhf-engine", "rloo")
     _name = "Hydra-RLOO"
     _paper = papers.RLOO
-
-    @classmethod
-    def default_config(cls, output_dir: str) -> HydraRLOOConfig:
-        return HydraRLOOConfig(output_dir)
+    config_class = HydraRLOOConfig
 
     @property
     def _answers_per_prompt(self) -> int:

@@ -32,6 +32,7 @@ _COLUMNS = ("completion_ids", "label")
 _OVERRIDDEN = {
     "_prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "evaluation_loop": ("dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
 }
 
 
@@ -107,7 +108,8 @@ class PerlRewardTrainer(RewardTrainer):
                 f"train_dataset: expected rows with label true and rows with label false, got {liked} true and "
                 f"{len(labels) - liked} false: nothing tells them apart"
             )
-        return (len(labels) - liked) / liked if self.args.pos_weight == "balanced" else 1.0
+        balanced = getattr(self.args, "pos_weight", "none") == "balanced"  # TRL's own RewardConfig has none
+        return (len(labels) - liked) / liked if balanced else 1.0
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +129,10 @@ class PerlRewardTrainer(RewardTrainer):
 
         found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}))
         if args.max_length is not None:
-            found = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length)
+            short = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length)
+            if hasattr(found, "__len__") and len(found) and not len(short):
+                raise ConfigError(f"max_length: expected one that some row has room in, got {args.max_length}")
+            found = short
         return found
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -172,17 +177,16 @@ class PerlRewardTrainer(RewardTrainer):
         metrics["accuracy"].append(((gathered > 0) == labels).float().mean().item())
         return (loss, outputs) if return_outputs else loss
 
-    def evaluate(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
+    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """With AUC, balanced accuracy, margin and calibration of all rows, for thumbs."""
         self._judged = []
-        found: dict[str, float] = super().evaluate(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
         if self._judged:
             reward_N, label_N = (torch.cat(parts) for parts in zip(*self._judged, strict=True))
             whole = pointwise_metrics(reward_N, label_N, pos_weight=self.pos_weight)
             told = {f"{metric_key_prefix}_{name}": x for name, x in whole.items() if x is not None and name != "loss"}
-            self.log(dict(told))
-            found |= told
-        return found
+            output.metrics.update(told)
+        return output
 
 
 def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:
@@ -190,6 +194,8 @@ def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:
     answer, prompt = row["completion"], row.get("prompt")
     if isinstance(answer, str):
         end = processing_class.eos_token
+        if end is None:
+            raise ConfigError("processing_class: expected a tokenizer with an eos_token, got one without")
         text = (prompt or "") + answer
         found: list[int] = processing_class(text=text if text.endswith(end) else text + end)["input_ids"]
         return found

@@ -65,6 +65,9 @@ def hydra_on(
                     pair.A.copy_(a)
                     pair.B.copy_(b)
     hydra.adapter_dtype = next(iter(hydra.backbone().slot(next(iter(adapters))).parameters())).dtype
+    for name, head in getattr(model, HEADS, {}).items():  # a model that was trained before goes on with its heads
+        if name in hydra.heads:
+            hydra.heads[name].load_state_dict(head.state_dict())
     model.add_module(HEADS, hydra.heads)
     _through_forward(model.get_base_model(), hydra)
     return hydra
@@ -111,7 +114,7 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     layers = dict(model.get_base_model().named_modules())
-    paths = [path for path, layer in layers.items() if isinstance(layer, LoraLayer) and name in layer.lora_A]
+    paths = [path for path, layer in layers.items() if isinstance(layer, LoraLayer) and name in layer.r]
     others = [path for path in paths if not isinstance(layers[path].get_base_layer(), nn.Linear)]
     if others or not paths:
         raise ConfigError(f"peft_config: expected LoRA on linears alone, got {others or 'no layer'} for {where}")
