@@ -11,6 +11,7 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
+from transformers import EarlyStoppingCallback
 from trl import RewardConfig, RewardTrainer
 
 from rlhf_engine.errors import ConfigError
@@ -32,7 +33,9 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), reward_head=False)
 
 
-def make(folder, output, rows, *, trainer_class=PerlRewardTrainer, config_class=PerlRewardConfig, **changes):
+def make(
+    folder, output, rows, *, trainer_class=PerlRewardTrainer, config_class=PerlRewardConfig, tokenizer=None, **changes
+):
     options = {
         "output_dir": str(output),
         "max_steps": 30,
@@ -52,7 +55,7 @@ def make(folder, output, rows, *, trainer_class=PerlRewardTrainer, config_class=
         args=config_class(**{**options, **changes}),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows),
-        processing_class=load_tokenizer(folder),
+        processing_class=tokenizer or load_tokenizer(folder),
         peft_config=copy.deepcopy(SCORES),
     )
 
@@ -69,6 +72,37 @@ def test_thumbs_are_learned_and_judged(folder, tmp_path):
     assert after["eval_loss"] < before["eval_loss"]
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert float(losses[-1]) < float(losses[0])
+
+
+def test_each_of_several_evaluations_is_judged_by_itself(folder, tmp_path):
+    trainer = make(folder, tmp_path, THUMBS)
+    sets = {"a": trainer.eval_dataset.select(range(9)), "b": trainer.eval_dataset.select(range(9, 36))}
+    together = trainer.evaluate(sets)
+    assert "eval_auc" not in together
+    for name, rows in sets.items():
+        alone = trainer.evaluate(rows)
+        assert together[f"eval_{name}_auc"] == pytest.approx(alone["eval_auc"])
+
+
+def test_a_run_can_stop_by_what_only_thumbs_have(folder, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_auc", "save_total_limit": 2}
+    trainer = make(folder, tmp_path, THUMBS, learning_rate=0.0, **options, **best)
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    assert trainer.state.global_step == 3  # at a rate of 0 nothing becomes better after the first
+    assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_auc"])
+
+
+def test_trl_s_own_configuration_serves(folder, tmp_path):
+    assert make(folder, tmp_path, THUMBS, config_class=RewardConfig, max_steps=1).pos_weight == 1.0
+
+
+def test_a_tokenizer_needs_an_end(folder, tmp_path):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="processing_class: expected a tokenizer with an eos_token, got one without"):
+        make(folder, tmp_path, THUMBS, tokenizer=tokenizer)
 
 
 def test_the_loss_of_labels_by_hand(folder, tmp_path):
@@ -139,6 +173,7 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
         (THUMBS, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: expected None for labels"),
         (THUMBS, {"pos_weight": "heavy"}, "pos_weight: expected 'none' or 'balanced', got 'heavy'"),
         ([{**row, "label": 3} for row in THUMBS], {}, "train_dataset: expected label true or false, got 3"),
+        (THUMBS, {"max_length": 1}, "max_length: expected one that some row has room in, got 1"),
     ],
 )
 def test_rows_and_options_that_cannot_be_served(folder, tmp_path, rows, changes, message):
