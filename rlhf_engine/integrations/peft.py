@@ -44,10 +44,21 @@ class Fusion:
     """Names of the LoRA layers that run as PEFT's, with the reason."""
 
     def undo(self) -> None:
-        """Give every layer its own forward back. Does nothing the second time."""
-        for module in self.model.modules():
-            if isinstance(module, (_FusedLayer, _FusedModel)):
-                module.__class__ = type(module).__bases__[1]
+        """Give every layer its own forward back. Does nothing the second time.
+
+        Raises RuntimeError where something else has changed a layer's class or forward since: undo that first.
+        """
+        changed = {name: m for name, m in self.model.named_modules() if isinstance(m, (_FusedLayer, _FusedModel))}
+        for name, module in changed.items():
+            bases = type(module).__bases__
+            as_made = len(bases) == 2 and type(module) is _class_with(*bases)
+            if not as_made or "forward" in module.__dict__:
+                raise RuntimeError(
+                    f"undo: expected {name or 'the model'} as fuse_lora made it, got a {type(module).__name__} that "
+                    "something else has changed since; undo that first"
+                )
+        for module in changed.values():
+            module.__class__ = type(module).__bases__[1]
 
     def __enter__(self) -> Fusion:
         return self
@@ -115,6 +126,8 @@ def _class_with(mixin: Any, own: Any) -> Any:
 
 def _refusal(layer: LoraLayer) -> str | None:
     """Why a layer's forward cannot be replaced."""
+    if "forward" in layer.__dict__:
+        return "expected the forward of its class, got one of its own, which would not be asked"
     if type(layer) is not PeftLinear and type(layer).__name__ not in _QUANTISED:
         return f"expected LoRA on a linear, got {type(layer).__name__}"
     base = layer.get_base_layer()
@@ -128,6 +141,8 @@ def _refused_adapter(layer: LoraLayer, name: str) -> str | None:
         return f"expected plain LoRA, got {type(layer.lora_variant[name]).__name__} in adapter {name!r}"
     if layer.lora_bias[name]:
         return f"expected lora_bias=False, got True in adapter {name!r}"
+    if getattr(layer.lora_dropout[name], "p", 0.0) >= 1:
+        return f"expected lora_dropout below 1, got {layer.lora_dropout[name].p} in adapter {name!r}"
     return None
 
 
@@ -135,12 +150,15 @@ class _FusedLayer(nn.Module):
     """Stands before one of PEFT's classes; a layer's forward on `lora_linear` and `lora_delta_`."""
 
     dropout_stream: int
+    named = False
+    """Whether the last forward in training was one by sample."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _remake(self, super().__reduce_ex__(protocol))
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if any(_carries_more(part) for part in (self.base_layer, *self.lora_A.values(), *self.lora_B.values())):
+        self._check_recomputed(kwargs.get("adapter_names") is not None)
+        if self._is_peft_s(x):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]  # PEFT's class
         self._check_forward_args(x, *args, **kwargs)
         names: Sequence[str] | None = kwargs.pop("adapter_names", None)
@@ -154,6 +172,28 @@ class _FusedLayer(nn.Module):
         n_rows = x.numel() // x.shape[-1]
         active = [name for name in self.active_adapters if name in self.lora_A]
         return self._add(x, [([name], Segments.single(n_rows, 0)) for name in active], args, kwargs)
+
+    def _check_recomputed(self, named: bool) -> None:
+        """Checkpointed activations are computed again without the names, under the active adapter."""
+        if self.named and not named and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "adapter_names: expected no checkpointed activations in training, whose second forward has no names"
+            )
+        if self.training and self.named != named:
+            self.named = named
+
+    def _is_peft_s(self: Any, x: torch.Tensor) -> bool:
+        """Whether a call is one that PEFT's own forward has to serve."""
+        adapters = (*self.lora_A.values(), *self.lora_B.values())
+        wrapped = any(type(part) is not nn.Linear for part in adapters)  # their weights are there in a call alone
+        return (
+            wrapped
+            or x.dim() < 2
+            or x.numel() == 0
+            or any(_carries_more(part) for part in (self.base_layer, *adapters))
+            or any(isinstance(scale, torch.Tensor) and scale.requires_grad for scale in self.scaling.values())
+            or _is_transformed()
+        )
 
     def _add(
         self: Any, x: torch.Tensor, passes: list[tuple[list[str], Segments]], args: Any, kwargs: Any
@@ -195,6 +235,11 @@ class _FusedLayer(nn.Module):
         )
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func is at work, which our ops have no rules for."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _carries_more(module: nn.Module) -> bool:
     """Whether something hangs on a module that only a call of it brings about: a hook, or a forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -221,16 +266,24 @@ class _FusedModel(nn.Module):
 
     @contextmanager
     def _enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        training = self.training and kwargs.get("adapter_names") is not None
+        named = kwargs.get("adapter_names") is not None
+        training = self.training and named
         if training and any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
             raise ValueError(
                 "adapter_names: expected no gradient checkpointing in training, whose second forward does not know them"
             )
+        before = {module: set(module._forward_pre_hooks) for module in self.modules()} if named else {}
         if training:  # what PEFT refuses is this flag of the outermost module; the layers keep theirs
             self.training = False
         try:
             with super()._enable_peft_forward_hooks(*args, **kwargs):  # type: ignore[misc]
                 self.training = self.training or training
                 yield
+        except BaseException:
+            for module, hooks in before.items():  # PEFT would leave its own behind
+                for key in set(module._forward_pre_hooks) - hooks:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+            raise
         finally:
             self.training = self.training or training

@@ -3,11 +3,11 @@
 verl loads `verl_plugin` by itself (entry point `verl.plugins`), which registers
 
     actor.policy_loss.loss_mode=rlhf_engine_ppo       clipped PPO with dual clip, verl's `vanilla`, in one op
-    algorithm.adv_estimator=rlhf_engine_remax         r(x, a) to go less the greedy answer's score
     algorithm.adv_estimator=rlhf_engine_rloo          the score less the mean of the prompt's other answers
 
-`patch()` goes further: it exchanges the functions that verl calls by name (GAE, the log-prob of its fused kernels) for
-ours. None of this needs verl to be imported, and nothing else here imports verl; its signatures are those of 0.9.
+`patch()` goes further: it exchanges what verl knows by names of its own, GAE, the log-prob of its fused kernels, and
+the estimator `remax`, for which alone verl draws greedy answers. Nothing else here imports verl; its signatures are
+those of 0.9.
 
 Shapes: all tensors [B, T] but `reward_baselines` [B] and `index` (B names of prompts).
 """
@@ -30,6 +30,9 @@ from rlhf_engine.errors import ConfigError
 PREFIX = "rlhf_engine_"
 _CORE, _FUSED = "verl.trainer.ppo.core_algos", "verl.utils.experimental.torch_functional"
 _PATCHED = ((_CORE, "compute_gae_advantage_return"), (_FUSED, "FusedLinearForPPOFunction"))
+_ESTIMATORS, _REMAX = "ADV_ESTIMATOR_REGISTRY", "remax"
+_MAX_LOG_RATIO = 20.0
+"""Where verl clamps log-ratios, as far as which it has gradients."""
 
 
 def ppo_policy_loss(
@@ -48,11 +51,15 @@ def ppo_policy_loss(
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     mask = response_mask.to(torch.float32)
     weight, denom = _aggregation(mask, loss_agg_mode, **config.global_batch_info)
+    if rollout_is_weights is not None:
+        weight = torch.where(mask > 0, weight * rollout_is_weights, 0.0)
+    # what stands where nothing was answered may be anything
+    log_ratio = torch.where(mask > 0, log_prob - old_log_prob, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     found = ppo_loss(
-        log_prob,
-        old_log_prob,
+        log_ratio,
+        torch.zeros_like(log_ratio),
         advantages,
-        weight if rollout_is_weights is None else weight * rollout_is_weights,
+        weight,
         denom=denom,
         clip_low=low,
         clip_high=high,
@@ -60,7 +67,6 @@ def ppo_policy_loss(
     )
     with torch.no_grad():
         n = mask.sum().clamp(min=1.0)
-        log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
         ratio = log_ratio.exp()
         beyond = (advantages < 0) & (ratio > config.get("clip_ratio_c", 3.0))
         outside = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
@@ -84,13 +90,13 @@ def _aggregation(
             return mask, 1.0 / dp_size
         if batch_num_tokens is None and dp_size > 1:
             raise ValueError("batch_num_tokens: expected that of the global batch with dp_size > 1, got None")
-        return mask, float(mask.sum() if batch_num_tokens is None else batch_num_tokens) / dp_size
+        return mask, float(mask.sum().clamp(min=1.0) if batch_num_tokens is None else batch_num_tokens) / dp_size
     if mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"):
         raise ValueError(f"loss_agg_mode: expected one of verl's modes, got {mode!r}")
     if global_batch_size is None and dp_size > 1:
         raise ValueError("global_batch_size: expected it with dp_size > 1, got None")
     lengths = mask.sum(-1)
-    n = float((lengths > 0).sum() if global_batch_size is None else global_batch_size) / dp_size
+    n = float((lengths > 0).sum().clamp(min=1) if global_batch_size is None else global_batch_size) / dp_size
     if mode == "seq-mean-token-mean":
         return mask / (lengths[:, None] + 1e-8), n
     norm = 1 if mode == "seq-mean-token-sum" else (loss_scale_factor or mask.shape[-1])
@@ -166,7 +172,6 @@ class FusedLogProb:
 
 POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
-    f"{PREFIX}remax": remax_advantage,
     f"{PREFIX}rloo": rloo_advantage,
 }
 
@@ -183,22 +188,35 @@ def register() -> None:
 class Patch:
     """An exchange of verl's functions for ours. A context manager that takes it back."""
 
+    _newest: Patch | None = None
+
     def __init__(self) -> None:
         modules = [importlib.import_module(module) for module, _ in _PATCHED]
         missing = [f"{m}.{n}" for (m, n), module in zip(_PATCHED, modules, strict=True) if not hasattr(module, n)]
+        self._estimators: dict[str, Any] = getattr(importlib.import_module(_CORE), _ESTIMATORS, {})
+        if _REMAX not in self._estimators:
+            missing.append(f"{_CORE}.{_ESTIMATORS}[{_REMAX!r}]")
         if missing:
             raise ConfigError(f"verl: expected {', '.join(missing)}, which this version does not have")
+        self._remax = self._estimators[_REMAX]
         self._before: list[tuple[Any, str, Any]] | None = [
             (module, name, getattr(module, name)) for (_, name), module in zip(_PATCHED, modules, strict=True)
         ]
         for (module, name, _), ours in zip(self._before, (gae_advantage_return, FusedLogProb), strict=True):
             setattr(module, name, ours)
+        self._estimators[_REMAX] = remax_advantage
+        self._under, Patch._newest = Patch._newest, self
 
     def undo(self) -> None:
-        """Give verl its own functions back. Does nothing the second time."""
-        for module, name, value in self._before or ():
+        """Give verl its own functions back. Does nothing the second time. Raises RuntimeError under a later patch."""
+        if self._before is None:
+            return
+        if Patch._newest is not self:
+            raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
+        for module, name, value in self._before:
             setattr(module, name, value)
-        self._before = None
+        self._estimators[_REMAX] = self._remax
+        self._before, Patch._newest = None, self._under
 
     def __enter__(self) -> Patch:
         return self
@@ -210,5 +228,8 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Serve verl's GAE and fused log-probs, from now until `Patch.undo`. Raises ConfigError for a verl without them."""
+    """Serve verl's GAE, ReMax and fused log-probs, from now until `Patch.undo`.
+
+    Raises ConfigError for a verl without them.
+    """
     return Patch()

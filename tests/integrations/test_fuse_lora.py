@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import Linear as PeftLinear
 from rlhf_kernels.testing import assert_ok, tier1
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rlhf_engine
@@ -305,3 +306,137 @@ def test_the_package_has_it():
     assert rlhf_engine.fuse_lora is fuse_lora
     with pytest.raises(AttributeError, match="has no attribute 'fuse_loras'"):
         rlhf_engine.fuse_loras  # noqa: B018
+
+
+# ---- what PEFT's own forward serves ----------------------------------------------------------------------------------
+
+
+def layer_of(model):
+    return model.base_model.model.model.layers[0].self_attn.q_proj
+
+
+class Wrapped(nn.Module):
+    """As FSDP wraps a linear: its weight is there while it is called."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(inner.weight.detach().clone())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weights)
+
+
+def test_wrapped_adapters():
+    model = make()
+    expected = run(model)["logits"]
+    fuse_lora(model)
+    layer = layer_of(model)
+    layer.lora_A["default"] = Wrapped(layer.lora_A["default"])
+    layer._cast_input_dtype = lambda x, dtype: x  # PEFT asks the weight for its dtype
+    layer.lora_A["default"].weight = torch.zeros(0)  # a share
+    close(run(model)["logits"], expected)
+
+
+@pytest.mark.parametrize("x", [torch.randn(24), torch.zeros(0, 24)], ids=["one row", "no rows"])
+def test_shapes_that_only_peft_takes(x):
+    model = make()
+    expected = layer_of(model)(x)
+    fuse_lora(model)
+    assert torch.equal(layer_of(model)(x), expected)
+
+
+def test_a_scale_that_is_trained():
+    model = make()
+    layer = layer_of(model)
+    layer.scaling["default"] = torch.tensor(2.0, requires_grad=True)
+    fuse_lora(model)
+    layer(torch.randn(3, 24)).sum().backward()
+    assert layer.scaling["default"].grad is not None
+
+
+def test_forward_mode_derivatives():
+    model = make()
+    layer, x, t = layer_of(model), torch.randn(3, 24), torch.randn(3, 24)
+    expected = torch.func.jvp(layer, (x,), (t,))
+    fuse_lora(model)
+    for found, known in zip(torch.func.jvp(layer, (x,), (t,)), expected, strict=True):
+        close(found, known)
+
+
+def test_half_precision_under_autocast():
+    model = make()
+    fuse_lora(model)
+    layer, x = layer_of(model), torch.randn(3, 24)
+    with torch.autocast("cpu", torch.float16):
+        y = layer(x)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), layer(x), atol=1e-2, rtol=1e-2)
+
+
+def test_it_compiles_whole():
+    model = make().eval()
+    fuse_lora(model)
+    x = torch.randn(3, 24)
+    with torch.no_grad():
+        compiled = torch.compile(layer_of(model), backend="eager", fullgraph=True)
+        close(compiled(x), layer_of(model)(x))
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_checkpointing_of_one_s_own_does_not_know_the_names():
+    """It sets no flag on the model; the second forward would take the active adapter for every row."""
+    model = make(None, lora(r=3)).train()
+    fuse_lora(model)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name)
+    block = model.base_model.model.model.layers[0].mlp
+    plain = block.forward
+    block.forward = lambda *args: checkpoint(plain, *args, use_reentrant=False)
+    loss = model(IDS, adapter_names=["other1"] * 4).logits.sum()
+    with pytest.raises(RuntimeError, match="adapter_names: expected no checkpointed activations in training"):
+        loss.backward()
+    model(IDS).logits.sum().backward()  # without names it recomputes what it computed
+
+
+def test_an_error_leaves_nothing_behind():
+    model = make(None, lora(r=3)).train()
+    fuse_lora(model)
+    with pytest.raises(IndexError):
+        model(IDS + 1000, adapter_names=["other1"] * 4)
+    assert model.base_model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model(IDS)
+
+
+def test_what_else_changes_a_layer_is_not_undone_with_it():
+    model = make()
+    fusion = fuse_lora(model)
+    layer = layer_of(model)
+    fused = type(layer)
+    layer.__class__ = type("Sharded", (fused,), {})
+    with pytest.raises(RuntimeError, match=r"undo: expected .*q_proj as fuse_lora made it, got a Sharded"):
+        fusion.undo()
+    layer.__class__ = fused
+    layer.forward = layer.forward
+    with pytest.raises(RuntimeError, match=r"undo: expected .*q_proj as fuse_lora made it"):
+        fusion.undo()
+    del layer.forward
+    fusion.undo()
+    assert type(layer) is PeftLinear
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left():
+    model = make()
+    layer = layer_of(model)
+    layer.forward = layer.forward
+    with pytest.warns(UserWarning, match="1 of 6 LoRA layers stay as they are"):
+        fusion = fuse_lora(model)
+    (reason,) = fusion.left.values()
+    assert reason == "expected the forward of its class, got one of its own, which would not be asked"
+
+
+def test_everything_dropped_is_refused():
+    with pytest.raises(ValueError, match=r"expected lora_dropout below 1, got 1\.0 in adapter 'default'"):
+        fuse_lora(make(lora_dropout=1.0))

@@ -178,15 +178,30 @@ def test_undo_and_order():
     first = patch()
     second = patch(backend="reference")
     assert utils._ChunkedLogProbFunction is second
-    with pytest.raises(RuntimeError, match="expected the last patch to be undone first"):
-        first.undo()
+    first.undo()  # which lies below another one
+    first.undo()
+    assert utils._ChunkedLogProbFunction is second
     second.undo()
-    first.undo()
-    first.undo()
     assert utils._ChunkedLogProbFunction is original
+    with patch():
+        patch()  # for good, by somebody else
+    assert isinstance(utils._ChunkedLogProbFunction, type(first))
+    utils._ChunkedLogProbFunction.undo()
+    assert utils._ChunkedLogProbFunction is original
+    third = patch()
+    utils._ChunkedLogProbFunction = original
+    with pytest.raises(RuntimeError, match="expected _ChunkedLogProbFunction to be one of our patches, got"):
+        third.undo()
     with pytest.raises(ValueError, match="inside"), patch():
         raise ValueError("inside")
     assert utils._ChunkedLogProbFunction is original
+
+
+def test_a_head_in_shares_is_refused(monkeypatch):
+    monkeypatch.setattr("rlhf_engine.integrations.trl.seam.is_deepspeed_zero3_enabled", lambda: True)
+    said = r"deepspeed: expected a stage below 3 with patch\(\), got 3"
+    with patch() as patched, pytest.raises(ConfigError, match=said):
+        patched.apply(torch.randn(2, 4), torch.randn(8, 4), None, torch.tensor([1, 2]), 1.0, 16)
 
 
 def test_a_trl_that_is_not_known(monkeypatch):

@@ -127,6 +127,28 @@ def test_the_policy_loss_by_formula(mode, info, weighted):
     assert metrics["actor/ppo_kl"] == pytest.approx(kl, rel=1e-5)
 
 
+def test_extreme_ratios_and_what_stands_where_nothing_was_answered():
+    """verl clamps log-ratios to 20 and looks away from what is masked."""
+    old, new = torch.zeros(1, 4), torch.tensor([[100.0, -30.0, 0.5, float("nan")]]).requires_grad_()
+    advantages, mask = torch.tensor([[0.0, 1.0, 2.0, float("nan")]]).nan_to_num(), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    weights = torch.tensor([[1.0, 1.0, 1.0, float("nan")]])
+    loss, metrics = ours.ppo_policy_loss(old, new, advantages, mask, "token-mean", config(), weights)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-(2.0 * 1.2) / 3)  # 1 + clip_ratio, and e^-20 of the second
+    assert new.grad.tolist() == [[0.0, 0.0, 0.0, 0.0]]
+    assert metrics["actor/ppo_kl"] == pytest.approx(-(20.0 - 20.0 + 0.5) / 3)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_an_answer_is_worth_nothing(mode):
+    new = torch.zeros(2, 3, requires_grad=True)
+    loss, _ = ours.ppo_policy_loss(torch.zeros(2, 3), new, torch.ones(2, 3), torch.zeros(2, 3), mode, config())
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not new.grad.any()
+
+
 def test_requests_that_cannot_be_served():
     draw, mask = batch()
     arguments = (draw(), draw(), draw(), mask)
@@ -167,7 +189,6 @@ def core():
 
 def test_verl_finds_the_plugin(core):
     assert core.get_policy_loss_fn("rlhf_engine_ppo") is ours.ppo_policy_loss
-    assert core.get_adv_estimator_fn("rlhf_engine_remax") is ours.remax_advantage
     assert core.get_adv_estimator_fn("rlhf_engine_rloo") is ours.rloo_advantage
     ours.register()
 
@@ -221,12 +242,19 @@ def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
         (logprob.sum() + 0.3 * entropy.sum()).backward()
         return logprob.detach(), entropy.detach(), x.grad, w.grad
 
-    theirs = go()
-    with ours.patch():
+    theirs, remax = go(), core.get_adv_estimator_fn("remax")
+    with ours.patch() as first:
+        second = ours.patch()
+        with pytest.raises(RuntimeError, match="expected the last patch to be undone first"):
+            first.undo()
+        second.undo()
+        # verl draws greedy answers for this name alone
+        assert core.get_adv_estimator_fn(core.AdvantageEstimator.REMAX) is ours.remax_advantage
         assert fused.FusedLinearForPPOFunction is ours.FusedLogProb
         assert core.compute_gae_advantage_return is ours.gae_advantage_return
         mine = go()
     assert fused.FusedLinearForPPOFunction is original
+    assert core.get_adv_estimator_fn("remax") is remax is not ours.remax_advantage
     for a, b in zip(mine, theirs, strict=True):
         assert a.dtype == b.dtype
         assert torch.allclose(a, b, atol=1e-5)

@@ -26,6 +26,7 @@ from rlhf_engine.report import TrainingProgress
 from rlhf_engine.training.checkpoint import list_checkpoints, load_checkpoint
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.run_folder import LOCK_FILE
 from rlhf_engine.training.stop import StopSignals
 from tests.training.test_data import train_config, write_model, write_prompts
 from tests.training.test_rl import metrics, same, trained
@@ -293,7 +294,7 @@ def test_what_a_stop_left_unfinished_is_removed(model, tmp_path):
     (output / ".checkpoint-3.tmp").mkdir(parents=True)
     (output / ".metrics.jsonl.17.tmp").write_text("{")
     RlTrainer(train_config(model, output, max_steps=1)).run()
-    assert not list(output.glob(".*"))
+    assert [path.name for path in output.glob(".*")] == [LOCK_FILE]
 
 
 # ---- whoever watches ------------------------------------------------------------------------------------------------

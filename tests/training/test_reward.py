@@ -417,7 +417,7 @@ def test_a_run_stopped_before_the_final_model_writes_it(base, tmp_path):
     assert not again.finished()
     again.run()
     assert same(expected, load_file(final / "adapter_model.safetensors"))
-    assert not list((tmp_path / "run").glob(".*"))
+    assert not list((tmp_path / "run").glob(".*.tmp"))
 
 
 def test_checkpoints_of_another_command_or_seed(base, tmp_path):

@@ -18,6 +18,7 @@ from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel, PackedBatch, Rewards, RoleSpec, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME
 from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.training.run_folder import LOCK_FILE
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
 from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
@@ -286,7 +287,7 @@ def test_a_loss_that_is_not_finite_stops_and_writes_no_model(base, tmp_path, hea
 
     with pytest.raises(NonFiniteError, match=f"{culprit} is nan at step 2; nothing of it was applied"):
         trainer.run(poison)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LOCK_FILE, "metrics.jsonl", "run.json"]
     assert not list(tmp_path.glob(".*"))
     assert all(p.grad is None for p in trainer.model.parameters())
 

@@ -267,14 +267,13 @@ def lora_linear(
     """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear."""
     _check_linear(x, weight, bias)
     lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        # what autocast does to F.linear, where autograd sees it; a backend is one for what comes of it
+        half = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
     chosen = _resolve(backend, x, lanes)
     if not lanes.A:
         return F.linear(x, weight, bias)
-    if (
-        torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    ):  # what autocast does to F.linear, where autograd sees it
-        half = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rlhf_kernels import registry
 from rlhf_kernels.linear_logprob import linear_logprob
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
@@ -64,13 +65,22 @@ class Patch:
             setattr(utils, name, value)
 
     def undo(self) -> None:
-        """Give TRL its own function back. Does nothing the second time."""
+        """Take this exchange back, wherever it stands among others. Does nothing the second time.
+
+        Raises RuntimeError where something else than a Patch has been put in its place.
+        """
         if self._before is None:
             return
-        if getattr(self._utils, _FUNCTION) is not self:
-            raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
-        for name, value in self._before.items():
-            setattr(self._utils, name, value)
+        above, here = None, getattr(self._utils, _FUNCTION)
+        while here is not self and isinstance(here, Patch) and here._before is not None:
+            above, here = here, here._before[_FUNCTION]
+        if here is not self:
+            raise RuntimeError(f"undo: expected {_FUNCTION} to be one of our patches, got {here!r} in its place")
+        if above is None:
+            for name, value in self._before.items():
+                setattr(self._utils, name, value)
+        else:
+            above._before = self._before
         self._before = None
 
     def __enter__(self) -> Patch:
@@ -97,6 +107,8 @@ class Patch:
 
         Only log-probs and entropies carry a gradient, as in TRL. chunk_size is TRL's business.
         """
+        if is_deepspeed_zero3_enabled():  # the backward reads the head when it has gone back to its shares
+            raise ConfigError("deepspeed: expected a stage below 3 with patch(), got 3")
         self.calls += 1
         device = hidden.device.type
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
