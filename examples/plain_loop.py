@@ -14,7 +14,7 @@ from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
 
 
 def reward(text: str) -> float:
-    return float(len(set(text.split())))
+    return float(text.count(" a "))
 
 
 folder, steps, beta = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20, 0.05
