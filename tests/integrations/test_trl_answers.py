@@ -14,7 +14,7 @@ from trl import TrlParser
 import rlhf_engine.integrations.trl as ours
 from rlhf_engine.rollout import generate
 from rlhf_engine.tokenizing import load_tokenizer
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, words
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, words
 from tests.training.test_data import PROMPTS, write_model
 
 METHODS = ("HydraPPO", "ReMax", "HydraRLOO", "HydraOnlineDPO")
@@ -28,14 +28,6 @@ def folder(tmp_path_factory):
 def make(method, folder, output, reward_funcs=words, **changes):
     config = getattr(ours, f"{method}Config")(**{**QUICK, "output_dir": str(output), **changes})
     return make_trainer(getattr(ours, f"{method}Trainer"), config, folder, reward_funcs)
-
-
-def rollouts(trainer) -> list[dict]:
-    """What comes of every rollout."""
-    seen = []
-    compute = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: seen.append(compute(inputs)) or seen[-1]
-    return seen
 
 
 @pytest.mark.parametrize("method", [*METHODS, "PerlReward"])

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer, ReMaxConfig, ReMaxTrainer
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, trained
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, run_ranks, trained
 from tests.training.test_data import write_model
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
@@ -150,23 +146,12 @@ def test_a_checkpoint_of_a_method_without_a_critic_loads_with_peft(folder, tmp_p
 
 @pytest.mark.long
 def test_two_processes_save_and_go_on_with_the_same_floats(folder, tmp_path):
-    def run(*arguments):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        }
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command = [sys.executable, *launch, "-m", "tests.integrations.trl_ranks", folder, *arguments]
-        done = subprocess.run([str(x) for x in command], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run(tmp_path / "whole", "2", "save")
+    run_ranks(folder, tmp_path / "whole", 2, "save", processes=2)
     checkpoint = tmp_path / "whole" / "run" / "checkpoint-3"  # of the middle of a rollout
     assert {"progress_0.json", "progress_1.json", "rollout_0.safetensors", "rollout_1.safetensors"} <= {
         path.name for path in checkpoint.iterdir()
     }
-    run(tmp_path / "parts", "2", checkpoint)
+    run_ranks(folder, tmp_path / "parts", 2, checkpoint, processes=2)
     whole, parts = (load_file(tmp_path / name / "0.safetensors") for name in ("whole", "parts"))
     last = [name for name in whole if name.startswith("3|")]
     assert last

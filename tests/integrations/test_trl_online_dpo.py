@@ -11,7 +11,7 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraOnlineDPOConfig, HydraOnlineDPOTrainer
-from tests.integrations.trl_runs import QUICK, make_trainer, rows, trained, words
+from tests.integrations.trl_runs import QUICK, make_trainer, rollouts, rows, trained, words
 from tests.training.test_data import write_model
 
 
@@ -23,14 +23,6 @@ def folder(tmp_path_factory):
 def make(folder, output, reward_funcs=words, **changes):
     args = HydraOnlineDPOConfig(**{**QUICK, "output_dir": str(output), **changes})
     return make_trainer(HydraOnlineDPOTrainer, args, folder, reward_funcs)
-
-
-def rollouts(trainer) -> list[dict]:
-    """What comes of every rollout."""
-    seen = []
-    compute = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: seen.append(compute(inputs)) or seen[-1]
-    return seen
 
 
 def long_ones(prompts, completions, completion_ids, **columns):

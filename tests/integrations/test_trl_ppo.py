@@ -6,10 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pandas
 import pytest
@@ -27,7 +23,7 @@ from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.integrations.trl.config import _NOT_READ
 from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ranks, trained, words
 from tests.training.test_data import PROMPTS, write_model
 
 
@@ -457,18 +453,8 @@ def test_several_epochs_and_checkpointed_activations(folder, tmp_path):
 
 @pytest.mark.long
 def test_two_processes_have_the_gradients_of_one(folder, tmp_path):
-    def run(*words, per_device):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, *words, "tests.integrations.trl_ranks", folder, tmp_path, per_device]
-        done = subprocess.run([str(x) for x in command], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run("-m", per_device=4)
-    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", per_device=2)
+    run_ranks(folder, tmp_path, 4)
+    run_ranks(folder, tmp_path, 2, processes=2)
     alone, *ranks = (load_file(tmp_path / f"{name}.safetensors") for name in ("alone", "0", "1"))
     assert alone.keys() == ranks[0].keys() == ranks[1].keys()
     assert {name.partition("|")[0] for name in alone} == {"0", "1"}

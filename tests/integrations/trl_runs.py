@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +69,29 @@ def trained(trainer) -> dict[str, torch.Tensor]:
 def rows(trainer) -> list[dict[str, Any]]:
     """Logged lines of steps."""
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def rollouts(trainer) -> list[dict[str, Any]]:
+    """What comes of every rollout to be."""
+    seen: list[dict[str, Any]] = []
+    compute = trainer._generate_and_score_completions
+
+    def keep(inputs):
+        seen.append(compute(inputs))
+        return seen[-1]
+
+    trainer._generate_and_score_completions = keep
+    return seen
+
+
+def run_ranks(*arguments, processes: int = 1) -> None:
+    """A run of `trl_ranks` with these arguments, in so many processes."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes] if processes > 1 else []
+    command = [sys.executable, *launcher, "-m", "tests.integrations.trl_ranks", *arguments]
+    done = subprocess.run([str(x) for x in command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
