@@ -3,6 +3,8 @@
 The extension knows no torch. What it receives is checked here, in Python, where a message can name the
 argument; C++ checks sizes and null pointers only. A function of one dtype carries it in its name
 (`gae_forward_float32`); where dtypes mix, an address comes with its type.
+
+`RLHF_ENGINE_ISA=avx2`, say, holds a whole process to one instruction set; an unknown or absent one is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +29,16 @@ def _load() -> tuple[Any, str | None]:
             "RLHF_ENGINE_NATIVE=0 (pip install -v shows the compiler's messages)"
         )
     try:
-        return importlib.import_module("rlhf_kernels._native"), None
+        extension = importlib.import_module("rlhf_kernels._native")
     except ImportError as error:  # built, but not loadable here: another Python, a missing libgomp, …
         return None, f"the native extension does not load: {error}"
+    held_to = os.environ.get("RLHF_ENGINE_ISA")
+    if held_to:
+        try:
+            extension.set_isa(held_to)
+        except ValueError as error:
+            raise ValueError(f"RLHF_ENGINE_ISA: {error}") from None
+    return extension, None
 
 
 _extension, _missing = _load()
