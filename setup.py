@@ -27,11 +27,14 @@ def native_extensions() -> list:
         raise SystemExit(f"RLHF_ENGINE_NATIVE: expected 0 or 1, got {choice!r}")
     if choice == "0":
         return []
-    from pybind11.setup_helpers import Pybind11Extension  # not needed, and perhaps not there, when skipped
+    # not needed, and perhaps not there, when skipped
+    from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+
+    ParallelCompile(default=0).install()  # on every core
 
     sources = [
         ROOT / "csrc" / "bindings.cpp",
-        *(p for d in ("bindings", "cpu") for p in sorted((ROOT / "csrc" / d).glob("*.cpp"))),
+        *(p for d in ("bindings", "cpu", "cpu/variants") for p in sorted((ROOT / "csrc" / d).glob("*.cpp"))),
     ]
     headers = sorted((ROOT / "csrc").rglob("*.h"))
     return [

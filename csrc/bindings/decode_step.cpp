@@ -94,7 +94,6 @@ void define_decode_step(py::module_& m) {
                       const std::vector<AdapterArguments>&>())
         .def("bind", &Step::bind, NoGil())
         .def("__call__", &Step::run, NoGil());
-    m.def("decode_steps", [](int type) { return steps(element_type(type)); });
 }
 
 }  // namespace rlhf::bindings

@@ -61,7 +61,7 @@ void define_head(py::module_& m) {
         const Batch batch = batch_of(batch_t);
         const float* row[11];
         for (size_t i = 0; i < 11; ++i) row[i] = pointer<const float>(rows_t, i);
-        const RowGradients rows{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9],
+        const LogitGradients rows{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9],
                                 row[10], pointer<const void>(rows_t, 11), number(rows_t, 12)};
         py::gil_scoped_release release;
         head_backward(head, batch, rows, {at<float>(hidden), at<void>(weight), weight_from,

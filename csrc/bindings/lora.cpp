@@ -72,7 +72,6 @@ void define_lora(pybind11::module_& m) {
         .def(pybind11::init<const MatrixArguments&, Address, int64_t, int64_t, int64_t,
                             const std::vector<SlotArguments>&, const std::vector<RunArguments>&>())
         .def("__call__", &Decoder::run, NoGil());
-    m.def("lora_decodes", [](int type) { return decodes(static_cast<Type>(type)); });
     m.def("lora_backward", [](const MatrixArguments& dy, const MatrixArguments& x, const MatrixArguments& dx, int64_t K,
                               int64_t M, const std::vector<SlotArguments>& slots,
                               const std::vector<RunArguments>& runs, const DropoutArguments& dropout, int threads) {

@@ -13,7 +13,6 @@
 
 #include "common/check.h"
 #include "cpu/block_rows.h"
-#include "cpu/isa_pick.h"
 
 namespace rlhf::cpu {
 namespace {

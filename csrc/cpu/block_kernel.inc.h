@@ -1,4 +1,4 @@
-// The loops of block.cpp over one row, one head or one stretch of elements, in float; namespace RLHF_ISA.
+// The loops of block.cpp over one row, one head or one stretch of elements, in float; namespace RLHF_SET.
 //
 // norm_row and rotate_head round where torch's own sequence of elementwise ops does, to the dtype of the tensors, so that
 // they have its bits; nothing is fused there (the build forbids the compiler to, see setup.py). The gradients round once.
@@ -6,8 +6,8 @@
 #include "cpu/block_rows.h"
 #include "cpu/lanes.h"
 
-namespace rlhf::cpu::RLHF_ISA {
-namespace {
+namespace rlhf::cpu::RLHF_SET {
+namespace block_rows {
 
 using L = Lanes<float>;
 using V = L::V;
@@ -101,29 +101,31 @@ RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_
     }
 }
 
-}  // namespace
-
-void square_stretch(const uint16_t* x, int64_t n, float* y) {
+RLHF_INLINE void square(const uint16_t* x, int64_t n, float* y) {
     for (int64_t i = 0; i < n; i += L::count) {
         const V v = load(x + i, n - i);
         store(y + i, n - i, v * v);
     }
 }
 
+}  // namespace block_rows
+
+void square_stretch(const uint16_t* x, int64_t n, float* y) { block_rows::square(x, n, y); }
+
 #define RLHF_DEFINE_ROWS(T)                                                                                          \
-    void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y) { norm(x, weight, rstd, width, y); } \
+    void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y) { block_rows::norm(x, weight, rstd, width, y); } \
     void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {             \
-        norm_gradient(dy, x, weight, rstd, width, dx);                                                               \
+        block_rows::norm_gradient(dy, x, weight, rstd, width, dx);                                                               \
     }                                                                                                                \
-    void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y) { rotate(x, cos, sin, half, y); }   \
+    void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y) { block_rows::rotate(x, cos, sin, half, y); }   \
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx) {                            \
-        rotate_back(dy, cos, sin, half, dx);                                                                         \
+        block_rows::rotate_back(dy, cos, sin, half, dx);                                                                         \
     }                                                                                                                \
     void swiglu_gradient_stretch(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {           \
-        swiglu_gradient(dy, gate, up, n, d_gate, d_up);                                                              \
+        block_rows::swiglu_gradient(dy, gate, up, n, d_gate, d_up);                                                              \
     }
 RLHF_DEFINE_ROWS(float)
 RLHF_DEFINE_ROWS(uint16_t)
 #undef RLHF_DEFINE_ROWS
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
+
 namespace rlhf::cpu {
 
 #define RLHF_DECLARE_ROWS(T)                                                                                         \
@@ -14,18 +16,7 @@ namespace rlhf::cpu {
 
 #define RLHF_DECLARE_SQUARES void square_stretch(const uint16_t* x, int64_t n, float* y);
 
-namespace portable {
-RLHF_DECLARE_SQUARES
-RLHF_DECLARE_ROWS(float)
-RLHF_DECLARE_ROWS(uint16_t)
-}  // namespace portable
-#if defined(__x86_64__)
-namespace avx512 {
-RLHF_DECLARE_SQUARES
-RLHF_DECLARE_ROWS(float)
-RLHF_DECLARE_ROWS(uint16_t)
-}  // namespace avx512
-#endif
+RLHF_IN_EVERY_SET(RLHF_DECLARE_SQUARES RLHF_DECLARE_ROWS(float) RLHF_DECLARE_ROWS(uint16_t))
 #undef RLHF_DECLARE_SQUARES
 #undef RLHF_DECLARE_ROWS
 

@@ -16,7 +16,6 @@
 
 #include "common/check.h"
 #include "cpu/decode_attention_rows.h"
-#include "cpu/isa_pick.h"
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -74,6 +73,12 @@ void check(const DecodeSizes& sizes, const Paging& paging, const ScoreOptions& o
 
 }  // namespace
 
+DecodeGroup current_decode_group() {
+    DecodeGroup function;
+    RLHF_PICK(function, decode_group);
+    return function;
+}
+
 void decode_attention(CacheType type, const DecodeSizes& sizes, const Queries& q, const Cache& k, const Cache& v,
                       const Paging& paging, const ScoreOptions& options, void* out, int threads) {
     check(sizes, paging, options, threads);
@@ -102,8 +107,7 @@ void decode_attention(CacheType type, const DecodeSizes& sizes, const Queries& q
     }
     RLHF_CHECK_POINTER(k.data, longest);
     RLHF_CHECK_POINTER(v.data, longest);
-    void (*run)(const DecodeCall&, const HeadGroup&, float*);
-    RLHF_PICK_BF16(run, decode_group);
+    const DecodeGroup run = current_decode_group();
     if (used * sizes.query_heads * sizes.features < kSerialProducts) threads = 1;
     const int64_t floats = decode_scratch(call, longest), count = sizes.n * sizes.cache_heads;
     const std::unique_ptr<float[]> scratch(new float[threads * floats]);

@@ -1,12 +1,12 @@
-// decode_attention.cpp's work on one row and cache head; namespace RLHF_ISA. Sixteen positions at a time, so that a key
+// decode_attention.cpp's work on one row and cache head; namespace RLHF_SET. Sixteen positions at a time, so that a key
 // or a value comes from memory once for all query heads that share it: scores first, then their softmax, then the
 // values.
 
 #include "cpu/decode_attention_rows.h"
 #include "cpu/simd.h"
 
-namespace rlhf::cpu::RLHF_ISA {
-namespace {
+namespace rlhf::cpu::RLHF_SET {
+namespace attention_rows {
 
 constexpr int64_t kTile = kCopied;  // positions
 
@@ -31,8 +31,7 @@ RLHF_INLINE f32x16 load(const T* p, int64_t count) {
 
 // x with `other` in lanes from `count` on.
 RLHF_INLINE f32x16 first_lanes(f32x16 x, int64_t count, float other) {
-    constexpr i32x16 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return kLane < static_cast<int32_t>(count) ? x : splat(other);
+    return select(lane_numbers() < static_cast<uint32_t>(count > 0 ? count : 0), x, splat(other));
 }
 
 RLHF_INLINE float lane_max(f32x16 x) {
@@ -78,12 +77,22 @@ RLHF_INLINE f32x16 lane_sums(const f32x16 x[16]) {
         return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
     };
     return (f32x16)halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
+#elif defined(RLHF_AVX2)
+    f32x16 sums;
+    for (int half = 0; half < 2; ++half) {
+        __m256 eights[8];
+        for (int i = 0; i < 8; ++i) eights[i] = (__m256)(x[8 * half + i].part[0] + x[8 * half + i].part[1]);
+        const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(eights[0], eights[1]), _mm256_hadd_ps(eights[2], eights[3]));
+        const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(eights[4], eights[5]), _mm256_hadd_ps(eights[6], eights[7]));
+        const __m256 low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+        sums.part[half] = (f32v)_mm256_add_ps(low, high);
+    }
+    return sums;
 #else
     f32x16 sums;
     for (int i = 0; i < 16; ++i) {
-        float part[4] = {};
-        for (int j = 0; j < 16; ++j) part[j % 4] += x[i][j];
-        sums[i] = (part[0] + part[1]) + (part[2] + part[3]);
+        const f32v four = (x[i].part[0] + x[i].part[1]) + (x[i].part[2] + x[i].part[3]);
+        sums[i] = (four[0] + four[1]) + (four[2] + four[3]);
     }
     return sums;
 #endif
@@ -112,7 +121,7 @@ RLHF_INLINE void find_rows(const DecodeCall& call, const int64_t* table, const P
 template <typename T>
 RLHF_INLINE void prefetch([[maybe_unused]] const T* const* rows, [[maybe_unused]] int64_t count,
                           [[maybe_unused]] int64_t features) {
-#if defined(RLHF_AVX512)
+#if defined(RLHF_AVX512) || defined(RLHF_AVX2)
     for (int64_t i = 0; i < count; ++i) {
         for (int64_t d = 0; d < features; d += 64 / int64_t(sizeof(T))) {
             _mm_prefetch(reinterpret_cast<const char*>(rows[i] + d), _MM_HINT_T0);
@@ -160,19 +169,27 @@ RLHF_INLINE void for_tiles(const DecodeCall& call, const HeadGroup& group, const
 template <typename T>
 RLHF_INLINE f32x16 score(const T* const* rows, const float* q, int64_t features) {
     f32x16 products[kTile];
-    const f32x16 first = load16(q);
+    // As many rows at a time as the registers hold.
+    constexpr int kRows = kTile / kVectors;
+#pragma GCC unroll 4
+    for (int i0 = 0; i0 < kTile; i0 += kRows) {
+        f32x16 sums[kRows];
+        const f32x16 first = load16(q);
 #pragma GCC unroll 16
-    for (int i = 0; i < kTile; ++i) products[i] = load(rows[i], features) * first;
-    int64_t d = 16;
-    for (; d + 16 <= features; d += 16) {
-        const f32x16 x = load16(q + d);
+        for (int i = 0; i < kRows; ++i) sums[i] = load(rows[i0 + i], features) * first;
+        int64_t d = 16;
+        for (; d + 16 <= features; d += 16) {
+            const f32x16 x = load16(q + d);
 #pragma GCC unroll 16
-        for (int i = 0; i < kTile; ++i) products[i] = muladd(load(rows[i] + d), x, products[i]);
-    }
-    if (d < features) {
-        const f32x16 x = load16(q + d);
+            for (int i = 0; i < kRows; ++i) sums[i] = muladd(load(rows[i0 + i] + d), x, sums[i]);
+        }
+        if (d < features) {
+            const f32x16 x = load16(q + d);
 #pragma GCC unroll 16
-        for (int i = 0; i < kTile; ++i) products[i] = muladd(load(rows[i] + d, features - d), x, products[i]);
+            for (int i = 0; i < kRows; ++i) sums[i] = muladd(load(rows[i0 + i] + d, features - d), x, sums[i]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i) products[i0 + i] = sums[i];
     }
     return lane_sums(products);
 }
@@ -285,14 +302,14 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
     }
 }
 
-}  // namespace
+}  // namespace attention_rows
 
 void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch) {
     if (call.type == CacheType::bfloat16) {
-        attend<uint16_t>(call, group, scratch);
+        attention_rows::attend<uint16_t>(call, group, scratch);
     } else {
-        attend<float>(call, group, scratch);
+        attention_rows::attend<float>(call, group, scratch);
     }
 }
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/decode_attention.h"
+#include "cpu/isa.h"
 
 namespace rlhf::cpu {
 
@@ -35,18 +36,9 @@ inline int64_t decode_scratch(const DecodeCall& call, int64_t longest) {
            call.group * ((longest + 15) / 16 * 16);
 }
 
-#define RLHF_DECLARE_DECODE void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch);
-namespace portable {
-RLHF_DECLARE_DECODE
-}
-#if defined(__x86_64__)
-namespace avx512 {
-RLHF_DECLARE_DECODE
-}
-namespace avx512_bf16 {
-RLHF_DECLARE_DECODE
-}
-#endif
-#undef RLHF_DECLARE_DECODE
+RLHF_IN_EVERY_SET(void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch);)
+// The one of the current set.
+using DecodeGroup = void (*)(const DecodeCall&, const HeadGroup&, float*);
+DecodeGroup current_decode_group();
 
 }  // namespace rlhf::cpu

@@ -18,7 +18,6 @@
 #include <utility>
 
 #include "common/check.h"
-#include "cpu/isa_pick.h"
 
 namespace rlhf::cpu::step {
 namespace {
@@ -62,8 +61,6 @@ struct Layout {
 };
 
 }  // namespace
-
-bool steps(Type type) { return type == Type::float32 || current_isa() >= Isa::avx512_bf16; }
 
 DecodeStep::DecodeStep(const Decoder& decoder, std::vector<Layer> layers, const std::vector<Adapter>& adapters)
     : decoder_(decoder), layers_(std::move(layers)) {
@@ -182,7 +179,8 @@ void DecodeStep::check(const Rows& rows) const {
 // Points the call into memory, which grows with what calls need and stays for the next one.
 void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const Decoder& d = decoder_;
-    const int64_t element = d.type == Type::float32 ? 4 : 2, depth = kLine / element, halves = call.halves;
+    const int64_t stored = d.type == Type::float32 ? 4 : 2, halves = call.halves;
+    const int64_t element = multiplies_bf16() ? stored : 4, depth = kLine / element;  // of operands of products
     const int64_t queries = d.query_heads * d.head_dim, keys = d.cache_heads * d.head_dim;
     const int64_t mlp = layers_[0].linears[DOWN].in, group = d.query_heads / d.cache_heads;
     const int64_t input = round_up(std::max({d.hidden, queries, d.head_dim}), depth);
@@ -190,8 +188,8 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const int64_t number = sizeof(float);
     Layout own;
     call.columns = own.take(halves * input * 16, element);
-    call.staged = own.take(staged, element);
-    call.other_staged = own.take(staged, element);
+    call.staged = own.take(staged, stored);
+    call.other_staged = own.take(staged, stored);
     call.turned = own.take((group + 1) * d.head_dim * 16, number);
     DecodeCall attention{};
     attention.group = group;
@@ -206,8 +204,7 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const int64_t h = all.take(halves * call.ranks * 16, number);
     const int64_t carries = all.take(halves * call.n_slots * 16, number);
     const int64_t present = all.take(halves * call.n_slots, sizeof(int32_t));
-    const int64_t tickets = all.take(call.n_layers, sizeof(int64_t));
-    const int64_t attended = all.take(call.rows.n * queries, element);
+    const int64_t attended = all.take(call.rows.n * queries, stored);
     const int64_t inner = all.take(halves * round_up(mlp, depth) * 16, element);
     const int64_t threads = all.take(call.threads, call.own_bytes);
 
@@ -223,8 +220,6 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     call.h = floats(h);
     call.carries = floats(carries);
     call.present = reinterpret_cast<int32_t*>(memory + present);
-    call.tickets = reinterpret_cast<int64_t*>(memory + tickets);
-    std::fill_n(call.tickets, call.n_layers, 0);
     call.attended = memory + attended;
     call.inner = memory + inner;
     call.own = memory + threads;
@@ -232,13 +227,10 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
 
 void DecodeStep::run(const Rows& rows, void* out, int threads) {
     RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
-    RLHF_CHECK(steps(decoder_.type), "weight", "a type that the instruction set multiplies", int(decoder_.type));
     check(rows);
     RLHF_CHECK_POINTER(out, rows.n);
     if (rows.n == 0) return;
-    Team team;
     StepCall call{};
-    call.team = &team;
     call.decoder = &decoder_;
     call.layers = layers_.data();
     call.plans = plans_.data();
@@ -253,7 +245,7 @@ void DecodeStep::run(const Rows& rows, void* out, int threads) {
     call.halves = (rows.n + 15) / 16;
     call.out = out;
     call.adapted = std::any_of(rows.slots, rows.slots + rows.n, [](int64_t slot) { return slot >= 0; });
-    RLHF_PICK_BF16(call.attend, decode_group);
+    call.attend = current_decode_group();
     int64_t longest = 0, used = 0;
     for (int64_t n = 0; n < rows.n; ++n) longest = std::max(longest, rows.positions[n] + 1);
     for (const Layer& layer : layers_) {
@@ -268,12 +260,9 @@ void DecodeStep::run(const Rows& rows, void* out, int threads) {
     while (call.parts < 16 && call.halves * decoder_.cache_heads * call.parts < 4 * call.threads) call.parts *= 2;
     if (call.threads == 1) call.parts = 1;
     lay_out(call, longest);
-    StepFunction function = step_portable;
-#if defined(__x86_64__) && defined(__linux__)
-    const Isa isa = current_isa();
-    if (isa != Isa::portable) function = step_avx512;
-    if (decoder_.type == Type::bfloat16) function = isa == Isa::amx_bf16 ? step_amx : step_avx512_bf16;
-#endif
+    void (*function)(const StepCall&);
+    if (decoder_.type == Type::bfloat16) RLHF_PICK(function, step_bfloat16);
+    else RLHF_PICK(function, step_float32);
     function(call);
 }
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cpu/decode_attention_rows.h"
+#include "cpu/isa.h"
 #include "cpu/lora.h"
-#include "cpu/team.h"
 
 namespace rlhf::cpu::step {
 
@@ -101,27 +101,25 @@ struct StepCall {
     int64_t parts;  // into which the attention of sixteen rows on a cache head is divided
     int threads;
     bool adapted;  // some row has a slot
-    void (*attend)(const DecodeCall&, const HeadGroup&, float*);
+    DecodeGroup attend;
     void* out;  // [n, hidden] dense
-    Team* team;
 
     // Memory, all of it aligned to 64 bytes.
     float *x, *qkv, *cos, *sin;  // panels of every half: residual stream, queries with keys and values, angles
     float* h;                    // [halves][ranks][16]
     float* carries;              // [halves][n_slots][16]: 1 in lanes whose row has the slot, else 0
     int32_t* present;            // [halves][n_slots]: whether any has
-    int64_t* tickets;            // [n_layers]: pieces of attention that have been taken
     char* attended;              // [n, query_heads head_dim] elements
     char* inner;                 // [halves] columns: what enters `down`
     char* own;                   // [threads][own_bytes], in which stand, at these bytes:
     int64_t own_bytes, columns, staged, other_staged, turned, scores;
 };
 
-using StepFunction = void (*)(const StepCall&);
-extern const StepFunction step_portable, step_avx512, step_avx512_bf16, step_amx;
-
-// Whether there is code for weights of this type: bfloat16 needs an instruction set that multiplies it.
-bool steps(Type type);
+#define RLHF_DECLARE_STEP                        \
+    void step_float32(const StepCall& call);     \
+    void step_bfloat16(const StepCall& call);
+RLHF_IN_EVERY_SET(RLHF_DECLARE_STEP)
+#undef RLHF_DECLARE_STEP
 
 class DecodeStep {
 public:

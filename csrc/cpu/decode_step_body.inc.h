@@ -2,45 +2,27 @@
 // decoder together, so that norms, rotary embedding and the gated product are arithmetic of whole vectors whatever the
 // sizes of heads, and nothing is transposed but what attention reads and writes.
 //
-// Panels [n][16] hold the residual stream, queries, keys and values as floats that were rounded to Element; what enters
+// Panels [n][16] hold the residual stream, queries, keys and values as floats that were rounded to Stored; what enters
 // a product is a column of tiles. Every thread norms and packs all rows for itself: that is cheaper than to wait.
 
-#include "cpu/tile_mm.inc.h"
-#include "cpu/strip_mm.inc.h"
-#include "cpu/lane_rows.inc.h"
-
-constexpr int64_t kElement = sizeof(Element);
+constexpr int64_t kStored = sizeof(Stored);
 
 // What one thread has for itself.
 struct Own {
-    int32_t thread, threads;
-    Element* columns;    // [halves] columns of what enters the next product
-    Element* staged[2];  // kStrip rows of W
+    Member& member;
+    Element* columns;   // [halves] columns of what enters the next product
+    Stored* staged[2];  // kStrip rows of W
     float* turned;       // [group + 1][head_dim][16]
     float* scores;
 };
 
-static Own own_memory(const StepCall& call) {
-#if defined(_OPENMP)
-    const int32_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#else
-    const int32_t thread = 0, threads = 1;
-#endif
-    char* own = call.own + thread * call.own_bytes;
-    return {thread,
-            threads,
+static Own own_memory(const StepCall& call, Member& member) {
+    char* own = call.own + member.thread * call.own_bytes;
+    return {member,
             reinterpret_cast<Element*>(own + call.columns),
-            {reinterpret_cast<Element*>(own + call.staged), reinterpret_cast<Element*>(own + call.other_staged)},
+            {reinterpret_cast<Stored*>(own + call.staged), reinterpret_cast<Stored*>(own + call.other_staged)},
             reinterpret_cast<float*>(own + call.turned),
             reinterpret_cast<float*>(own + call.scores)};
-}
-
-// body(i) for i in [0, count), of which every thread takes its part; done when it returns.
-template <typename Body>
-RLHF_INLINE void share(const StepCall& call, const Own& own, int64_t count, const Body& body) {
-    const int64_t end = count * (own.thread + 1) / own.threads;
-    for (int64_t i = count * own.thread / own.threads; i < end; ++i) body(i);
-    wait_for_team(*call.team, own.threads);
 }
 
 RLHF_INLINE int64_t rows_of(const StepCall& call, int64_t half) {
@@ -64,12 +46,12 @@ RLHF_INLINE f32x16 rstd_of(const float* panel, int64_t count, float eps) {
     return 1.0f / sqrt16(mean + eps);
 }
 
-RLHF_INLINE f32x16 normed(const float* panel, int64_t k, const Element* weight, f32x16 rstd) {
+RLHF_INLINE f32x16 normed(const float* panel, int64_t k, const Stored* weight, f32x16 rstd) {
     return splat(wide(weight[k])) * rounded(load16(panel + k * 16) * rstd);
 }
 
 // The norm of a panel as a column of tiles.
-static void norm_column(const float* panel, int64_t count, const Element* weight, float eps, Element* column) {
+static void norm_column(const float* panel, int64_t count, const Stored* weight, float eps, Element* column) {
     const f32x16 rstd = rstd_of(panel, count, eps);
     int64_t k = 0;
     for (; k + 2 <= count; k += 2) {
@@ -85,7 +67,7 @@ static void norm_column(const float* panel, int64_t count, const Element* weight
 static void norm_rows(const StepCall& call, const void* weight, Element* columns) {
     const int64_t H = call.decoder->hidden;
     for (int64_t half = 0; half < call.halves; ++half) {
-        norm_column(call.x + half * H * 16, H, static_cast<const Element*>(weight), call.decoder->eps,
+        norm_column(call.x + half * H * 16, H, static_cast<const Stored*>(weight), call.decoder->eps,
                     columns + half * round_up(H, KT) * 16);
     }
 }
@@ -96,7 +78,7 @@ static void turn_head(const StepCall& call, int64_t half, const float* head, con
     if (weight) {
         const f32x16 rstd = rstd_of(head, D, call.decoder->eps);
         for (int64_t d = 0; d < D; ++d) {
-            store16(turned + d * 16, rounded(normed(head, d, static_cast<const Element*>(weight), rstd)));
+            store16(turned + d * 16, rounded(normed(head, d, static_cast<const Stored*>(weight), rstd)));
         }
         head = turned;
     }
@@ -114,7 +96,7 @@ static void turn_head(const StepCall& call, int64_t half, const float* head, con
 // Rows of a table [.., count], one for each lane, as a panel.
 static void gather_panel(const StepCall& call, int64_t half, const void* table, int64_t stride, const int64_t* index,
                          int64_t count, Element* column, float* panel) {
-    const Element* rows = static_cast<const Element*>(table);
+    const Stored* rows = static_cast<const Stored*>(table);
     pack_column([&](int64_t i) { return rows + index[half * 16 + i] * stride; }, rows_of(call, half), count, column);
     for (int64_t k = 0; k < count; k += 2) {
         const Two x = load_two(column, k);
@@ -146,9 +128,9 @@ static void finish_rows(const StepCall& call, int64_t half) {
     float* x = call.x + half * H * 16;
     const f32x16 rstd = rstd_of(x, H, call.decoder->eps);
     for (int64_t k = 0; k < H; ++k) {
-        store16(x + k * 16, normed(x, k, static_cast<const Element*>(call.decoder->final_norm), rstd));
+        store16(x + k * 16, normed(x, k, static_cast<const Stored*>(call.decoder->final_norm), rstd));
     }
-    Element* out = static_cast<Element*>(call.out) + half * 16 * H;
+    Stored* out = static_cast<Stored*>(call.out) + half * 16 * H;
     store_rows(x, H, 0, rows_of(call, half), [&](int64_t i) { return out + i * H; });
 }
 
@@ -158,7 +140,7 @@ static void finish_rows(const StepCall& call, int64_t half) {
 static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in, const Element* columns,
                          const Own& own) {
     if (!call.adapted) return;
-    share(call, own, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
+    share(own.member, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
         const int64_t half = item / parts.count;
         const ShrinkPart& part = parts.at[item % parts.count];
         if (!call.present[half * call.n_slots + part.slot]) return;
@@ -187,7 +169,7 @@ RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Som
             const ExpandPart& part = parts.at[i];
             const int64_t at = (half + side) * call.n_slots + part.slot;
             if (!call.present[at]) continue;
-            changed = kElement == 2;
+            changed = kStored == 2;
             const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
             const f32x16 carries = load16(call.carries + at * 16);
             (part.B.type == Type::float32 ? add_deltas<float> : add_deltas<uint16_t>)(part.B, strip, part.rank, h,
@@ -287,9 +269,9 @@ RLHF_INLINE HeadRows head_rows(const StepCall& call, int64_t item) {
 }
 
 // Where row i of a half has its turned queries, which what it attends to overwrites.
-RLHF_INLINE Element* attended_of(const StepCall& call, const HeadRows& on, int64_t i) {
+RLHF_INLINE Stored* attended_of(const StepCall& call, const HeadRows& on, int64_t i) {
     const Decoder& decoder = *call.decoder;
-    return reinterpret_cast<Element*>(call.attended) +
+    return reinterpret_cast<Stored*>(call.attended) +
            ((on.half * 16 + i) * decoder.query_heads + on.head * on.group) * decoder.head_dim;
 }
 
@@ -310,7 +292,7 @@ static void enter_rows(const StepCall& call, int64_t layer, int64_t item, const 
     const auto entry = [&](const LayerCache& cache, int64_t i) {
         const int64_t row = half * 16 + i, position = call.rows.positions[row];
         const int64_t page = call.rows.table[row * call.rows.table_blocks + position / call.block];
-        return static_cast<Element*>(cache.data) + page * cache.block + position % call.block * cache.position +
+        return static_cast<Stored*>(cache.data) + page * cache.block + position % call.block * cache.position +
                head * cache.head;
     };
     store_rows(own.turned, group * D, on.begin, on.end, [&](int64_t i) { return attended_of(call, on, i); });
@@ -325,16 +307,16 @@ static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const
     const LayerCache &keys = call.keys[layer], &values = call.values[layer];
     const HeadRows on = head_rows(call, item);
     const int64_t D = decoder.head_dim, window = call.layers[layer].window;
-    const DecodeCall attention{kElement == 2 ? CacheType::bfloat16 : CacheType::float32,
+    const DecodeCall attention{kStored == 2 ? CacheType::bfloat16 : CacheType::float32,
                                on.group, D, round_up(D, kFeatureTile), call.block, keys.block, keys.position, 1,
                                values.block, values.position, 1, {decoder.scale, window, 0.0f}};
     for (int64_t i = on.begin; i < on.end; ++i) {
         const int64_t row = on.half * 16 + i, length = call.rows.positions[row] + 1;
         const int64_t first = window && length > window ? length - window : 0;
-        Element* queries = attended_of(call, on, i);
+        Stored* queries = attended_of(call, on, i);
         call.attend(attention,
-                    {queries, D, 1, static_cast<Element*>(keys.data) + on.head * keys.head,
-                     static_cast<Element*>(values.data) + on.head * values.head,
+                    {queries, D, 1, static_cast<Stored*>(keys.data) + on.head * keys.head,
+                     static_cast<Stored*>(values.data) + on.head * values.head,
                      call.rows.table + row * call.rows.table_blocks, first, length, queries},
                     own.scores);
     }
@@ -343,7 +325,7 @@ static void attend_rows(const StepCall& call, int64_t layer, int64_t item, const
 static void pack_attended(const StepCall& call, Element* columns) {
     const int64_t width = call.decoder->query_heads * call.decoder->head_dim;
     for (int64_t half = 0; half < call.halves; ++half) {
-        const Element* rows = reinterpret_cast<const Element*>(call.attended) + half * 16 * width;
+        const Stored* rows = reinterpret_cast<const Stored*>(call.attended) + half * 16 * width;
         pack_column([&](int64_t i) { return rows + i * width; }, rows_of(call, half), width,
                     columns + half * round_up(width, KT) * 16);
     }
@@ -361,31 +343,28 @@ static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
 
     norm_rows(call, weights.input_norm, own.columns);
     shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns, own);
-    share(call, own, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
-    share(call, own, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
-    for (int64_t i; (i = __atomic_fetch_add(call.tickets + layer, 1, __ATOMIC_RELAXED)) < items;) {
-        attend_rows(call, layer, i, own);  // rows are of any length, so they are taken one by one
-    }
-    wait_for_team(*call.team, own.threads);
+    steal(own.member, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
+    share(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
+    steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });
     pack_attended(call, own.columns);
     shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns, own);
-    share(call, own, residual_strips, [&](int64_t i) { residual_strip(call, layer, O, i, own.columns, own); });
+    steal(own.member, residual_strips, [&](int64_t i) { residual_strip(call, layer, O, i, own.columns, own); });
 
     norm_rows(call, weights.mlp_norm, own.columns);
     shrink_group(call, plan.shrinks[GATED], linears[GATE].in, own.columns, own);
-    share(call, own, ceil_div(linears[GATE].out, kStrip), [&](int64_t i) { gated_strip(call, layer, i, own); });
+    steal(own.member, ceil_div(linears[GATE].out, kStrip), [&](int64_t i) { gated_strip(call, layer, i, own); });
     const Element* inner = reinterpret_cast<const Element*>(call.inner);
     shrink_group(call, plan.shrinks[INNER], linears[DOWN].in, inner, own);
-    share(call, own, residual_strips, [&](int64_t i) { residual_strip(call, layer, DOWN, i, inner, own); });
+    steal(own.member, residual_strips, [&](int64_t i) { residual_strip(call, layer, DOWN, i, inner, own); });
 }
 
 static void run_step(const StepCall& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-    {
+    const auto work = [&call](Member& member) {
         const TileScope scope;
-        const Own own = own_memory(call);
-        share(call, own, call.halves, [&](int64_t half) { begin_rows(call, half, own); });
+        const Own own = own_memory(call, member);
+        share(member, call.halves, [&](int64_t half) { begin_rows(call, half, own); });
         for (int64_t layer = 0; layer < call.n_layers; ++layer) run_layer(call, layer, own);
-        share(call, own, call.halves, [&](int64_t half) { finish_rows(call, half); });
-    }
+        share(member, call.halves, [&](int64_t half) { finish_rows(call, half); });
+    };
+    run_together(call.threads, work);
 }

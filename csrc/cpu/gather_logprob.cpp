@@ -15,7 +15,6 @@
 
 #include "common/check.h"
 #include "cpu/gather_logprob_rows.h"
-#include "cpu/isa_pick.h"
 
 namespace rlhf::cpu {
 namespace {
@@ -82,7 +81,7 @@ void gather_logprob_forward(LogitRows<const S> logits, RowOptions<T> options, in
     check_rows(options, rows, vocab, threads);
     RLHF_CHECK(rows == 0 || logits.data, "logits", "an address", "a null pointer");
     void (*run)(const S*, int64_t, int64_t, double, int, RowStatistics*);
-    RLHF_PICK_BF16(run, row_forward);
+    RLHF_PICK(run, row_forward);
     const int wants = (outputs.entropy ? kWantEntropy : 0) | (outputs.is_top1 ? kWantTop1 : 0) |
                       (outputs.log_sum_sq_prob ? kWantSquares : 0);
     const int64_t scratch_size = logits.inner_stride == 1 ? 0 : vocab;
@@ -108,7 +107,7 @@ void gather_logprob_backward(LogitRows<const S> logits, RowOptions<T> options, R
     RLHF_CHECK(rows == 0 || d_logits.data, "d_logits", "an address", "a null pointer");
     RLHF_CHECK_POINTER(gradients.saved_lse, rows);
     void (*run)(const S*, int64_t, int64_t, double, const RowSlopes&, S*);
-    RLHF_PICK_BF16(run, row_backward);
+    RLHF_PICK(run, row_backward);
     const bool dense = logits.inner_stride == 1 && d_logits.inner_stride == 1;
     for_rows<S>(rows, vocab, threads, dense ? 0 : vocab, [&](int64_t i, S* scratch) {
         S* out = d_logits.inner_stride == 1 ? d_logits.row(i) : scratch;

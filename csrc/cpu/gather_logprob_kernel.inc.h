@@ -1,11 +1,11 @@
-// One row of gather_logprob.cpp; namespace RLHF_ISA. The logits are read tile by tile, twice while a tile is in the
+// One row of gather_logprob.cpp; namespace RLHF_SET. The logits are read tile by tile, twice while a tile is in the
 // first cache: for its maximum, then for the sums, which are rescaled when the running maximum has risen.
 
 #include "cpu/gather_logprob_rows.h"
 #include "cpu/lanes.h"
 
-namespace rlhf::cpu::RLHF_ISA {
-namespace {
+namespace rlhf::cpu::RLHF_SET {
+namespace gather_rows {
 
 // Elements of a tile: 128 per lane, 8 KiB of fp32 with AVX-512.
 template <typename T>
@@ -196,20 +196,20 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
     d_row[target] = some[0];
 }
 
-}  // namespace
+}  // namespace gather_rows
 
 #define RLHF_DEFINE_ROWS(S)                                                                                    \
     void row_forward(const S* row, int64_t vocab, int64_t target, double temperature, int wants,               \
                      RowStatistics* out) {                                                                     \
-        forward(row, vocab, target, temperature, wants, out);                                                  \
+        gather_rows::forward(row, vocab, target, temperature, wants, out);                                                  \
     }                                                                                                          \
     void row_backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes, \
                       S* d_row) {                                                                              \
-        backward(row, vocab, target, temperature, slopes, d_row);                                              \
+        gather_rows::backward(row, vocab, target, temperature, slopes, d_row);                                              \
     }
 RLHF_DEFINE_ROWS(float)
 RLHF_DEFINE_ROWS(double)
 RLHF_DEFINE_ROWS(Bfloat16)
 #undef RLHF_DEFINE_ROWS
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/gather_logprob.h"
+#include "cpu/isa.h"
 
 namespace rlhf::cpu {
 
@@ -24,23 +25,7 @@ struct RowSlopes {
     void row_backward(const S* row, int64_t vocab, int64_t target, double temperature,            \
                       const RowSlopes& slopes, S* d_row);
 
-namespace portable {
-RLHF_DECLARE_ROWS(float)
-RLHF_DECLARE_ROWS(double)
-RLHF_DECLARE_ROWS(Bfloat16)
-}  // namespace portable
-#if defined(__x86_64__)
-namespace avx512 {
-RLHF_DECLARE_ROWS(float)
-RLHF_DECLARE_ROWS(double)
-RLHF_DECLARE_ROWS(Bfloat16)
-}  // namespace avx512
-namespace avx512_bf16 {
-RLHF_DECLARE_ROWS(float)
-RLHF_DECLARE_ROWS(double)
-RLHF_DECLARE_ROWS(Bfloat16)
-}  // namespace avx512_bf16
-#endif
+RLHF_IN_EVERY_SET(RLHF_DECLARE_ROWS(float) RLHF_DECLARE_ROWS(double) RLHF_DECLARE_ROWS(Bfloat16))
 #undef RLHF_DECLARE_ROWS
 
 }  // namespace rlhf::cpu

@@ -3,23 +3,17 @@
 #include "cpu/head.h"
 
 #include "common/check.h"
-#include "cpu/head_isa.h"
-#include "cpu/isa.h"
+#include "cpu/head_functions.h"
 
 namespace rlhf::cpu {
 namespace {
 
 const HeadFunctions& functions(const Head& head, const Batch& batch) {
     const bool bf16 = head.weight.type == Type::bfloat16 && batch.hidden.type == Type::bfloat16;
-#if defined(__x86_64__) && defined(__linux__)
-    const Isa isa = current_isa();
-    if (isa == Isa::portable) return head_portable;
-    if (!bf16 || isa == Isa::avx512) return head_avx512;
-    return isa == Isa::amx_bf16 ? head_amx_bf16 : head_avx512_bf16;
-#else
-    (void)bf16;
-    return head_portable;
-#endif
+    const HeadFunctions& (*table)();
+    if (bf16) RLHF_PICK(table, head_bfloat16);
+    else RLHF_PICK(table, head_float32);
+    return table();
 }
 
 void check(const Head& head, const Batch& batch, int threads) {
@@ -47,7 +41,7 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
     if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
 }
 
-void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
+void head_backward(const Head& head, const Batch& batch, const LogitGradients& gradients, const HeadGradients& sums,
                    int threads) {
     check(head, batch, threads);
     RLHF_CHECK_POINTER(batch.target, batch.n);

@@ -71,7 +71,7 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
 
 // Gradients [n] of the row statistics with respect to z; null ones are absent. entropy, log_sum_sq_prob and kl are
 // pairs of (gradient, value).
-struct RowGradients {
+struct LogitGradients {
     const float* lse;  // value
     const float* logprob;
     const float* on_lse;
@@ -96,7 +96,7 @@ struct HeadGradients {
     float* bias;        // [V]
 };
 
-void head_backward(const Head& head, const Batch& batch, const RowGradients& gradients, const HeadGradients& sums,
+void head_backward(const Head& head, const Batch& batch, const LogitGradients& gradients, const HeadGradients& sums,
                    int threads);
 
 // One draw per row [n]: token = argmax_v (z_v + g_v), or argmax_v c_v where greedy, the first of equal ones, a NaN above

@@ -7,8 +7,6 @@
 // maximum exceeds it by more than kSlack; then what was summed so far is rescaled. Sums over a block are made first and
 // then added, which keeps the rounding of a sum over 10^5 terms near that of 10^3.
 
-#include "tile_mm.inc.h"
-
 // Scratch memory of one call.
 struct Memory {
     void* blocks[16];
@@ -45,28 +43,31 @@ struct Sizes {
 
 // --- packing ---------------------------------------------------------------------------------------------------------
 
-static void fetch(const Matrix& m, int64_t row, int64_t count, Element* out) {
-#if RLHF_TILE_BF16
+[[maybe_unused]] static void fetch(const Matrix& m, int64_t row, int64_t count, uint16_t* out) {  // m is bf16
     std::memcpy(out, static_cast<const uint16_t*>(m.data) + row * m.stride, count * 2);
-#else
+}
+
+[[maybe_unused]] static void fetch(const Matrix& m, int64_t row, int64_t count, float* out) {
     if (m.type == Type::float32) {
         std::memcpy(out, static_cast<const float*>(m.data) + row * m.stride, count * 4);
         return;
     }
     const uint16_t* from = static_cast<const uint16_t*>(m.data) + row * m.stride;
-    for (int64_t i = 0; i < count; ++i) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) store16(out + i, load16_bf16(from + i));
+    for (; i < count; ++i) {
         const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
         std::memcpy(out + i, &bits, 4);
     }
-#endif
 }
 
 // Row `row` of m widened by row `extra_row` of `extra`, then zeros up to `padded`.
+template <typename Out>
 static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& extra, int64_t extra_row, int64_t count,
-                       int64_t padded, Element* out) {
+                       int64_t padded, Out* out) {
     fetch(m, row, H, out);
     if (count > 0) fetch(extra, extra_row, count, out + H);
-    std::memset(out + H + count, 0, (padded - H - count) * sizeof(Element));
+    std::memset(out + H + count, 0, (padded - H - count) * sizeof(Out));
 }
 
 // One row of an A operand: 64 bytes into each tile along k. `tiles` is the row of tiles.
@@ -83,7 +84,7 @@ RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64
         u16x16 low, high;
         std::memcpy(&low, even + c, 32);
         std::memcpy(&high, odd + c, 32);
-        const u32x16 both = __builtin_convertvector(low, u32x16) | (__builtin_convertvector(high, u32x16) << 16);
+        const u32x16 both = widen(low) | (widen(high) << 16);
         std::memcpy(tile + (k % KT / 2) * 32, &both, 64);
 #else
         std::memcpy(tile + (k % KT) * 16, even + c, 64);
@@ -107,6 +108,15 @@ static void pack_weight_rows(const Head& head, const Sizes& sizes, int64_t v0, i
         put_a(row, v % 16, sizes.depth_K, as_a + (v / 16) * sizes.depth_K * kTileElements);
     }
     if (as_b) put_b(scratch, scratch + sizes.padded_K, first, sizes.padded_K, depth_v, as_b);
+}
+
+// Rows [first, first + 32) of the block.
+static void pack_weight_strip(const Head& head, const Sizes& sizes, int64_t v0, int64_t count, int64_t first,
+                              Element* scratch, Element* as_a, Element* as_b) {
+    const int64_t depth_v = round_up(count, 32) / KT;
+    for (int64_t v = first; v < first + 32; v += 2) {
+        pack_weight_rows(head, sizes, v0, count, v, depth_v, scratch, as_a, as_b);
+    }
 }
 
 // Sixteen rows of hidden as a B operand with the rows as columns: [depth_K] tiles.
@@ -218,8 +228,8 @@ struct TileOut {
 #if RLHF_TILE_BF16
         rows[i / 2] = pair_bf16(even, odd);
 #else
-        rows[i] = (u32x16)even;
-        rows[i + 1] = (u32x16)odd;
+        rows[i] = as_words(even);
+        rows[i + 1] = as_words(odd);
 #endif
     }
     __attribute__((always_inline)) void write(Element* tile) const {
@@ -283,17 +293,11 @@ static void note_best(PanelState& s, float* logits, int64_t v0, int64_t count, i
     for (int64_t v = 0; v < count; ++v) {
         const f32x16 z = load16(logit_row(logits, v, half));
         const i32x16 better = z > best;
-        best = better ? z : best;
-        at = better ? i32x16{} + static_cast<int32_t>(v0 + v) : at;
+        best = select(better, z, best);
+        at = select(better, i32x16{} + static_cast<int32_t>(v0 + v), at);
     }
     s.best[half] = best;
     s.best_at[half] = at;
-}
-
-RLHF_INLINE bool any_lane(i32x16 mask) {
-    int32_t any = 0;
-    for (int i = 0; i < 16; ++i) any |= mask[i];
-    return any != 0;
 }
 
 struct Wanted {
@@ -336,19 +340,19 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
         const f32x16 d = z - reference;
         f32x16 e = exp16(d);
         sum += e;
-        if (wanted.entropy) weighted = muladd(e, d < kVeryLow ? splat(kVeryLow) : d, weighted);
+        if (wanted.entropy) weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
         if (wanted.mean) sum_z += z;
         if (wanted.square) square = muladd(e, e, square);
         f32x16 gap = splat(0.0f);
         if (kPair) {
             const f32x16 zr = load16(logit_row(pair_logits, v, half));
             pair_sum += exp16(zr - pair_reference);
-            gap = e == 0.0f ? splat(0.0f) : z - zr;
+            gap = select(e == 0.0f, splat(0.0f), z - zr);
             difference = muladd(e, gap, difference);
         }
         if (kAhead) {
             if (kCap) e = e * cap_slope(z, cap);
-            if (any_target) e = target == static_cast<int32_t>(v) ? splat(0.0f) : e;
+            if (any_target) e = select(target == static_cast<int32_t>(v), splat(0.0f), e);
             out = e;
             if (kPair) pair_out = e * gap;
         }
@@ -430,12 +434,12 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
         const f32x16 top = block_maximum(logits, count, half);
         const i32x16 moved = top > s.reference[half] + kSlack;
         if (any_lane(moved)) {
-            const f32x16 next = moved ? top : s.reference[half];
+            const f32x16 next = select(moved, top, s.reference[half]);
             const f32x16 shift = s.reference[half] - next;
-            const f32x16 factor = moved ? exp16(shift) : splat(1.0f);
+            const f32x16 factor = select(moved, exp16(shift), splat(1.0f));
             // sum e (z - m) for the new m, from the sums for the old one
-            s.weighted[half] = s.sum[half] == 0.0f ? splat(0.0f)
-                                                   : factor * (s.weighted[half] + shift * s.sum[half]);
+            s.weighted[half] =
+                select(s.sum[half] == 0.0f, splat(0.0f), factor * (s.weighted[half] + shift * s.sum[half]));
             s.sum[half] *= factor;
             s.sum_square[half] *= factor * factor;
             s.difference[half] *= factor;
@@ -446,8 +450,8 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
         if (call.pair) {
             const f32x16 pair_top = block_maximum(pair_logits, count, half);
             const i32x16 pair_moved = pair_top > s.pair_reference[half] + kSlack;
-            const f32x16 next = pair_moved ? pair_top : s.pair_reference[half];
-            s.pair_sum[half] *= pair_moved ? exp16(s.pair_reference[half] - next) : splat(1.0f);
+            const f32x16 next = select(pair_moved, pair_top, s.pair_reference[half]);
+            s.pair_sum[half] *= select(pair_moved, exp16(s.pair_reference[half] - next), splat(1.0f));
             s.pair_reference[half] = next;
         }
         if (call.wanted.best) note_best(s, logits, v0, count, half);
@@ -545,12 +549,63 @@ static int64_t group_size(int64_t panels, int threads) {
     return share < 1 ? 1 : share > kMaxGroup ? kMaxGroup : share;
 }
 
-static int thread_number() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
+// The blocks of the vocabulary go through three phases: their rows of W are packed, groups of panels go through them, and
+// what needs all panels follows. Threads take pieces of them in one order, block after block, with the packing of the next
+// block before the last phase of this one. A piece waits for the pieces that it builds on and for nothing else, so that a
+// thread without a core holds up its own piece and what needs it: two blocks have memory at a time.
+enum Phase { kPack, kPanels, kAfter, kPhases };
+
+struct Schedule {
+    int64_t V, groups;
+    bool has_after;
+    int64_t next;          // piece to be taken, in the order above
+    int64_t* done;         // [blocks][kPhases] pieces
+    int64_t* group_blocks; // [groups]: blocks that a group of panels has been through
+
+    int64_t blocks() const { return ceil_div(V, kBlock); }
+    int64_t rows(int64_t block) const { return V - block * kBlock < kBlock ? V - block * kBlock : kBlock; }
+    int64_t pieces(int64_t block, Phase phase) const {
+        if (block < 0 || block >= blocks() || (phase == kAfter && !has_after)) return 0;
+        return phase == kPanels ? groups : ceil_div(rows(block), 32);
+    }
+    Schedule(Memory& memory, int64_t V, int64_t groups, bool has_after)
+        : V(V), groups(groups), has_after(has_after), next(0) {
+        done = memory.take<int64_t>(blocks() * kPhases);
+        group_blocks = memory.take<int64_t>(groups);
+        std::memset(done, 0, blocks() * kPhases * sizeof(int64_t));
+        std::memset(group_blocks, 0, groups * sizeof(int64_t));
+    }
+    void wait(int64_t block, Phase phase) const {
+        if (block >= 0) wait_for_count(done + block * kPhases + phase, pieces(block, phase));
+    }
+};
+
+// run(phase, block, piece) for every piece, taken by whoever calls this.
+template <typename Run>
+RLHF_INLINE void take_pieces(Schedule& schedule, const Run& run) {
+    int64_t block = 0, begin = 0, mine = __atomic_fetch_add(&schedule.next, 1, __ATOMIC_RELAXED);
+    const auto take = [&](int64_t of, Phase phase) __attribute__((always_inline)) {
+        const int64_t end = begin + schedule.pieces(of, phase);
+        for (; mine < end; mine = __atomic_fetch_add(&schedule.next, 1, __ATOMIC_RELAXED)) {
+            const int64_t piece = mine - begin;
+            if (phase == kPack) schedule.wait(of - 2, schedule.has_after ? kAfter : kPanels);
+            if (phase == kPanels) {
+                schedule.wait(of, kPack);
+                wait_for_count(schedule.group_blocks + piece, of);
+            }
+            if (phase == kAfter) schedule.wait(of, kPanels);
+            run(phase, of, piece);
+            if (phase == kPanels) __atomic_store_n(schedule.group_blocks + piece, of + 1, __ATOMIC_RELEASE);
+            __atomic_fetch_add(schedule.done + of * kPhases + phase, 1, __ATOMIC_RELEASE);
+        }
+        begin = end;
+    };
+    take(0, kPack);
+    for (; block < schedule.blocks(); ++block) {
+        take(block, kPanels);
+        take(block + 1, kPack);
+        take(block, kAfter);
+    }
 }
 
 static void run_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
@@ -567,22 +622,20 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
-    Element* as_a = memory.take<Element>(block_elements);
-    Element* as_b = ahead ? memory.take<Element>(block_elements) : nullptr;
+    Element* as_a = memory.take<Element>(2 * block_elements);
+    Element* as_b = ahead ? memory.take<Element>(2 * block_elements) : nullptr;
+    Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), false);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
     Element* p = ahead ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
     Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
     call.states = memory.take<PanelState>(sizes.panels);
     call.sums = ahead ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
     call.sums_kl = expected.expected_kl ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
-#pragma omp parallel num_threads(threads)
-    {
+    const auto work = [&](Member& me) {
         const TileScope scope;
-        const int me = thread_number();
-        Element* my_scratch = scratch + me * 16 * sizes.padded_K;
-        const Workspace mine(logits, p, me);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
+        Element* my_scratch = scratch + me.thread * 16 * sizes.padded_K;
+        const Workspace mine(logits, p, me.thread);
+        steal(me, 2 * sizes.panels, [&](int64_t i) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
                                 columns + i * (column_elements / 2));
             if (pair) {
@@ -590,22 +643,24 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
                                     pair_columns + i * (column_elements / 2));
             }
             if (i % 2 == 0) reset(call.states[i / 2]);
-        }
-        for (int64_t v0 = 0; v0 < head.V; v0 += kBlock) {
-            const int64_t count = head.V - v0 < kBlock ? head.V - v0 : kBlock, padded_v = round_up(count, 32);
-#pragma omp for schedule(static)
-            for (int64_t v = 0; v < padded_v; v += 2) {
-                pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
+        });
+        take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
+            const int64_t v0 = block * kBlock, count = schedule.rows(block);
+            Element* a = as_a + block % 2 * block_elements;
+            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
+            if (phase == kPack) {
+                pack_weight_strip(head, sizes, v0, count, piece * 32, my_scratch, a, b);
+            } else {
+                const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
+                forward_group(call, first, panels, v0, count, a, b, columns, pair_columns, mine);
             }
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t first = 0; first < sizes.panels; first += group) {
-                const int64_t panels = sizes.panels - first < group ? sizes.panels - first : group;
-                forward_group(call, first, panels, v0, count, as_a, as_b, columns, pair_columns, mine);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < batch.n; ++n) finish_row(call, n);
-    }
+        });
+        wait_for_team(me.team, me.threads);
+        steal(me, ceil_div(batch.n, kPanel), [&](int64_t i) {
+            for (int64_t n = i * kPanel; n < batch.n && n < (i + 1) * kPanel; ++n) finish_row(call, n);
+        });
+    };
+    run_together(threads, work);
 }
 
 // --- backward --------------------------------------------------------------------------------------------------------
@@ -613,7 +668,7 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
 struct BackwardCall {
     const Head& head;
     const Batch& batch;
-    const RowGradients& rows;
+    const LogitGradients& rows;
     const HeadGradients& out;
     Sizes sizes;
     bool transformed;
@@ -629,7 +684,7 @@ struct RowLanes {
 };
 
 static void load_rows(const BackwardCall& call, int64_t n0, RowLanes& lanes) {
-    const RowGradients& g = call.rows;
+    const LogitGradients& g = call.rows;
     const int64_t n = call.batch.n;
     Lanes on_lse, square_value, pair_lse, kl_value;
     lanes.lse.load(g.lse, n0, n, __builtin_inff());
@@ -661,7 +716,7 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
                            float* pair_logits, Element* p) {
     const Head& head = call.head;
     const Batch& batch = call.batch;
-    const RowGradients& g = call.rows;
+    const LogitGradients& g = call.rows;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
     RowLanes lanes;
     load_rows(call, n0, lanes);
@@ -684,16 +739,16 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
             const f32x16 z = load16(at), log_p = z - lanes.lse.x[half], prob = exp16(log_p);
             f32x16 factor = lanes.on_p.x[half];
             if (g.entropy) {
-                const f32x16 finite = log_p < kVeryLow ? splat(kVeryLow) : log_p;
+                const f32x16 finite = select(log_p < kVeryLow, splat(kVeryLow), log_p);
                 factor -= lanes.entropy.x[half] * (finite + lanes.entropy_value.x[half]);
             }
             if (g.log_sum_sq_prob) factor = muladd(lanes.square_scale.x[half], prob, factor);
             if (g.kl) {
                 const f32x16 gap = (z - load16(logit_row(pair_logits, v, half))) - lanes.kl_shift.x[half];
-                factor = prob == 0.0f ? factor : muladd(lanes.kl.x[half], gap, factor);
+                factor = select(prob == 0.0f, factor, muladd(lanes.kl.x[half], gap, factor));
             }
             f32x16 d = prob * factor + lanes.mean.x[half];
-            d = targets.at[half] == static_cast<int32_t>(v) ? d + lanes.on_target.x[half] : d;
+            d = select(targets.at[half] == static_cast<int32_t>(v), d + lanes.on_target.x[half], d);
             d = d * lanes.slope.x[half];
             if (head.softcap != 0.0f) d = d * cap_slope(z, cap);
             store16(at, d);
@@ -762,7 +817,7 @@ static void write_weight_row(const float* sums, int64_t row, int64_t from, int64
         if (type == Type::float32) {
             static_cast<float*>(out)[k] = *at(k);
         } else {
-            static_cast<uint16_t*>(out)[k] = to_bf16(splat(*at(k)))[0];
+            static_cast<uint16_t*>(out)[k] = to_bf16(splat(*at(k))).lane[0];
         }
     };
     int64_t k = from;
@@ -801,7 +856,16 @@ static void weight_strip(const BackwardCall& call, int64_t v0, int64_t count, in
     }
 }
 
-static void run_backward(const Head& head, const Batch& batch, const RowGradients& gradients,
+// Rows [v, v + 32) of the block: dL/dbias, panel after panel.
+static void bias_strip(const BackwardCall& call, int64_t v0, int64_t count, int64_t v) {
+    for (const int64_t end = v + 32 < count ? v + 32 : count; v < end; ++v) {
+        float total = 0.0f;
+        for (int64_t i = 0; i < call.sizes.panels; ++i) total += call.bias_part[i * kBlock + v];
+        call.out.bias[v0 + v] = total;
+    }
+}
+
+static void run_backward(const Head& head, const Batch& batch, const LogitGradients& gradients,
                          const HeadGradients& sums, int threads) {
     BackwardCall call{head, batch, gradients, sums, Sizes(head, batch), transforms(head, batch), 0,
                       nullptr, nullptr, nullptr};
@@ -815,24 +879,24 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
-    Element* as_a = memory.take<Element>(block_elements);
-    Element* as_b = sums.hidden ? memory.take<Element>(block_elements) : nullptr;
+    Element* as_a = memory.take<Element>(2 * block_elements);
+    Element* as_b = sums.hidden ? memory.take<Element>(2 * block_elements) : nullptr;
+    const bool after = sums.weight || sums.bias;
+    Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), after);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
     Element* p = sums.hidden ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
     Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
     Element* hidden_rows = sums.weight ? memory.take<Element>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
-    call.across = sums.weight ? memory.take<Element>(kBlock * sizes.panels * kPanel) : nullptr;
+    const int64_t across_elements = kBlock * sizes.panels * kPanel;
+    call.across = sums.weight ? memory.take<Element>(2 * across_elements) : nullptr;
     float* strips = sums.weight ? memory.take<float>(threads * 32 * sizes.padded_K) : nullptr;
-    call.bias_part = sums.bias ? memory.take<float>(sizes.panels * kBlock) : nullptr;
+    call.bias_part = sums.bias ? memory.take<float>(2 * sizes.panels * kBlock) : nullptr;
     call.sums = sums.hidden ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
-#pragma omp parallel num_threads(threads)
-    {
+    const auto work = [&](Member& me) {
         const TileScope scope;
-        const int me = thread_number();
-        Element* my_scratch = scratch + me * 16 * sizes.padded_K;
-        const Workspace mine(logits, p, me);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < 2 * sizes.panels; ++i) {
+        Element* my_scratch = scratch + me.thread * 16 * sizes.padded_K;
+        const Workspace mine(logits, p, me.thread);
+        steal(me, 2 * sizes.panels, [&](int64_t i) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
                                 columns + i * (column_elements / 2));
             if (pair) {
@@ -842,39 +906,33 @@ static void run_backward(const Head& head, const Batch& batch, const RowGradient
             for (int64_t n = 0; n < 16 && hidden_rows; n += 2) {
                 pack_hidden_rows(head, batch, sizes, i * 16 + n, call.depth_n, my_scratch, hidden_rows);
             }
-        }
-        for (int64_t v0 = 0; v0 < head.V; v0 += kBlock) {
-            const int64_t count = head.V - v0 < kBlock ? head.V - v0 : kBlock, padded_v = round_up(count, 32);
-#pragma omp for schedule(static)
-            for (int64_t v = 0; v < padded_v; v += 2) {
-                pack_weight_rows(head, sizes, v0, count, v, padded_v / KT, my_scratch, as_a, as_b);
+        });
+        take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
+            const int64_t v0 = block * kBlock, count = schedule.rows(block);
+            Element* a = as_a + block % 2 * block_elements;
+            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
+            BackwardCall here = call;
+            if (here.across) here.across += block % 2 * across_elements;
+            if (here.bias_part) here.bias_part += block % 2 * sizes.panels * kBlock;
+            if (phase == kPack) {
+                pack_weight_strip(head, sizes, v0, count, piece * 32, my_scratch, a, b);
+            } else if (phase == kPanels) {
+                const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
+                backward_group(here, first, panels, v0, count, a, b, columns, pair_columns, mine);
+            } else {
+                const int64_t v = piece * 32;
+                if (sums.weight) weight_strip(here, v0, count, v, hidden_rows, strips + me.thread * 32 * sizes.padded_K);
+                if (sums.bias) bias_strip(here, v0, count, v);
             }
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t first = 0; first < sizes.panels; first += group) {
-                const int64_t panels = sizes.panels - first < group ? sizes.panels - first : group;
-                backward_group(call, first, panels, v0, count, as_a, as_b, columns, pair_columns, mine);
-            }
-            if (sums.weight) {
-#pragma omp for schedule(dynamic, 1)
-                for (int64_t v = 0; v < padded_v; v += 32) {
-                    weight_strip(call, v0, count, v, hidden_rows, strips + me * 32 * sizes.padded_K);
-                }
-            }
-            if (sums.bias) {
-#pragma omp for schedule(static)
-                for (int64_t v = 0; v < count; ++v) {
-                    float total = 0.0f;
-                    for (int64_t i = 0; i < sizes.panels; ++i) total += call.bias_part[i * kBlock + v];
-                    sums.bias[v0 + v] = total;
-                }
-            }
-        }
-        if (sums.hidden) {
-#pragma omp for schedule(static)
-            for (int64_t n = 0; n < batch.n; ++n) {
-                const float* from = call.sums + (n / kPanel) * sizes.padded_K * kPanel;
+        });
+        wait_for_team(me.team, me.threads);
+        if (!sums.hidden) return;
+        steal(me, sizes.panels, [&](int64_t i) {
+            const float* from = call.sums + i * sizes.padded_K * kPanel;
+            for (int64_t n = i * kPanel; n < batch.n && n < (i + 1) * kPanel; ++n) {
                 for (int64_t k = 0; k < sizes.K; ++k) sums.hidden[n * sizes.K + k] = sum_at(from, n % kPanel, k);
             }
-        }
-    }
+        });
+    };
+    run_together(threads, work);
 }

@@ -10,8 +10,6 @@
 // exceeds the best so far has its number computed, in double: a handful per row of the batch and chunk at first, then
 // hardly ever.
 
-#include "cpu/strip_mm.inc.h"
-
 constexpr int64_t kChunk = 512;
 constexpr int64_t kSerialProducts = 1 << 22;  // n K V of about a tenth of a millisecond
 
@@ -57,27 +55,26 @@ static float gumbel(uint32_t word) {
 
 // At least gumbel(word): ln 2 (159 - the bits of the word as a float, in units of its exponent), and a little.
 RLHF_INLINE f32x16 gumbel_bound(u32x16 word) {
+    f32x16 bits;
+    for (int i = 0; i < kVectors; ++i) {
 #if defined(RLHF_AVX512)
-    const f32x16 wide = (f32x16)_mm512_cvtepu32_ps((__m512i)word);
-    const f32x16 bits = (f32x16)_mm512_cvtepi32_ps((__m512i)wide);
+        const __m512 wide = _mm512_cvtepu32_ps((__m512i)part(word, i));
+        part(bits, i) = (f32v)_mm512_cvtepi32_ps(_mm512_castps_si512(wide));
 #else
-    const f32x16 wide = __builtin_convertvector(word, f32x16);
-    const f32x16 bits = __builtin_convertvector((i32x16)wide, f32x16);
+        // Halves of 16 bits are floats exactly; their sum rounds once, as the conversion of all 32 does.
+        const f32v high = __builtin_convertvector((i32v)(part(word, i) >> 16), f32v);
+        const f32v low = __builtin_convertvector((i32v)(part(word, i) & 0xffff), f32v);
+        const f32v wide = high * 65536.0f + low;
+        part(bits, i) = __builtin_convertvector((i32v)wide, f32v);
 #endif
+    }
     const float ln2 = 0.693147181f;
     return muladd(bits, splat(-ln2 / 8388608.0f), splat(159 * ln2 + 1e-3f));
 }
 
 // Which lanes of bound are not below best, as bits; a NaN is not below anything.
 RLHF_INLINE uint32_t not_below(f32x16 bound, f32x16 best) {
-#if defined(RLHF_AVX512)
-    return _mm512_cmp_ps_mask((__m512)bound, (__m512)best, _CMP_NLE_UQ);
-#else
-    const i32x16 below = bound <= best;
-    uint32_t bits = 0;
-    for (int i = 0; i < 16; ++i) bits |= below[i] ? 0u : 1u << i;
-    return bits;
-#endif
+    return ~lane_bits(bound <= best) & 0xffff;
 }
 
 RLHF_INLINE bool is_nan(float x) { return x != x; }
@@ -151,12 +148,12 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
             z = z * head.scale;
         }
         if (call.draws.n_forbidden > 0 && is_forbidden(call.draws, v0 + v)) {
-            z = o.forbids ? splat(-__builtin_inff()) : z;
+            z = select(o.forbids, splat(-__builtin_inff()), z);
         }
         if (o.greedy) {  // before the temperature: dividing could round two different logits onto each other
             const i32x16 better = (top == top) & ~(z <= top);
-            top = better ? z : top;
-            top_at = better ? i32x16{} + static_cast<int32_t>(v0 + v) : top_at;
+            top = select(better, z, top);
+            top_at = select(better, i32x16{} + static_cast<int32_t>(v0 + v), top_at);
         }
         if (o.cools) z = z / o.temperature;
         largest = max16(z, largest);
@@ -166,9 +163,9 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
     s.top_at = top_at;
     const i32x16 moved = largest > s.reference + kSlack;
     if (any_lane(moved)) {
-        const f32x16 next = moved ? largest : s.reference, shift = s.reference - next;
-        const f32x16 factor = moved ? exp16(shift) : splat(1.0f);
-        s.weighted = s.sum == 0.0f ? splat(0.0f) : factor * (s.weighted + shift * s.sum);
+        const f32x16 next = select(moved, largest, s.reference), shift = s.reference - next;
+        const f32x16 factor = select(moved, exp16(shift), splat(1.0f));
+        s.weighted = select(s.sum == 0.0f, splat(0.0f), factor * (s.weighted + shift * s.sum));
         s.sum *= factor;
         s.reference = next;
     }
@@ -176,23 +173,23 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
     for (int64_t v = 0; v < count; ++v) {
         const f32x16 d = load16(logits + v * 16) - s.reference, e = exp16(d);
         sum += e;
-        if (call.draws.entropy) weighted = muladd(e, d < kVeryLow ? splat(kVeryLow) : d, weighted);
+        if (call.draws.entropy) weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
     }
     s.sum += sum;
     s.weighted += weighted;
     if (!o.draws) return;
     f32x16 best = max16(s.score, o.nothing_yet);
-    best = s.score == s.score ? best : splat(__builtin_inff());  // nothing but another NaN, which comes too late
+    best = select(s.score == s.score, best, splat(__builtin_inff()));  // nothing but another NaN, which comes too late
     for (int64_t v = 0; v < count; v += 4) draw_four(call, o, v0 + v, count - v, logits + v * 16, best, s);
 }
 
 // All rows of the batch through chunk `chunk` of W. scratch: kStrip rows of padded_K elements.
-static void sample_chunk(const SampleCall& call, int64_t chunk, Element* scratch) {
+static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch) {
     const Head& head = call.head;
     const Sizes& sizes = call.sizes;
     const int64_t first = chunk * kChunk, end = head.V - first < kChunk ? head.V : first + kChunk;
-    const bool same_type = (head.weight.type == Type::bfloat16) == (RLHF_TILE_BF16 != 0);
-    const bool in_place = same_type && head.extra == 0 && sizes.K == sizes.padded_K;
+    const bool as_stored = (head.weight.type == Type::bfloat16) == (RLHF_STORED_BF16 != 0);
+    const bool in_place = as_stored && head.extra == 0 && sizes.K == sizes.padded_K;
     DrawState* states = call.states + chunk * call.halves;
     alignas(64) float logits[2 * kStrip * 16];
     for (int64_t half = 0; half < call.halves; ++half) {
@@ -204,15 +201,15 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Element* scratch
     }
     for (int64_t v0 = first; v0 < end; v0 += kStrip) {
         const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
-        const Element* w = static_cast<const Element*>(head.weight.data) + v0 * head.weight.stride;
+        const Stored* w = static_cast<const Stored*>(head.weight.data) + v0 * head.weight.stride;
         int64_t stride = head.weight.stride;
         if (!in_place || count < kStrip) {
             for (int64_t v = 0; v < kStrip; ++v) {
-                Element* row = scratch + v * sizes.padded_K;
+                Stored* row = scratch + v * sizes.padded_K;
                 if (v < count) {
                     fetch_wide(head.weight, v0 + v, head.H, head.extra_weight, v0 + v, head.extra, sizes.padded_K, row);
                 } else {
-                    std::memset(row, 0, sizes.padded_K * sizeof(Element));
+                    std::memset(row, 0, sizes.padded_K * sizeof(Stored));
                 }
             }
             w = scratch;
@@ -263,24 +260,21 @@ static void run_sample(const Head& head, const Batch& batch, const Draws& draws,
     if (batch.n * sizes.padded_K * head.V < kSerialProducts) threads = 1;
     Memory memory;
     Element* columns = memory.take<Element>(call.halves * sizes.depth_K * kTileElements);
-    Element* scratch = memory.take<Element>(threads * kStrip * sizes.padded_K);
+    Element* scratch = memory.take<Element>(threads * kStrip * sizes.padded_K);  // or Stored, which is not larger
     HalfOptions* options = memory.take<HalfOptions>(call.halves);
     call.states = memory.take<DrawState>(chunks * call.halves);
     call.columns = columns;
     call.options = options;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const auto work = [&](Member& me) {
         const TileScope scope;
-        Element* mine = scratch + thread_number() * kStrip * sizes.padded_K;
-#pragma omp for schedule(static)
-        for (int64_t half = 0; half < call.halves; ++half) {
+        Element* mine = scratch + me.thread * kStrip * sizes.padded_K;
+        share(me, call.halves, [&](int64_t half) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, half * 16, mine,
                                 columns + half * sizes.depth_K * kTileElements);
             options[half] = half_options(call, half);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < chunks; ++i) sample_chunk(call, i, mine);
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < batch.n; ++n) finish_draw(call, chunks, n);
-    }
+        });
+        steal(me, chunks, [&](int64_t i) { sample_chunk(call, i, reinterpret_cast<Stored*>(mine)); });
+        share(me, batch.n, [&](int64_t n) { finish_draw(call, chunks, n); });
+    };
+    run_together(threads, work);
 }

@@ -4,39 +4,69 @@
 
 #include "common/check.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 namespace rlhf::cpu {
 namespace {
 
-constexpr const char* kNames[] = {"portable", "avx512", "avx512_bf16", "amx_bf16"};
+#define RLHF_NAME(set, ...) #set,
+constexpr const char* kNames[] = {RLHF_EACH_SET(RLHF_NAME)};
+#undef RLHF_NAME
 
-#if defined(__x86_64__) && defined(__linux__)
-// Tile registers are large, so Linux gives them only to processes that ask. Threads inherit the permission.
-bool ask_for_tiles() {
+// ---- what this CPU has beyond the set before ------------------------------------------------------------------------
+
+bool has_portable() { return true; }
+
+#if defined(__aarch64__)
+bool has_neon() { return true; }  // part of the architecture
+#elif defined(__x86_64__)
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_bf16() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
+}
+
+bool has_amx_bf16() {
+#if defined(__linux__)
+    // Tile registers are large, so Linux gives them only to processes that ask. Threads inherit the permission.
     constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
     constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & (1u << 22)) && (d & (1u << 24)) &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
 }
+#endif
 
 Isa detect() {
+#if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (!avx512) return Isa::portable;
-    unsigned a, b, c, d;
-    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
-    if (!bf16) return Isa::avx512;
-    const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & (1u << 22)) && (d & (1u << 24));
-    return tiles && ask_for_tiles() ? Isa::amx_bf16 : Isa::avx512_bf16;
-}
-#else
-Isa detect() { return Isa::portable; }
 #endif
+    Isa best = Isa::portable;
+    bool contained = true;  // every set before
+#define RLHF_TRY(set, ...)                \
+    contained = contained && has_##set(); \
+    if (contained) best = Isa::set;
+    RLHF_EACH_SET(RLHF_TRY)
+#undef RLHF_TRY
+    return best;
+}
 
 Isa best() {
     static const Isa found = detect();
@@ -71,5 +101,13 @@ void set_isa(const std::string& name) {
 std::vector<std::string> available_isas() { return {kNames, kNames + static_cast<int>(best()) + 1}; }
 
 const char* name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+bool multiplies_bf16() {
+#if defined(__x86_64__)
+    return current_isa() >= Isa::avx512_bf16;
+#else
+    return false;
+#endif
+}
 
 }  // namespace rlhf::cpu

@@ -1,17 +1,45 @@
 // Which instruction set the CPU code uses, chosen once at run time from what this CPU and kernel offer.
+//
+// RLHF_EACH_SET is the only list: a set has its name there, a file in variants/ and a test of the CPU in isa.cpp.
 #pragma once
 
 #include <string>
 #include <vector>
 
+// DO(set, argument) for every set of this architecture, in rising order: each contains the ones before it.
+#if defined(__x86_64__)
+#define RLHF_EACH_SET(DO, ...)                                                                      \
+    DO(portable, __VA_ARGS__) DO(avx2, __VA_ARGS__) DO(avx512, __VA_ARGS__) DO(avx512_bf16, __VA_ARGS__) \
+    DO(amx_bf16, __VA_ARGS__)
+#elif defined(__aarch64__)
+#define RLHF_EACH_SET(DO, ...) DO(portable, __VA_ARGS__) DO(neon, __VA_ARGS__)
+#else
+#define RLHF_EACH_SET(DO, ...) DO(portable, __VA_ARGS__)
+#endif
+
+// Declarations of functions that every set's file defines in its own namespace.
+#define RLHF_IN_SET(set, ...) \
+    namespace set {           \
+    __VA_ARGS__               \
+    }
+#define RLHF_IN_EVERY_SET(...) RLHF_EACH_SET(RLHF_IN_SET, __VA_ARGS__)
+
+// Points `pointer`, whose type says which overload is meant, at `function` as compiled for the current set.
+#define RLHF_PICK_IF(set, pointer, function) \
+    if (rlhf_isa == ::rlhf::cpu::Isa::set) pointer = set::function;
+#define RLHF_PICK(pointer, function)                                     \
+    do {                                                                 \
+        const ::rlhf::cpu::Isa rlhf_isa = ::rlhf::cpu::current_isa();    \
+        pointer = nullptr;                                               \
+        RLHF_EACH_SET(RLHF_PICK_IF, pointer, function)                   \
+    } while (0)
+
 namespace rlhf::cpu {
 
-// In rising order: each contains the ones before it.
 enum class Isa {
-    portable,     // whatever the compiler makes of plain loops for the baseline of the architecture
-    avx512,       // F, BW, DQ, VL
-    avx512_bf16,  // and vdpbf16ps
-    amx_bf16,     // and tile registers with tdpbf16ps
+#define RLHF_NAME(set, ...) set,
+    RLHF_EACH_SET(RLHF_NAME)
+#undef RLHF_NAME
 };
 
 // The best of what this machine has, or what set_isa chose.
@@ -25,5 +53,8 @@ void set_isa(const std::string& name);
 std::vector<std::string> available_isas();
 
 const char* name(Isa isa);
+
+// Whether the current set has products of bf16 numbers; elsewhere they become floats on the way.
+bool multiplies_bf16();
 
 }  // namespace rlhf::cpu

@@ -10,10 +10,10 @@ RLHF_INLINE float wide(uint16_t x) {
     return y;
 }
 
-// x as a tensor of Element would hold it.
+// x as a tensor of Stored would hold it.
 RLHF_INLINE f32x16 rounded(f32x16 x) {
-#if RLHF_TILE_BF16
-    return (f32x16)(__builtin_convertvector(to_bf16(x), u32x16) << 16);
+#if RLHF_STORED_BF16
+    return round_bf16(x);
 #else
     return x;
 #endif
@@ -25,7 +25,15 @@ RLHF_INLINE void pack_column(const From& from, int64_t rows, int64_t count, Elem
     for (int64_t k = 0; k < count; k += KT) {
         const int64_t left = count - k < KT ? count - k : KT;
         u32x16 words[16] = {};
-        for (int64_t i = 0; i < rows; ++i) std::memcpy(&words[i], from(i) + k, sizeof(Element) * left);
+        for (int64_t i = 0; i < rows; ++i) {
+            if constexpr (sizeof(Stored) == sizeof(Element)) {
+                std::memcpy(&words[i], from(i) + k, sizeof(Element) * left);
+            } else {
+                u16x16 narrow = {};
+                std::memcpy(&narrow, from(i) + k, sizeof(Stored) * left);
+                words[i] = widen(narrow) << 16;
+            }
+        }
         transpose16(words, reinterpret_cast<uint32_t*>(column + k * 16), 16);
     }
 }
@@ -38,7 +46,7 @@ RLHF_INLINE Two load_two(const Element* column, int64_t k) {
 #if RLHF_TILE_BF16
     u32x16 pairs;
     std::memcpy(&pairs, column + k * 16, 64);
-    return {(f32x16)(pairs << 16), (f32x16)(pairs & 0xffff0000u)};
+    return {as_float(pairs << 16), as_float(pairs & 0xffff0000u)};
 #else
     return {load16(column + k * 16), load16(column + k * 16 + 16)};
 #endif
@@ -48,8 +56,8 @@ RLHF_INLINE void store_two(Element* column, int64_t k, Two x) {
     const u32x16 pairs = pair_bf16(x.even, x.odd);
     std::memcpy(column + k * 16, &pairs, 64);
 #else
-    store16(column + k * 16, x.even);
-    store16(column + k * 16 + 16, x.odd);
+    store16(column + k * 16, rounded(x.even));
+    store16(column + k * 16 + 16, rounded(x.odd));
 #endif
 }
 
@@ -63,11 +71,11 @@ RLHF_INLINE void store_rows(const float* panel, int64_t count, int64_t begin, in
         std::memcpy(columns, panel + c * 16, 64 * left);
         transpose16(columns, reinterpret_cast<uint32_t*>(rows), 16);
         for (int64_t i = begin; i < end; ++i) {
-#if RLHF_TILE_BF16
+#if RLHF_STORED_BF16
             const u16x16 narrow = to_bf16(load16(rows + i * 16));
-            std::memcpy(to(i) + c, &narrow, sizeof(Element) * left);
+            std::memcpy(to(i) + c, &narrow, sizeof(Stored) * left);
 #else
-            std::memcpy(to(i) + c, rows + i * 16, sizeof(Element) * left);
+            std::memcpy(to(i) + c, rows + i * 16, sizeof(Stored) * left);
 #endif
         }
     }
@@ -75,27 +83,27 @@ RLHF_INLINE void store_rows(const float* panel, int64_t count, int64_t begin, in
 
 // kStrip rows of W from `first` on, `count` of which exist.
 struct Strip {
-    const Element* w;
+    const Stored* w;
     int64_t stride, first, count;
 };
 
 // Strip `strip` of W [M, K], where it lies or, if it is ragged, with zeros around it in scratch [kStrip][K in whole tiles].
-RLHF_INLINE Strip strip_of(const void* weight, int64_t stride, int64_t M, int64_t K, int64_t strip, Element* scratch) {
+RLHF_INLINE Strip strip_of(const void* weight, int64_t stride, int64_t M, int64_t K, int64_t strip, Stored* scratch) {
     const int64_t first = strip * kStrip, count = M - first < kStrip ? M - first : kStrip, padded = round_up(K, KT);
-    const Element* w = static_cast<const Element*>(weight) + first * stride;
+    const Stored* w = static_cast<const Stored*>(weight) + first * stride;
     if (count == kStrip && padded == K) return {w, stride, first, count};
     for (int64_t v = 0; v < count; ++v) {
-        std::memcpy(scratch + v * padded, w + v * stride, sizeof(Element) * K);
+        std::memcpy(scratch + v * padded, w + v * stride, sizeof(Stored) * K);
         for (int64_t k = K; k < padded; ++k) scratch[v * padded + k] = 0;
     }
-    std::memset(scratch + count * padded, 0, sizeof(Element) * (kStrip - count) * padded);
+    std::memset(scratch + count * padded, 0, sizeof(Stored) * (kStrip - count) * padded);
     return {scratch, padded, first, count};
 }
 
 // sums [count][16] of a strip plus their bias, rounded: what a linear without adapters gives.
 RLHF_INLINE void round_strip(const Strip& strip, const void* bias, float* sums) {
-    const Element* add = static_cast<const Element*>(bias);
-    if (!add && !RLHF_TILE_BF16) return;
+    const Stored* add = static_cast<const Stored*>(bias);
+    if (!add && !RLHF_STORED_BF16) return;
     for (int64_t v = 0; v < strip.count; ++v) {
         f32x16 sum = load16(sums + v * 16);
         if (add) sum += wide(add[strip.first + v]);
@@ -156,7 +164,7 @@ RLHF_INLINE void add_deltas(const lora::Matrix& B, const Strip& strip, int64_t r
     const auto add = [&](int64_t v, int64_t some, const f32x16* deltas) __attribute__((always_inline)) {
         for (int64_t i = 0; i < some; ++i) {
             const f32x16 sum = load16(sums + (v + i) * 16);
-            store16(sums + (v + i) * 16, carries != 0.0f ? sum + deltas[i] : sum);  // others stay clean of infinities
+            store16(sums + (v + i) * 16, select(carries != 0.0f, sum + deltas[i], sum));  // others stay clean of infinities
         }
     };
     f32x16 deltas[8];

@@ -1,32 +1,28 @@
 // Float and double under one name: a kernel written once as a template over Lanes<T> runs on vectors of the target's
-// natural width, 64 bytes with AVX-512 and 16 elsewhere. Arithmetic is that of the compiler's vector types; comparisons
+// natural width, 64 bytes with AVX-512, 32 with AVX2 and 16 elsewhere. Arithmetic is that of the compiler's vector types; comparisons
 // give a Mask (a mask register with AVX-512, all bits or none per lane elsewhere) that knows &, | and select. at_least and
 // at_most keep a NaN of x; max_of_nonnegative lets NaN win, as torch.amax does, and wants no lane below 0.
 //
-// Include it only from a file that has chosen its target and defined RLHF_ISA, the namespace of that target: everything
-// here that could be emitted as a function lives in that namespace, so no two targets share a symbol. That file also
-// says RLHF_AVX512 and RLHF_AVX512_BF16, because g++ 12 does not define __AVX512F__ after `#pragma GCC target` in C++.
+// Included by the files of variants/ alone, which choose the target and define RLHF_SET, its namespace: everything here
+// that could be emitted as a function lives in that namespace, so no two targets share a symbol.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(RLHF_AVX512)
-#pragma GCC diagnostic push  // g++ 12 warns of its own intrinsics
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
 
-#ifndef RLHF_INLINE
-#define RLHF_INLINE static inline __attribute__((always_inline))
-#endif
+#include "cpu/simd.h"
 
-namespace rlhf::cpu::RLHF_ISA {
+namespace rlhf::cpu::RLHF_SET {
 
 #if defined(RLHF_AVX512)
 constexpr int kVectorBytes = 64;
 constexpr bool kFused = true;  // fma rounds once
+#elif defined(RLHF_AVX2)
+constexpr int kVectorBytes = 32;
+constexpr bool kFused = true;
+#elif defined(RLHF_NEON)
+constexpr int kVectorBytes = 16;
+constexpr bool kFused = true;
 #else
 constexpr int kVectorBytes = 16;
 constexpr bool kFused = false;
@@ -72,7 +68,7 @@ struct Lanes<float> {
     RLHF_INLINE Mask eq(V a, V b) { return a == b; }
     RLHF_INLINE Mask ne(V a, V b) { return a != b; }
     RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
-    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
+    RLHF_INLINE V fma(V a, V b, V c) { return muladdv(a, b, c); }
     RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
     RLHF_INLINE V at_most(V x, V bound) { return select(lt(bound, x), bound, x); }
     RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
@@ -97,36 +93,21 @@ struct Lanes<float> {
         return x;
     }
 
-    // Bits of bfloat16.
-    RLHF_INLINE V load(const uint16_t* p) {
-#if defined(RLHF_AVX512)
-        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#else
-        Halves raw;
-        std::memcpy(&raw, p, sizeof raw);
-        return (V)(__builtin_convertvector(raw, Ints) << 16);
-#endif
-    }
+    RLHF_INLINE V load(const uint16_t* p) { return loadv(p); }  // bits of bfloat16
 
     RLHF_INLINE void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }
 
-    // Rounds to nearest even and keeps NaN.
+    // Rounds to nearest even and keeps NaN and subnormal numbers, which the CPU's own instruction takes for 0.
     RLHF_INLINE void store(uint16_t* p, V x) {
-#if defined(RLHF_AVX512_BF16)
-        const __m256bh raw = _mm512_cvtneps_pbh((__m512)x);
-        std::memcpy(p, &raw, sizeof raw);
-#else
-        typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
-        const Words bits = (Words)x;
-        const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        const Words nan = (bits >> 16) | 0x40;
-        const V narrow = select(eq(x, x), (V)rounded, (V)nan);
+        const u32v narrow = bf16_bits(x);
 #if defined(RLHF_AVX512)
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)narrow));
+#elif defined(RLHF_AVX2)
+        const __m256i mixed = _mm256_packus_epi32((__m256i)narrow, (__m256i)narrow);
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(mixed, 0xd8)));
 #else
-        const Halves raw = __builtin_convertvector((Words)narrow, Halves);
+        const Halves raw = __builtin_convertvector(narrow, Halves);
         std::memcpy(p, &raw, sizeof raw);
-#endif
 #endif
     }
 
@@ -204,10 +185,22 @@ struct Lanes<double> {
     RLHF_INLINE Mask eq(V a, V b) { return a == b; }
     RLHF_INLINE Mask ne(V a, V b) { return a != b; }
     RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
-    RLHF_INLINE V fma(V a, V b, V c) { return a * b + c; }
+    RLHF_INLINE V fma(V a, V b, V c) {
+#if defined(RLHF_AVX2)
+        return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(RLHF_NEON)
+        return (V)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+        return a * b + c;
+#endif
+    }
     RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
     RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
-    RLHF_INLINE Mask nonzero(const uint8_t* p) { return Mask{-int64_t(p[0] != 0), -int64_t(p[1] != 0)}; }
+    RLHF_INLINE Mask nonzero(const uint8_t* p) {
+        Mask mask;
+        for (int i = 0; i < count; ++i) mask[i] = -int64_t(p[i] != 0);
+        return mask;
+    }
 #endif
 
     RLHF_INLINE V splat(double x) { return V{} + x; }
@@ -270,4 +263,4 @@ RLHF_INLINE T lane_max(typename Lanes<T>::V x) {
     return largest;
 }
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

@@ -24,7 +24,6 @@
 #include <new>
 
 #include "common/check.h"
-#include "cpu/isa.h"
 #include "cpu/lora_kernels.h"
 
 namespace rlhf::cpu::lora {
@@ -36,15 +35,10 @@ constexpr int64_t kBlockBytes = 1 << 20;  // of x, dx and dy in bf16; second-lev
 constexpr int64_t kSerialWork = 8 << 20;        // rows r (K + M) of about a tenth of a millisecond
 constexpr int64_t kAlignment = 64;
 
-const Kernels& kernels() {
-    switch (current_isa()) {
-#if defined(__x86_64__) && defined(__linux__)
-        case Isa::amx_bf16: return amx_kernels();
-        case Isa::avx512_bf16: return avx512_bf16_kernels();
-        case Isa::avx512: return avx512_kernels();
-#endif
-        default: return portable_kernels();
-    }
+const Kernels& current_kernels() {
+    const Kernels& (*table)();
+    RLHF_PICK(table, kernels);
+    return table();
 }
 
 struct Free {
@@ -194,7 +188,7 @@ void check_call(const Matrix& x, const Matrix& y, int64_t K, int64_t M, const st
 void forward(Matrix x, Matrix y, bool add, int64_t K, int64_t M, const std::vector<Slot>& slots,
              const std::vector<Run>& runs, Dropout dropout, int threads) {
     check_call(x, y, K, M, slots, runs, dropout, threads);
-    const Kernels& k = kernels();
+    const Kernels& k = current_kernels();
     const int64_t rank = largest_rank(slots);
     if (!worth_threads(runs, rank, K, M, threads)) threads = 1;
     const bool any_dropout = std::any_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.p > 0; });
@@ -238,7 +232,7 @@ void forward(Matrix x, Matrix y, bool add, int64_t K, int64_t M, const std::vect
 void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::vector<Slot>& slots,
               const std::vector<Run>& runs, Dropout dropout, int threads) {
     check_call(x, dy, K, M, slots, runs, dropout, threads);
-    const Kernels& k = kernels();
+    const Kernels& k = current_kernels();
     const int64_t rank = largest_rank(slots);
     if (!worth_threads(runs, rank, K, M, threads)) threads = 1;
     const bool any_dropout = std::any_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.p > 0; });

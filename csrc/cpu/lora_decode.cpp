@@ -10,11 +10,8 @@
 #include "cpu/lora_decode.h"
 
 #include "common/check.h"
-#include "cpu/isa.h"
 
 namespace rlhf::cpu::lora {
-
-bool decodes(Type type) { return type == Type::float32 || current_isa() >= Isa::avx512_bf16; }
 
 void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int64_t K, int64_t M,
             const std::vector<Slot>& slots, const std::vector<Run>& runs, int threads) {
@@ -23,7 +20,6 @@ void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int6
     RLHF_CHECK(K > 0 && K % kDecodeDepth == 0, "K", "a multiple of 32", K);
     RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
     RLHF_CHECK(x.type == weight.type && y.type == weight.type, "weight", "the type of x and y", int(weight.type));
-    RLHF_CHECK(decodes(weight.type), "weight", "a type that the instruction set multiplies", int(weight.type));
     RLHF_CHECK_POINTER(x.data, N);
     RLHF_CHECK_POINTER(weight.data, M);
     RLHF_CHECK_POINTER(y.data, N * M);
@@ -38,12 +34,9 @@ void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int6
         RLHF_CHECK(run.x_row >= 0 && run.rows >= 0 && run.x_row + run.rows <= N, "runs", "rows of x", run.x_row);
     }
     if (N == 0 || M == 0) return;
-    DecodeFunction function = decode_portable;
-#if defined(__x86_64__) && defined(__linux__)
-    const Isa isa = current_isa();
-    if (isa != Isa::portable) function = decode_avx512;
-    if (weight.type == Type::bfloat16) function = isa == Isa::amx_bf16 ? decode_amx : decode_avx512_bf16;
-#endif
+    void (*function)(const DecodeArguments&);
+    if (weight.type == Type::bfloat16) RLHF_PICK(function, decode_bfloat16);
+    else RLHF_PICK(function, decode_float32);
     const int64_t n_runs = runs.size();
     function({x, weight, y, bias, N, K, M, slots.data(), n_slots, runs.data(), n_runs, threads});
 }

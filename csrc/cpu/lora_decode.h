@@ -1,6 +1,7 @@
 // A linear with its adapters on a few rows, as in decoding. The contract stands in lora_decode.cpp.
 #pragma once
 
+#include "cpu/isa.h"
 #include "cpu/lora.h"
 
 namespace rlhf::cpu::lora {
@@ -10,9 +11,6 @@ constexpr int64_t kDecodeDepth = 32;  // K is a multiple of it
 // y [N, M] = x [N, K] Wᵀ + bias + the deltas of all runs. bias [M] has W's type, or is null.
 void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int64_t K, int64_t M,
             const std::vector<Slot>& slots, const std::vector<Run>& runs, int threads);
-
-// Whether there is code for weights of this type: bfloat16 needs an instruction set that multiplies it.
-bool decodes(Type type);
 
 // The same as compiled for each instruction set, after the checks.
 struct DecodeArguments {
@@ -25,7 +23,10 @@ struct DecodeArguments {
     int64_t n_runs;
     int threads;
 };
-using DecodeFunction = void (*)(const DecodeArguments&);
-extern const DecodeFunction decode_portable, decode_avx512, decode_avx512_bf16, decode_amx;
+#define RLHF_DECLARE_DECODE                               \
+    void decode_float32(const DecodeArguments& arguments); \
+    void decode_bfloat16(const DecodeArguments& arguments);
+RLHF_IN_EVERY_SET(RLHF_DECLARE_DECODE)
+#undef RLHF_DECLARE_DECODE
 
 }  // namespace rlhf::cpu::lora

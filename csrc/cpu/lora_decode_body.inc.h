@@ -1,10 +1,6 @@
 // lora_decode.h for one instruction set. A lane is a row of x: its sixteen neighbours go through a strip of W together,
 // and what the adapters add is a sum over the rank of broadcast elements of B times h = scale x Aᵀ, laid out the same way.
 
-#include "cpu/tile_mm.inc.h"
-#include "cpu/strip_mm.inc.h"
-#include "cpu/lane_rows.inc.h"
-
 constexpr int64_t kSerialProducts = 1 << 22;  // N K M, N in whole vectors, of about a tenth of a millisecond
 
 struct DecodeCall : DecodeArguments {
@@ -26,7 +22,7 @@ struct Block {
 
 static void pack_rows(const DecodeCall& call, int64_t half) {
     const int64_t rows = call.N - half * 16 < 16 ? call.N - half * 16 : 16;
-    const Element* x = static_cast<const Element*>(call.x.data) + half * 16 * call.x.stride;
+    const Stored* x = static_cast<const Stored*>(call.x.data) + half * 16 * call.x.stride;
     pack_column([&](int64_t i) { return x + i * call.x.stride; }, rows, call.K, call.columns + half * call.K * 16);
 }
 
@@ -62,9 +58,9 @@ static void shrink_rows(const DecodeCall& call, int64_t half, int64_t from, int6
 }
 
 // Strip `strip` of W for all rows. scratch: kStrip rows of K elements, for the last strip.
-static void decode_strip(const DecodeCall& call, int64_t number, Element* scratch) {
+static void decode_strip(const DecodeCall& call, int64_t number, Stored* scratch) {
     const Strip strip = strip_of(call.weight.data, call.weight.stride, call.M, call.K, number, scratch);
-    Element* y = static_cast<Element*>(call.y.data) + strip.first;
+    Stored* y = static_cast<Stored*>(call.y.data) + strip.first;
     alignas(64) float sums[2 * kStrip * 16];
     for (int64_t half = 0; half < call.halves; half += 2) {
         const Element* b = call.columns + half * call.K * 16;
@@ -92,27 +88,20 @@ static void run_decode(const DecodeArguments& arguments) {
     const int threads = short_call ? 1 : call.threads;
     const int64_t shares = ceil_div(threads, call.halves);  // of the ranks, so that all threads shrink
     const int64_t strips = ceil_div(call.M, kStrip), floats = call.halves * call.ranks * 16;
-    const int64_t elements = call.halves * call.K * 16 + threads * kStrip * call.K;
+    const int64_t elements = call.halves * call.K * 16 + threads * kStrip * call.K;  // the latter of Stored
     const Block block(round_up(floats * 4 + elements * static_cast<int64_t>(sizeof(Element)), 64));
     call.h = static_cast<float*>(block.data);
     call.columns = reinterpret_cast<Element*>(call.h + call.halves * call.ranks * 16);
-    Element* scratch = call.columns + call.halves * call.K * 16;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    Stored* scratch = reinterpret_cast<Stored*>(call.columns + call.halves * call.K * 16);
+    const auto work = [&](Member& me) {
         const TileScope scope;
-#if defined(_OPENMP)
-        Element* mine = scratch + omp_get_thread_num() * kStrip * call.K;
-#else
-        Element* mine = scratch;
-#endif
-#pragma omp for schedule(static)
-        for (int64_t half = 0; half < call.halves; ++half) pack_rows(call, half);
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < call.halves * shares; ++item) {
-            const int64_t share = item % shares;
-            shrink_rows(call, item / shares, call.ranks * share / shares, call.ranks * (share + 1) / shares);
-        }
-#pragma omp for schedule(static)
-        for (int64_t strip = 0; strip < strips; ++strip) decode_strip(call, strip, mine);
-    }
+        Stored* mine = scratch + me.thread * kStrip * call.K;
+        share(me, call.halves, [&](int64_t half) { pack_rows(call, half); });
+        share(me, call.halves * shares, [&](int64_t item) {
+            const int64_t part = item % shares;
+            shrink_rows(call, item / shares, call.ranks * part / shares, call.ranks * (part + 1) / shares);
+        });
+        steal(me, strips, [&](int64_t strip) { decode_strip(call, strip, mine); });
+    };
+    run_together(threads, work);
 }

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
 #include "cpu/lora.h"
 
 namespace rlhf::cpu::lora {
@@ -56,11 +57,6 @@ struct Kernels {
     void (*unpack)(const float* sums, const Factor& gradient, Type other);
 };
 
-const Kernels& portable_kernels();
-#if defined(__x86_64__) && defined(__linux__)
-const Kernels& avx512_kernels();
-const Kernels& avx512_bf16_kernels();
-const Kernels& amx_kernels();
-#endif
+RLHF_IN_EVERY_SET(const Kernels& kernels();)
 
 }  // namespace rlhf::cpu::lora

@@ -12,6 +12,14 @@ RLHF_INLINE void store(uint16_t* p, f32x16 x) {
     std::memcpy(p, &rounded, sizeof rounded);
 }
 
+// 1 << lane.
+RLHF_INLINE u32x16 lane_bit() {
+    constexpr uint32_t kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    u32x16 x;
+    std::memcpy(&x, kBits, sizeof x);
+    return x;
+}
+
 // The first `count` of sixteen; the others load as 0 and are not stored.
 template <typename T>
 RLHF_INLINE f32x16 load_some(const T* p, int64_t count) {
@@ -71,7 +79,7 @@ static void transpose_fp32(const Matrix& source, int64_t rows, int64_t columns, 
             const int64_t count = smaller(16, columns - c0);
             u32x16 patch[16];
             for (int64_t n = 0; n < 16; ++n) {
-                patch[n] = n0 + n < rows ? (u32x16)load_some(row<T>(source, n0 + n) + c0, count) : u32x16{};
+                patch[n] = n0 + n < rows ? as_words(load_some(row<T>(source, n0 + n) + c0, count)) : u32x16{};
             }
             if (count == 16) {
                 transpose16(patch, reinterpret_cast<uint32_t*>(packed + c0 * padded + n0), padded);
@@ -79,7 +87,7 @@ static void transpose_fp32(const Matrix& source, int64_t rows, int64_t columns, 
             }
             for (int64_t c = 0; c < count; ++c) {
                 f32x16 lanes;
-                for (int n = 0; n < 16; ++n) lanes[n] = ((f32x16)patch[n])[c];
+                for (int n = 0; n < 16; ++n) lanes[n] = as_float(patch[n])[c];
                 store(packed + (c0 + c) * padded + n0, lanes);
             }
         }
@@ -178,8 +186,7 @@ RLHF_INLINE void expand_part(const float* h, int64_t R, const Factor& factor, co
                 if (count <= 0) break;
                 if (keep) {
                     const uint64_t bits = keep[(n0 + n) * words + column / kMaskColumns] >> (column % kMaskColumns);
-                    const i32x16 bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-                    sum[n][half] = ((i32x16{} + int32_t(bits & 0xffff)) & bit) != 0 ? sum[n][half] : splat(0);
+                    sum[n][half] = select((splat_words(uint32_t(bits & 0xffff)) & lane_bit()) != 0u, sum[n][half], splat(0));
                 }
                 T* out = row<T>(y, n0 + n) + column;
                 store_some(out, add ? load_some(out, count) + sum[n][half] : sum[n][half], count);
@@ -388,3 +395,5 @@ static int64_t scratch_bytes([[maybe_unused]] int64_t rank) {
 
 static const Kernels kTable = {shrink_bytes, pack_shrink, expand_bytes, pack_expand, shrink,     expand, outer,
                                scratch_bytes, keep_mask,  drop,         accumulate,  unpack};
+
+const Kernels& kernels() { return kTable; }

@@ -32,9 +32,9 @@ RLHF_INLINE void memory_is_read() { __asm__ volatile("" ::: "memory"); }
 
 RLHF_INLINE u16x16 rounded_part(f32x16& x) {
     const u16x16 part = to_bf16(x);
-    const f32x16 value = (f32x16)(__builtin_convertvector(part, u32x16) << 16);
-    const i32x16 exponent = (i32x16)value & 0x7f800000;
-    x = exponent == 0x7f800000 ? splat(0) : x - value;  // nothing is left over of an infinity or a NaN
+    const f32x16 value = as_float(widen(part) << 16);
+    const i32x16 exponent = as_ints(value) & 0x7f800000;
+    x = select(exponent == 0x7f800000, splat(0), x - value);  // nothing is left over of an infinity or a NaN
     return part;
 }
 
@@ -334,8 +334,8 @@ static void transpose_parts(const float* h, int64_t rows, int64_t R, int64_t par
                 f32x16 even = n < rows ? load16(h + n * R + r) : splat(0);
                 f32x16 odd = n + 1 < rows ? load16(h + (n + 1) * R + r) : splat(0);
                 for (int64_t part = 0; part < parts; ++part) {
-                    const u32x16 low = __builtin_convertvector(rounded_part(even), u32x16);
-                    const u32x16 high = __builtin_convertvector(rounded_part(odd), u32x16);
+                    const u32x16 low = widen(rounded_part(even));
+                    const u32x16 high = widen(rounded_part(odd));
                     const u32x16 both = low | (high << 16);
                     std::memcpy(pairs[part][pair], &both, sizeof both);
                 }

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "common/check.h"
-#include "cpu/isa_pick.h"
 #include "cpu/ppo_loss_blocks.h"
 
 namespace rlhf::cpu {

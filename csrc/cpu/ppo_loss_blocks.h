@@ -2,6 +2,7 @@
 // ppo_loss_kernel.inc.h. Within a block each lane sums in T, across lanes sums are double.
 #pragma once
 
+#include "cpu/isa.h"
 #include "cpu/ppo_loss.h"
 
 namespace rlhf::cpu {
@@ -18,16 +19,7 @@ enum ValueSum : int { kSquare, kClipped, kCount, kError, kErrorSq, kRet, kRetSq,
                      double* sums);                                                                                    \
     void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out);
 
-namespace portable {
-RLHF_DECLARE_BLOCKS(float)
-RLHF_DECLARE_BLOCKS(double)
-}  // namespace portable
-#if defined(__x86_64__)
-namespace avx512 {
-RLHF_DECLARE_BLOCKS(float)
-RLHF_DECLARE_BLOCKS(double)
-}  // namespace avx512
-#endif
+RLHF_IN_EVERY_SET(RLHF_DECLARE_BLOCKS(float) RLHF_DECLARE_BLOCKS(double))
 #undef RLHF_DECLARE_BLOCKS
 
 }  // namespace rlhf::cpu

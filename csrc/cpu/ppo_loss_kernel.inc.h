@@ -1,12 +1,12 @@
-// The per-token maths of ppo_loss.cpp for one block, over whole vectors; namespace RLHF_ISA.
+// The per-token maths of ppo_loss.cpp for one block, over whole vectors; namespace RLHF_SET.
 // Inputs are staged per block: bf16 becomes fp32, and a block that is not whole is padded with dead elements, so the
 // loops below know neither dtypes nor a remainder.
 
 #include "cpu/lanes.h"
 #include "cpu/ppo_loss_blocks.h"
 
-namespace rlhf::cpu::RLHF_ISA {
-namespace {
+namespace rlhf::cpu::RLHF_SET {
+namespace loss_blocks {
 
 // Elements whose terms are added up before they join the block's sums: eight vectors. With 16 lanes that makes eight sums
 // of eight terms of a block, which rounds less than one sum of 64.
@@ -246,20 +246,20 @@ RLHF_INLINE void weight(TokenMask mask, T factor, int64_t begin, int n, T* out) 
     if (to == buffer) std::memcpy(out + begin, buffer, sizeof(T) * n);
 }
 
-}  // namespace
+}  // namespace loss_blocks
 
 #define RLHF_DEFINE_BLOCKS(T)                                                                                  \
     void ppo_block(const PpoInputs& in, const PpoKnobs& knobs, T inverse_denom, int64_t begin, int n,          \
                    T* dloss, double* sums) {                                                                        \
-        ppo<T>(in, knobs, inverse_denom, begin, n, dloss, sums);                                               \
+        loss_blocks::ppo<T>(in, knobs, inverse_denom, begin, n, dloss, sums);                                               \
     }                                                                                                          \
     void value_block(const ValueInputs& in, double clip, T inverse_denom, int64_t begin, int n, T* dloss,      \
                      double* sums) {                                                                                \
-        value<T>(in, clip, inverse_denom, begin, n, dloss, sums);                                              \
+        loss_blocks::value<T>(in, clip, inverse_denom, begin, n, dloss, sums);                                              \
     }                                                                                                          \
-    void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out) { weight<T>(mask, factor, begin, n, out); }
+    void weight_block(TokenMask mask, T factor, int64_t begin, int n, T* out) { loss_blocks::weight<T>(mask, factor, begin, n, out); }
 RLHF_DEFINE_BLOCKS(float)
 RLHF_DEFINE_BLOCKS(double)
 #undef RLHF_DEFINE_BLOCKS
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

@@ -1,30 +1,214 @@
-// Sixteen floats at once, written once: GCC's vector extension becomes AVX-512 where a file is compiled for it and
-// whatever the baseline has elsewhere. Include it only inside a file that has chosen its target (see isa.h): everything
-// here is `static inline`, so no function compiled for one target is linked into another. Such a file says what its
-// target has by defining RLHF_AVX512 and RLHF_AVX512_BF16 (g++ reads all of a file before it acts on `#pragma GCC target`, so
-// __AVX512F__ is not to be relied on).
+// Sixteen floats at once, written once for every instruction set: one vector of AVX-512, two of AVX2, four of SSE2 or NEON.
+// A lane keeps its place whatever the set, so code above this file knows lanes only.
+//
+// Included by the files of variants/ alone, which choose the target and say what it has (RLHF_AVX512, RLHF_AVX512_BF16,
+// RLHF_AVX2, RLHF_NEON). Everything here is `static inline`, so nothing compiled for one target is linked into another.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(RLHF_AVX512)
-#include <immintrin.h>
-#endif
 
 // The vectors never cross from a file into another, so their calling convention does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
+#if !defined(__clang__)
 // GCC 12 warns of the undefined operand that its own intrinsics take on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+#endif
 
 #define RLHF_INLINE static inline __attribute__((always_inline))
 
-RLHF_INLINE f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#if defined(RLHF_AVX512)
+constexpr int kLanes = 16;  // of one vector of the target
+#elif defined(RLHF_AVX2)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kVectors = 16 / kLanes;
+
+// One vector of the target.
+typedef float f32v __attribute__((vector_size(4 * kLanes)));
+typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
+
+RLHF_INLINE f32v splatv(float x) { return f32v{} + x; }
+
+RLHF_INLINE f32v loadv(const float* p) {
+    f32v x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+RLHF_INLINE void storev(float* p, f32v x) { std::memcpy(p, &x, sizeof x); }
+
+// a b + c, with one rounding where there is an instruction for it.
+RLHF_INLINE f32v muladdv(f32v a, f32v b, f32v c) {
+#if defined(RLHF_AVX512)
+    return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(RLHF_AVX2)
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(RLHF_NEON)
+    return (f32v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+RLHF_INLINE f32v selectv(i32v mask, f32v a, f32v b) {
+#if defined(RLHF_AVX2)
+    return (f32v)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+#else
+    return (f32v)((mask & (i32v)a) | (~mask & (i32v)b));
+#endif
+}
+
+// bf16 -> fp32 is exact.
+RLHF_INLINE f32v loadv(const uint16_t* p) {
+#if defined(RLHF_AVX512)
+    return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(RLHF_AVX2)
+    return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    u16v raw;
+    std::memcpy(&raw, p, sizeof raw);
+    return (f32v)(__builtin_convertvector(raw, u32v) << 16);
+#endif
+}
+
+// fp32 -> bf16 in the low half of every lane: to nearest even, NaN stays NaN.
+RLHF_INLINE u32v bf16_bits(f32v x) {
+    const u32v bits = (u32v)x;
+    const u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (u32v)selectv((i32v)(x == x), (f32v)rounded, (f32v)((bits >> 16) | 0x40));
+}
+
+// ---- sixteen lanes --------------------------------------------------------------------------------------------------
+
+#if defined(RLHF_AVX512)
+typedef f32v f32x16;
+typedef i32v i32x16;
+typedef u32v u32x16;
+
+RLHF_INLINE f32v& part(f32x16& x, int) { return x; }
+RLHF_INLINE i32v& part(i32x16& x, int) { return x; }
+RLHF_INLINE u32v& part(u32x16& x, int) { return x; }
+RLHF_INLINE const f32v& part(const f32x16& x, int) { return x; }
+RLHF_INLINE const i32v& part(const i32x16& x, int) { return x; }
+RLHF_INLINE const u32v& part(const u32x16& x, int) { return x; }
+RLHF_INLINE f32x16 as_float(u32x16 x) { return (f32x16)x; }
+RLHF_INLINE f32x16 as_float(i32x16 x) { return (f32x16)x; }
+RLHF_INLINE u32x16 as_words(f32x16 x) { return (u32x16)x; }
+RLHF_INLINE i32x16 as_ints(f32x16 x) { return (i32x16)x; }
+RLHF_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; }
+RLHF_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return mask ? a : b; }
+#else
+// Lanes of type T in as many vectors V as they take.
+template <typename T, typename V>
+struct Sixteen {
+    V part[kVectors];
+    __attribute__((always_inline)) T& operator[](int64_t lane) { return reinterpret_cast<T*>(part)[lane]; }
+    __attribute__((always_inline)) T operator[](int64_t lane) const { return reinterpret_cast<const T*>(part)[lane]; }
+};
+typedef Sixteen<float, f32v> f32x16;
+typedef Sixteen<int32_t, i32v> i32x16;
+typedef Sixteen<uint32_t, u32v> u32x16;
+
+template <typename T, typename V>
+RLHF_INLINE V& part(Sixteen<T, V>& x, int i) { return x.part[i]; }
+template <typename T, typename V>
+RLHF_INLINE const V& part(const Sixteen<T, V>& x, int i) { return x.part[i]; }
+
+#define RLHF_EACH _Pragma("GCC unroll 4") for (int i = 0; i < kVectors; ++i)
+
+// x op y of equal types, and of a vector with a number on either side.
+#define RLHF_BINARY(op)                                                                                       \
+    template <typename T, typename V>                                                                         \
+    RLHF_INLINE Sixteen<T, V> operator op(Sixteen<T, V> x, Sixteen<T, V> y) {                                 \
+        RLHF_EACH x.part[i] = x.part[i] op y.part[i];                                                         \
+        return x;                                                                                             \
+    }                                                                                                         \
+    template <typename T, typename V>                                                                         \
+    RLHF_INLINE Sixteen<T, V> operator op(Sixteen<T, V> x, T y) {                                             \
+        RLHF_EACH x.part[i] = x.part[i] op y;                                                                 \
+        return x;                                                                                             \
+    }                                                                                                         \
+    template <typename T, typename V>                                                                         \
+    RLHF_INLINE Sixteen<T, V> operator op(T x, Sixteen<T, V> y) {                                             \
+        RLHF_EACH y.part[i] = x op y.part[i];                                                                 \
+        return y;                                                                                             \
+    }
+#define RLHF_ASSIGN(op)                                                                                       \
+    template <typename T, typename V, typename Y>                                                             \
+    RLHF_INLINE Sixteen<T, V>& operator op##=(Sixteen<T, V>& x, Y y) {                                        \
+        return x = x op y;                                                                                    \
+    }
+#define RLHF_COMPARE(op)                                                                                      \
+    template <typename T, typename V>                                                                         \
+    RLHF_INLINE i32x16 operator op(Sixteen<T, V> x, Sixteen<T, V> y) {                                        \
+        i32x16 mask;                                                                                          \
+        RLHF_EACH mask.part[i] = (i32v)(x.part[i] op y.part[i]);                                              \
+        return mask;                                                                                          \
+    }                                                                                                         \
+    template <typename T, typename V>                                                                         \
+    RLHF_INLINE i32x16 operator op(Sixteen<T, V> x, T y) {                                                    \
+        i32x16 mask;                                                                                          \
+        RLHF_EACH mask.part[i] = (i32v)(x.part[i] op y);                                                      \
+        return mask;                                                                                          \
+    }
+RLHF_BINARY(+) RLHF_BINARY(-) RLHF_BINARY(*) RLHF_BINARY(/) RLHF_BINARY(&) RLHF_BINARY(|) RLHF_BINARY(^)
+RLHF_ASSIGN(+) RLHF_ASSIGN(-) RLHF_ASSIGN(*) RLHF_ASSIGN(/) RLHF_ASSIGN(|)
+RLHF_COMPARE(<) RLHF_COMPARE(<=) RLHF_COMPARE(>) RLHF_COMPARE(>=) RLHF_COMPARE(==) RLHF_COMPARE(!=)
+#undef RLHF_BINARY
+#undef RLHF_ASSIGN
+#undef RLHF_COMPARE
+
+template <typename T, typename V>
+RLHF_INLINE Sixteen<T, V> operator-(Sixteen<T, V> x) {
+    RLHF_EACH x.part[i] = -x.part[i];
+    return x;
+}
+template <typename T, typename V>
+RLHF_INLINE Sixteen<T, V> operator~(Sixteen<T, V> x) {
+    RLHF_EACH x.part[i] = ~x.part[i];
+    return x;
+}
+template <typename T, typename V>
+RLHF_INLINE Sixteen<T, V> operator<<(Sixteen<T, V> x, int n) {
+    RLHF_EACH x.part[i] = x.part[i] << n;
+    return x;
+}
+template <typename T, typename V>
+RLHF_INLINE Sixteen<T, V> operator>>(Sixteen<T, V> x, int n) {
+    RLHF_EACH x.part[i] = x.part[i] >> n;
+    return x;
+}
+
+template <typename T, typename V>
+RLHF_INLINE f32x16 as_float(Sixteen<T, V> x) {
+    f32x16 y;
+    RLHF_EACH y.part[i] = (f32v)x.part[i];
+    return y;
+}
+RLHF_INLINE u32x16 as_words(f32x16 x) {
+    u32x16 y;
+    RLHF_EACH y.part[i] = (u32v)x.part[i];
+    return y;
+}
+RLHF_INLINE i32x16 as_ints(f32x16 x) {
+    i32x16 y;
+    RLHF_EACH y.part[i] = (i32v)x.part[i];
+    return y;
+}
+template <typename T, typename V>
+RLHF_INLINE Sixteen<T, V> select(i32x16 mask, Sixteen<T, V> a, Sixteen<T, V> b) {
+    RLHF_EACH a.part[i] = (V)selectv(mask.part[i], (f32v)a.part[i], (f32v)b.part[i]);
+    return a;
+}
+#endif
+
+RLHF_INLINE f32x16 splat(float x) { return f32x16{} + x; }
 
 RLHF_INLINE f32x16 load16(const float* p) {
     f32x16 x;
@@ -34,54 +218,127 @@ RLHF_INLINE f32x16 load16(const float* p) {
 
 RLHF_INLINE void store16(float* p, f32x16 x) { std::memcpy(p, &x, sizeof x); }
 
-// a b + c, with one rounding where there is an instruction for it.
 RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(RLHF_AVX512)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
+    for (int i = 0; i < kVectors; ++i) part(c, i) = muladdv(part(a, i), part(b, i), part(c, i));
+    return c;
 }
 
 RLHF_INLINE f32x16 sqrt16(f32x16 x) {
+    for (int i = 0; i < kVectors; ++i) {
+        f32v& v = part(x, i);
 #if defined(RLHF_AVX512)
-    return (f32x16)_mm512_sqrt_ps((__m512)x);
+        v = (f32v)_mm512_sqrt_ps((__m512)v);
+#elif defined(RLHF_AVX2)
+        v = (f32v)_mm256_sqrt_ps((__m256)v);
 #else
-    for (int i = 0; i < 16; ++i) x[i] = __builtin_sqrtf(x[i]);
+        for (int j = 0; j < kLanes; ++j) v[j] = __builtin_sqrtf(v[j]);
+#endif
+    }
+    return x;
+}
+
+// The larger lane; b's where a's is not larger, NaN included.
+RLHF_INLINE f32x16 max16(f32x16 a, f32x16 b) {
+#if defined(RLHF_AVX2)
+    for (int i = 0; i < kVectors; ++i) part(a, i) = (f32v)_mm256_max_ps((__m256)part(a, i), (__m256)part(b, i));
+    return a;
+#else
+    return select(a > b, a, b);
+#endif
+}
+
+RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
+    f32x16 x;
+    for (int i = 0; i < kVectors; ++i) part(x, i) = loadv(p + i * kLanes);
+    return x;
+}
+
+// Sixteen bf16 as they lie in memory.
+struct u16x16 {
+    uint16_t lane[16];
+    uint16_t operator[](int i) const { return lane[i]; }
+};
+
+RLHF_INLINE u16x16 to_bf16(f32x16 x) {
+    u16x16 out;
+#if defined(RLHF_AVX512_BF16)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(&out, &rounded, sizeof out);
+#elif defined(RLHF_AVX512)
+    _mm256_storeu_si256((__m256i*)out.lane, _mm512_cvtepi32_epi16((__m512i)bf16_bits(x)));
+#elif defined(RLHF_AVX2)
+    const __m256i mixed = _mm256_packus_epi32((__m256i)bf16_bits(x.part[0]), (__m256i)bf16_bits(x.part[1]));
+    _mm256_storeu_si256((__m256i*)out.lane, _mm256_permute4x64_epi64(mixed, 0xd8));
+#else
+    for (int i = 0; i < kVectors; ++i) {
+        const u16v narrow = __builtin_convertvector(bf16_bits(x.part[i]), u16v);
+        std::memcpy(out.lane + i * kLanes, &narrow, sizeof narrow);
+    }
+#endif
+    return out;
+}
+
+// Each of sixteen 16-bit words in a lane of its own.
+RLHF_INLINE u32x16 widen(u16x16 x) {
+    u32x16 wide;
+    for (int i = 0; i < kVectors; ++i) {
+        u16v raw;
+        std::memcpy(&raw, x.lane + i * kLanes, sizeof raw);
+        part(wide, i) = __builtin_convertvector(raw, u32v);
+    }
+    return wide;
+}
+
+// What x is as bf16, as a float again.
+RLHF_INLINE f32x16 round_bf16(f32x16 x) {
+#if defined(RLHF_AVX512_BF16)
+    return as_float(widen(to_bf16(x)) << 16);
+#else
+    for (int i = 0; i < kVectors; ++i) part(x, i) = (f32v)(bf16_bits(part(x, i)) << 16);
     return x;
 #endif
 }
 
-RLHF_INLINE f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
-
-// bf16 -> fp32 is exact; fp32 -> bf16 rounds to nearest even and keeps NaN.
-RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
-    u16x16 raw;
-    std::memcpy(&raw, p, sizeof raw);
-    return (f32x16)(__builtin_convertvector(raw, u32x16) << 16);
+RLHF_INLINE bool any_lane(i32x16 mask) {
+#if defined(RLHF_AVX512)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(RLHF_AVX2)
+    return _mm256_movemask_ps((__m256)(mask.part[0] | mask.part[1])) != 0;
+#else
+    int32_t any = 0;
+    for (int i = 0; i < 16; ++i) any |= mask[i];
+    return any != 0;
+#endif
 }
 
-RLHF_INLINE u16x16 to_bf16(f32x16 x) {
-#if defined(RLHF_AVX512_BF16)
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-    u16x16 raw;
-    std::memcpy(&raw, &rounded, sizeof raw);
-    return raw;
+// Lanes whose mask is set, as bits.
+RLHF_INLINE uint32_t lane_bits(i32x16 mask) {
+#if defined(RLHF_AVX512)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(RLHF_AVX2)
+    return uint32_t(_mm256_movemask_ps((__m256)mask.part[0])) | uint32_t(_mm256_movemask_ps((__m256)mask.part[1])) << 8;
 #else
-    const u32x16 bits = (u32x16)x;
-    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const u32x16 nan = (bits >> 16) | 0x40;
-    return __builtin_convertvector(x == x ? rounded : nan, u16x16);
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; ++i) bits |= mask[i] ? 1u << i : 0u;
+    return bits;
 #endif
 }
 
 // exp(x), relative error about 1e-7 (2 ulp): x = n ln2 + r, a polynomial of degree 6 for e^r, and n added to the exponent
 // in two steps so that results near and below the smallest normal number come out right (or as 0). -inf gives 0, NaN NaN.
 RLHF_INLINE f32x16 exp16(f32x16 x) {
-    const f32x16 clamped_low = x < -104.0f ? splat(-104.0f) : x;
-    const f32x16 y = clamped_low > 89.0f ? splat(89.0f) : clamped_low;
+    const f32x16 low = max16(splat(-104.0f), x);  // NaN stays: the second operand wins
+#if defined(RLHF_AVX512)
+    const f32x16 y = (f32x16)_mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)low);
+#elif defined(RLHF_AVX2)
+    f32x16 y = low;
+    for (int i = 0; i < kVectors; ++i) y.part[i] = (f32v)_mm256_min_ps(_mm256_set1_ps(89.0f), (__m256)low.part[i]);
+#else
+    const f32x16 y = select(low > 89.0f, splat(89.0f), low);
+#endif
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 n = muladd(y, splat(1.44269504088896341f), splat(magic)) - magic;
+    const f32x16 shifted = muladd(y, splat(1.44269504088896341f), splat(magic));
+    const f32x16 n = shifted - magic;
     f32x16 r = muladd(n, splat(-0.693145751953125f), y);
     r = muladd(n, splat(-1.42860682030941723e-6f), r);
     f32x16 p = splat(1.0f / 720);
@@ -92,18 +349,18 @@ RLHF_INLINE f32x16 exp16(f32x16 x) {
     p = muladd(p, r, splat(1.0f));
     p = muladd(p, r, splat(1.0f));
 #if defined(RLHF_AVX512)
-    const f32x16 scaled = (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);  // NaN comes through r
 #else
-    const i32x16 whole = __builtin_convertvector(n, i32x16);
+    // The bits of 1.5 * 2^23 + n are those of 1.5 * 2^23 plus n; a NaN has come through p.
+    const i32x16 whole = as_ints(shifted) - int32_t(0x4b400000);
     const i32x16 half = whole >> 1;
-    const f32x16 scaled = p * (f32x16)((half + 127) << 23) * (f32x16)((whole - half + 127) << 23);
+    return p * as_float((half + int32_t(127)) << 23) * as_float((whole - half + int32_t(127)) << 23);
 #endif
-    return x == x ? scaled : x;
 }
 
 // tanh(x), relative error about 2e-7; a series near 0, where 1 - exp(-2|x|) would cancel.
 RLHF_INLINE f32x16 tanh16(f32x16 x) {
-    const f32x16 size = x < 0.0f ? -x : x;
+    const f32x16 size = select(x < 0.0f, -x, x);
     const f32x16 e = exp16(-2.0f * size);
     const f32x16 far = (1.0f - e) / (1.0f + e);
     const f32x16 square = x * x;
@@ -113,9 +370,47 @@ RLHF_INLINE f32x16 tanh16(f32x16 x) {
     series = muladd(series, square, splat(2.0f / 15));
     series = muladd(series, square, splat(-1.0f / 3));
     series = muladd(series * square, x, x);
-    const f32x16 signed_far = x < 0.0f ? -far : far;
-    return size < 0.35f ? series : signed_far;
+    return select(size < 0.35f, series, select(x < 0.0f, -far, far));
 }
+
+#if !defined(RLHF_AVX512)
+// The kLanes columns of x become rows, for one square of vectors.
+RLHF_INLINE void transpose_square(const u32v* x, u32v* out) {
+#if defined(RLHF_AVX2)
+    __m256i a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_epi32((__m256i)x[2 * i], (__m256i)x[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_epi32((__m256i)x[2 * i], (__m256i)x[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        b[4 * i + 0] = _mm256_unpacklo_epi64(a[4 * i + 0], a[4 * i + 2]);
+        b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i + 0], a[4 * i + 2]);
+        b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        out[i] = (u32v)_mm256_permute2x128_si256(b[i], b[4 + i], 0x20);
+        out[4 + i] = (u32v)_mm256_permute2x128_si256(b[i], b[4 + i], 0x31);
+    }
+#else
+#if defined(__clang__)
+#define RLHF_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define RLHF_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, u32v{i, j, k, l})
+#endif
+    const u32v low01 = RLHF_SHUFFLE(x[0], x[1], 0, 4, 1, 5), high01 = RLHF_SHUFFLE(x[0], x[1], 2, 6, 3, 7);
+    const u32v low23 = RLHF_SHUFFLE(x[2], x[3], 0, 4, 1, 5), high23 = RLHF_SHUFFLE(x[2], x[3], 2, 6, 3, 7);
+    out[0] = RLHF_SHUFFLE(low01, low23, 0, 1, 4, 5);
+    out[1] = RLHF_SHUFFLE(low01, low23, 2, 3, 6, 7);
+    out[2] = RLHF_SHUFFLE(high01, high23, 0, 1, 4, 5);
+    out[3] = RLHF_SHUFFLE(high01, high23, 2, 3, 6, 7);
+#undef RLHF_SHUFFLE
+#endif
+}
+#endif
 
 // The sixteen 32-bit columns of x become rows: out[i][j] = x[j][i].
 RLHF_INLINE void transpose16(const u32x16 x[16], uint32_t* out, int64_t out_stride) {
@@ -146,8 +441,19 @@ RLHF_INLINE void transpose16(const u32x16 x[16], uint32_t* out, int64_t out_stri
         _mm512_storeu_si512(out + (12 + c) * out_stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
     }
 #else
-    for (int i = 0; i < 16; ++i) {
-        for (int j = 0; j < 16; ++j) out[i * out_stride + j] = x[j][i];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+        for (int w = 0; w < kVectors; ++w) {
+            u32v square[kLanes], turned[kLanes];
+#pragma GCC unroll 8
+            for (int i = 0; i < kLanes; ++i) square[i] = x[w * kLanes + i].part[v];
+            transpose_square(square, turned);
+#pragma GCC unroll 8
+            for (int i = 0; i < kLanes; ++i) {
+                std::memcpy(out + (v * kLanes + i) * out_stride + w * kLanes, &turned[i], sizeof turned[i]);
+            }
+        }
     }
 #endif
 }

@@ -6,18 +6,17 @@ constexpr int64_t kStrip = 32;  // rows of W
 
 // The next rows of W into the second-level cache, as products take these: many short rows side by side are more streams
 // than the processor foresees.
-RLHF_INLINE void prefetch_rows([[maybe_unused]] const Element* w, [[maybe_unused]] int64_t stride, int64_t rows) {
-#if defined(RLHF_AVX512)
+RLHF_INLINE void prefetch_rows([[maybe_unused]] const Stored* w, [[maybe_unused]] int64_t stride,
+                               [[maybe_unused]] int64_t rows) {
+#if defined(RLHF_AVX512) || defined(RLHF_AVX2)
     for (int64_t r = 0; r < rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(w + r * stride), _MM_HINT_T1);
-#else
-    (void)rows;
 #endif
 }
 
 #if RLHF_TILE_AMX
 // logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
 template <int COLUMNS>
-static void strip_products(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+static void strip_products(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -43,118 +42,84 @@ static void strip_products(const Element* w, int64_t stride, const Element* b, i
     }
 }
 #else
+// Rows of W that are summed together, by the columns of tiles they meet.
 #if defined(RLHF_AVX512)
-#define RLHF_EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
-#define RLHF_SIXTEEN(DO) RLHF_EIGHT(DO) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+constexpr int kStripRows[3] = {0, 16, 8};
+#elif defined(RLHF_AVX2)
+constexpr int kStripRows[3] = {0, 6, 3};
+#elif defined(RLHF_NEON)
+constexpr int kStripRows[3] = {0, 5, 2};
 #else
-#define RLHF_EIGHT(DO) DO(0)
-#define RLHF_SIXTEEN(DO) DO(0)
+constexpr int kStripRows[3] = {0, 2, 1};
 #endif
 
-#if RLHF_TILE_BF16
-typedef __m512bh Operand;
-// Two neighbouring elements of W in every lane.
-RLHF_INLINE Operand broadcast(const Element* at) {
-    int32_t pair;
-    std::memcpy(&pair, at, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-RLHF_INLINE f32x16 add_product(f32x16 sum, Operand w, Operand x) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, w, x);
-}
-#else
-typedef f32x16 Operand;
-RLHF_INLINE Operand broadcast(const Element* at) { return splat(*at); }
-RLHF_INLINE f32x16 add_product(f32x16 sum, Operand w, Operand x) { return muladd(w, x, sum); }
-#endif
-constexpr int64_t kLaneDepth = KT / 16;  // elements of the depth per lane
-
-RLHF_INLINE Operand load_operand(const Element* tile, int64_t k) {
-    Operand x;
-    std::memcpy(&x, tile + k * 16 * kLaneDepth, 64);
-    return x;
-}
-
-// Where products are rounded before they are added, the sum of each tile by itself makes up for that.
-#if defined(RLHF_AVX512)
-#define RLHF_TILE_BEGIN(c, r)
-#define RLHF_TILE_STEP(c, r) c##r = add_product(c##r, broadcast(at + (r) * stride), x##c);
-#define RLHF_TILE_END(c, r)
-#else
-#define RLHF_TILE_BEGIN(c, r) f32x16 c##part##r = splat(0.0f);
-#define RLHF_TILE_STEP(c, r) c##part##r = add_product(c##part##r, broadcast(at + (r) * stride), x##c);
-#define RLHF_TILE_END(c, r) c##r += c##part##r;
-#endif
-
-// Some rows of W times one column of tiles.
-RLHF_INLINE int64_t rows_by_one(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-#define RLHF_DO(r) f32x16 a##r = splat(0.0f);
-    RLHF_SIXTEEN(RLHF_DO)
-#undef RLHF_DO
+// ROWS rows of W times COLUMNS columns of tiles. Elements of W are broadcast where they lie; bf16 ones become floats two
+// at a time where the set has no product of bf16.
+template <int ROWS, int COLUMNS>
+RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+    constexpr int kSums = COLUMNS * kVectors;
+    constexpr bool kConverts = sizeof(Stored) != sizeof(Element);
+    constexpr int kSteps = kConverts ? 2 : 1;  // of the depth at a time
+    const auto at = [logits](int r, int j) __attribute__((always_inline)) {
+        return logits + j / kVectors * kStrip * 16 + r * 16 + j % kVectors * kLanes;
+    };
+    f32v sums[ROWS][kSums] = {};
     for (int64_t t = 0; t < depth; ++t) {
-        prefetch_rows(w + 16 * stride + t * KT, stride, 16);
-#define RLHF_DO(r) RLHF_TILE_BEGIN(a, r)
-        RLHF_SIXTEEN(RLHF_DO)
-#undef RLHF_DO
-        for (int64_t k = 0; k < 16; ++k) {
-            const Element* at = w + t * KT + k * kLaneDepth;
-            const Operand xa = load_operand(b + t * kTileElements, k);
-#define RLHF_DO(r) RLHF_TILE_STEP(a, r)
-            RLHF_SIXTEEN(RLHF_DO)
-#undef RLHF_DO
+        const Stored* row = w + t * KT;
+        if (KT * sizeof(Stored) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
+        f32v tile_sums[ROWS][kSums] = {};
+        auto& into = kSumsPerTile ? tile_sums : sums;
+#pragma GCC unroll 2
+        for (int k = 0; k < 16; k += kSteps) {
+            Operand x[kSteps][kSums], y[kSteps];
+#pragma GCC unroll 2
+            for (int s = 0; s < kSteps; ++s) {
+#pragma GCC unroll 8
+                for (int j = 0; j < kSums; ++j) {
+                    const Element* tile = b + (j / kVectors * depth + t) * kTileElements;
+                    x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                if constexpr (kConverts) {
+                    uint32_t pair;
+                    std::memcpy(&pair, row + r * stride + k, 4);
+                    const u32v both = u32v{} + pair;
+                    y[0] = (Operand)(both << 16);
+                    y[kSteps - 1] = (Operand)(both & 0xffff0000u);
+                } else {
+                    y[0] = broadcast(reinterpret_cast<const Element*>(row + r * stride) + k * kStepElements);
+                }
+#pragma GCC unroll 2
+                for (int s = 0; s < kSteps; ++s) {
+#pragma GCC unroll 8
+                    for (int j = 0; j < kSums; ++j) into[r][j] = add_product(y[s], x[s][j], into[r][j]);
+                }
+            }
         }
-#define RLHF_DO(r) RLHF_TILE_END(a, r)
-        RLHF_SIXTEEN(RLHF_DO)
-#undef RLHF_DO
-    }
-    int64_t rows = 0;
-#define RLHF_DO(r) store16(logits + 16 * rows++, a##r);
-    RLHF_SIXTEEN(RLHF_DO)
-#undef RLHF_DO
-    return rows;
-}
-
-// Some rows of W times two columns of tiles.
-RLHF_INLINE int64_t rows_by_two(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-#define RLHF_DO(r) f32x16 a##r = splat(0.0f), c##r = splat(0.0f);
-    RLHF_EIGHT(RLHF_DO)
-#undef RLHF_DO
-    for (int64_t t = 0; t < depth; ++t) {
-        prefetch_rows(w + 8 * stride + t * KT, stride, 8);
-#define RLHF_DO(r) RLHF_TILE_BEGIN(a, r) RLHF_TILE_BEGIN(c, r)
-        RLHF_EIGHT(RLHF_DO)
-#undef RLHF_DO
-        for (int64_t k = 0; k < 16; ++k) {
-            const Element* at = w + t * KT + k * kLaneDepth;
-            const Operand xa = load_operand(b + t * kTileElements, k);
-            const Operand xc = load_operand(b + (depth + t) * kTileElements, k);
-#define RLHF_DO(r) RLHF_TILE_STEP(a, r) RLHF_TILE_STEP(c, r)
-            RLHF_EIGHT(RLHF_DO)
-#undef RLHF_DO
+        if (!kSumsPerTile) continue;
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+            for (int j = 0; j < kSums; ++j) sums[r][j] += tile_sums[r][j];
         }
-#define RLHF_DO(r) RLHF_TILE_END(a, r) RLHF_TILE_END(c, r)
-        RLHF_EIGHT(RLHF_DO)
-#undef RLHF_DO
     }
-    int64_t rows = 0;
-#define RLHF_DO(r)                                          \
-    store16(logits + 16 * rows, a##r);                      \
-    store16(logits + kStrip * 16 + 16 * rows++, c##r);
-    RLHF_EIGHT(RLHF_DO)
-#undef RLHF_DO
-    return rows;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kSums; ++j) storev(at(r, j), sums[r][j]);
+    }
 }
-#undef RLHF_EIGHT
-#undef RLHF_SIXTEEN
-#undef RLHF_TILE_BEGIN
-#undef RLHF_TILE_STEP
-#undef RLHF_TILE_END
 
 // logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
 template <int COLUMNS>
-static void strip_products(const Element* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-    for (int64_t v = 0; v < kStrip;) {
-        v += (COLUMNS == 2 ? rows_by_two : rows_by_one)(w + v * stride, stride, b, depth, logits + v * 16);
+static void strip_products(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+    constexpr int kRows = kStripRows[COLUMNS], kRest = kStrip % kRows;
+    int64_t v = 0;
+    for (; v + kRows <= kStrip; v += kRows) {
+        strip_rows<kRows, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);
     }
+    if constexpr (kRest > 0) strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);
 }
 #endif

@@ -1,11 +1,14 @@
 #include "cpu/team.h"
 
+#include <thread>
+#include <vector>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <thread>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
 #endif
 
 namespace rlhf::cpu {
@@ -34,6 +37,32 @@ void wake([[maybe_unused]] int32_t& round) {
 }
 
 }  // namespace
+
+void run_team(int threads, void (*work)(const void* context, Member& member), const void* context) {
+    Team team;
+#if defined(_OPENMP)
+    if (threads > 1) {
+        std::vector<int64_t> taken(2 * threads * Team::kLine + Team::kLine);
+        team.taken[0] = taken.data() + Team::kLine;  // away from what the allocator has beside it
+        team.taken[1] = team.taken[0] + threads * Team::kLine;
+#pragma omp parallel num_threads(threads)
+        {
+            Member member{team, omp_get_thread_num(), omp_get_num_threads()};
+            work(context, member);
+        }
+        return;
+    }
+#endif
+    Member alone{team, 0, 1};
+    work(context, alone);
+}
+
+void wait_for_count(const int64_t* count, int64_t enough) {
+    for (int i = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < enough; ++i) {
+        if (i < kSpins) relax();
+        else std::this_thread::yield();
+    }
+}
 
 void wait_for_team(Team& team, int32_t threads) {
     if (threads == 1) return;

@@ -6,7 +6,8 @@
 //     C tile: [16 rows][16 columns] fp32
 // Tiles of one row (A) or one column (B) of tiles follow each other along k.
 
-// Macros chosen by the including file: RLHF_TILE_BF16 (operands are bf16), RLHF_TILE_AMX (tile registers).
+// Macros chosen by the including file: RLHF_TILE_BF16 (operands are bf16), RLHF_TILE_AMX (tile registers), and
+// RLHF_STORED_BF16 (weights and results are bf16, whatever the operands are).
 
 #if RLHF_TILE_BF16
 typedef uint16_t Element;
@@ -14,6 +15,11 @@ constexpr int64_t KT = 32;
 #else
 typedef float Element;
 constexpr int64_t KT = 16;
+#endif
+#if RLHF_STORED_BF16
+typedef uint16_t Stored;
+#else
+typedef float Stored;
 #endif
 constexpr int64_t kTileElements = 1024 / sizeof(Element);
 constexpr int64_t kTileFloats = 256;
@@ -89,87 +95,118 @@ struct TileScope {
     _tile_stored(3, c + 3 * kTileFloats, 64);
 }
 #else
-// Some rows of one row of tiles times two columns of tiles, one accumulator per row and column. The rows are written
-// out: left to itself the compiler makes them the outer loop, and then nothing hides the latency of an addition.
-#if defined(RLHF_AVX512)
-#define RLHF_ROWS(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
-constexpr int kRows = 8;
+#if RLHF_TILE_BF16
+// A vector of pairs along k.
+typedef __m512bh Operand;
+RLHF_INLINE Operand load_operand(const Element* at) {
+    Operand x;
+    std::memcpy(&x, at, 64);
+    return x;
+}
+RLHF_INLINE Operand broadcast(const Element* at) {
+    int32_t pair;
+    std::memcpy(&pair, at, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+RLHF_INLINE f32v add_product(Operand w, Operand x, f32v sum) {
+    return (f32v)_mm512_dpbf16_ps((__m512)sum, w, x);
+}
 #else
-#define RLHF_ROWS(DO) DO(0)
-constexpr int kRows = 1;
+typedef f32v Operand;
+RLHF_INLINE Operand load_operand(const Element* at) { return loadv(at); }
+RLHF_INLINE Operand broadcast(const Element* at) { return splatv(*at); }
+RLHF_INLINE f32v add_product(Operand w, Operand x, f32v sum) { return muladdv(w, x, sum); }
+#endif
+constexpr int64_t kStepElements = 4 / sizeof(Element);  // of the depth that one step takes
+constexpr int64_t kVectorElements = kLanes * kStepElements;
+
+// Register tiles: rows and vectors of 16 columns (or 32: two tiles side by side) that are summed together. Twelve or more
+// sums hide the latency of an addition, and with their operands they fill the registers but do not spill.
+#if defined(RLHF_AVX512)
+constexpr int kTileRows = 8, kTileSides = 2;  // 16 of 32 registers
+#elif defined(RLHF_AVX2)
+constexpr int kTileRows = 6, kTileSides = 1;  // 12 of 16
+#elif defined(RLHF_NEON)
+constexpr int kTileRows = 5, kTileSides = 1;  // 20 of 32
+#else
+constexpr int kTileRows = 2, kTileSides = 1;  // 8 of 16
 #endif
 
+// Where products are rounded before they are added, the sum of each tile by itself makes up for that.
+#if defined(RLHF_AVX512) || defined(RLHF_AVX2) || defined(RLHF_NEON)
+constexpr bool kSumsPerTile = false;
+#else
+constexpr bool kSumsPerTile = true;
+#endif
+
+// ROWS rows of a row of tiles times kTileSides columns of tiles. The loops over registers are unrolled by hand, or the
+// compiler makes rows the outer loop and nothing hides the latency of an addition.
+template <int ROWS>
 RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Element* b1, int64_t depth, float* c,
                                bool accumulate) {
-#define RLHF_BEGIN(r)                                                   \
-    f32x16 left##r = accumulate ? load16(c + (r)*16) : splat(0.0f);     \
-    f32x16 right##r = accumulate ? load16(c + kTileFloats + (r)*16) : splat(0.0f);
-    RLHF_ROWS(RLHF_BEGIN)
+    constexpr int kSums = kTileSides * kVectors;
+    const auto at = [c](int r, int j) __attribute__((always_inline)) {
+        return c + j / kVectors * kTileFloats + r * 16 + j % kVectors * kLanes;
+    };
+    f32v sums[ROWS][kSums];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kSums; ++j) sums[r][j] = accumulate && !kSumsPerTile ? loadv(at(r, j)) : splatv(0.0f);
+    }
     for (int64_t t = 0; t < depth; ++t) {
-        const Element* at = a + t * kTileElements;
-#if RLHF_TILE_BF16
+        const Element *left = a + t * kTileElements, *right[2] = {b0 + t * kTileElements, b1 + t * kTileElements};
+#pragma GCC unroll 4
         for (int k = 0; k < 16; ++k) {
-            __m512bh x, y;
-            std::memcpy(&x, b0 + t * kTileElements + k * 32, 64);
-            std::memcpy(&y, b1 + t * kTileElements + k * 32, 64);
-#define RLHF_STEP(r)                                                               \
-    {                                                                              \
-        int32_t pair;                                                              \
-        std::memcpy(&pair, at + (r)*KT + 2 * k, 4);                                \
-        const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);                      \
-        left##r = (f32x16)_mm512_dpbf16_ps((__m512)left##r, w, x);                 \
-        right##r = (f32x16)_mm512_dpbf16_ps((__m512)right##r, w, y);               \
-    }
-            RLHF_ROWS(RLHF_STEP)
+            Operand x[kSums];
+#pragma GCC unroll 8
+            for (int j = 0; j < kSums; ++j) {
+                x[j] = load_operand(right[j / kVectors] + (k * kVectors + j % kVectors) * kVectorElements);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const Operand w = broadcast(left + r * KT + k * kStepElements);
+#pragma GCC unroll 8
+                for (int j = 0; j < kSums; ++j) sums[r][j] = add_product(w, x[j], sums[r][j]);
+            }
         }
-#else
-#if defined(RLHF_AVX512)
-        for (int k = 0; k < 16; ++k) {
-            const f32x16 x = load16(b0 + t * kTileElements + k * 16);
-            const f32x16 y = load16(b1 + t * kTileElements + k * 16);
-#define RLHF_STEP(r)                                          \
-    {                                                         \
-        const f32x16 w = splat(at[(r)*KT + k]);               \
-        left##r = muladd(w, x, left##r);                      \
-        right##r = muladd(w, y, right##r);                    \
-    }
-            RLHF_ROWS(RLHF_STEP)
+        if (!kSumsPerTile) continue;
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+            for (int j = 0; j < kSums; ++j) {
+                storev(at(r, j), accumulate || t > 0 ? loadv(at(r, j)) + sums[r][j] : sums[r][j]);
+                sums[r][j] = splatv(0.0f);
+            }
         }
-#else
-        // Products are rounded here before they are added; summing each tile by itself makes up for that
-        f32x16 left = splat(0.0f), right = splat(0.0f);
-        for (int k = 0; k < 16; ++k) {
-            const f32x16 w = splat(at[k]);
-            left += w * load16(b0 + t * kTileElements + k * 16);
-            right += w * load16(b1 + t * kTileElements + k * 16);
-        }
-        left0 += left;
-        right0 += right;
-#endif
-#endif
     }
-#define RLHF_END(r)                 \
-    store16(c + (r)*16, left##r);   \
-    store16(c + kTileFloats + (r)*16, right##r);
-    RLHF_ROWS(RLHF_END)
-#undef RLHF_BEGIN
-#undef RLHF_STEP
-#undef RLHF_END
-#undef RLHF_ROWS
+    if (kSumsPerTile && depth > 0) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kSums; ++j) storev(at(r, j), sums[r][j]);
+    }
 }
 
-[[maybe_unused]] static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
-                                          float* c, bool accumulate) {
-    for (int row = 0; row < 16; row += kRows) {
-        multiply_rows(a0 + row * KT, b0, b1, depth, c + row * 16, accumulate);
-    }
-    for (int row = 0; row < 16; row += kRows) {
-        multiply_rows(a1 + row * KT, b0, b1, depth, c + 2 * kTileFloats + row * 16, accumulate);
+[[maybe_unused]] static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1,
+                                          int64_t depth, float* c, bool accumulate) {
+    constexpr int kRest = 16 % kTileRows;
+    for (int half = 0; half < 2; ++half, c += 2 * kTileFloats) {
+        const Element* a = half ? a1 : a0;
+        for (int side = 0; side < 2; side += kTileSides) {
+            const Element* b = side ? b1 : b0;
+            float* to = c + side * kTileFloats;
+            int row = 0;
+            for (; row + kTileRows <= 16; row += kTileRows) {
+                multiply_rows<kTileRows>(a + row * KT, b, b1, depth, to + row * 16, accumulate);
+            }
+            if constexpr (kRest > 0) multiply_rows<kRest>(a + row * KT, b, b1, depth, to + row * 16, accumulate);
+        }
     }
 }
 #endif
 
 // Two vectors of fp32 as one of 32-bit pairs of bf16, `even` in the low half.
 RLHF_INLINE u32x16 pair_bf16(f32x16 even, f32x16 odd) {
-    return __builtin_convertvector(to_bf16(even), u32x16) | (__builtin_convertvector(to_bf16(odd), u32x16) << 16);
+    return widen(to_bf16(even)) | (widen(to_bf16(odd)) << 16);
 }

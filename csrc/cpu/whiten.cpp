@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "common/check.h"
-#include "cpu/isa_pick.h"
 #include "cpu/whiten_blocks.h"
 
 namespace rlhf::cpu {

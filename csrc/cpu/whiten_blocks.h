@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
+
 namespace rlhf::cpu {
 
 #define RLHF_DECLARE_BLOCKS(T)                                                                                       \
@@ -16,16 +18,7 @@ namespace rlhf::cpu {
     void gradient_block(const T* grad, const T* x, const uint8_t* mask, double mean, double rstd, double shift,      \
                         double slope, int64_t n, T* d_x);
 
-namespace portable {
-RLHF_DECLARE_BLOCKS(float)
-RLHF_DECLARE_BLOCKS(double)
-}  // namespace portable
-#if defined(__x86_64__)
-namespace avx512 {
-RLHF_DECLARE_BLOCKS(float)
-RLHF_DECLARE_BLOCKS(double)
-}  // namespace avx512
-#endif
+RLHF_IN_EVERY_SET(RLHF_DECLARE_BLOCKS(float) RLHF_DECLARE_BLOCKS(double))
 #undef RLHF_DECLARE_BLOCKS
 
 }  // namespace rlhf::cpu

@@ -1,10 +1,10 @@
-// The loops of whiten.cpp over one block, in double; namespace RLHF_ISA.
+// The loops of whiten.cpp over one block, in double; namespace RLHF_SET.
 
 #include "cpu/lanes.h"
 #include "cpu/whiten_blocks.h"
 
-namespace rlhf::cpu::RLHF_ISA {
-namespace {
+namespace rlhf::cpu::RLHF_SET {
+namespace whiten_blocks {
 
 using L = Lanes<double>;
 using V = L::V;
@@ -102,25 +102,25 @@ RLHF_INLINE void gradient(const T* grad, const T* x, const uint8_t* mask, double
 
 #undef RLHF_STEP
 
-}  // namespace
+}  // namespace whiten_blocks
 
 #define RLHF_DEFINE_BLOCKS(T)                                                                                        \
-    void moments_block(const T* x, const uint8_t* mask, int64_t n, double* sums) { moments(x, mask, n, sums); }      \
+    void moments_block(const T* x, const uint8_t* mask, int64_t n, double* sums) { whiten_blocks::moments(x, mask, n, sums); }      \
     void squares_block(const T* x, const uint8_t* mask, double mean, int64_t n, double* sums) {                      \
-        squares(x, mask, mean, n, sums);                                                                             \
+        whiten_blocks::squares(x, mask, mean, n, sums);                                                                             \
     }                                                                                                                \
     void whiten_block(const T* x, const uint8_t* mask, double mean, double rstd, double shift, int64_t n, T* y) {    \
-        whiten(x, mask, mean, rstd, shift, n, y);                                                                    \
+        whiten_blocks::whiten(x, mask, mean, rstd, shift, n, y);                                                                    \
     }                                                                                                                \
     void gradient_sums_block(const T* grad, const T* x, const uint8_t* mask, double mean, int64_t n, double* sums) { \
-        gradient_sums(grad, x, mask, mean, n, sums);                                                                 \
+        whiten_blocks::gradient_sums(grad, x, mask, mean, n, sums);                                                                 \
     }                                                                                                                \
     void gradient_block(const T* grad, const T* x, const uint8_t* mask, double mean, double rstd, double shift,      \
                         double slope, int64_t n, T* d_x) {                                                           \
-        gradient(grad, x, mask, mean, rstd, shift, slope, n, d_x);                                                   \
+        whiten_blocks::gradient(grad, x, mask, mean, rstd, shift, slope, n, d_x);                                                   \
     }
 RLHF_DEFINE_BLOCKS(float)
 RLHF_DEFINE_BLOCKS(double)
 #undef RLHF_DEFINE_BLOCKS
 
-}  // namespace rlhf::cpu::RLHF_ISA
+}  // namespace rlhf::cpu::RLHF_SET

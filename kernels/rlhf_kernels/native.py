@@ -71,7 +71,7 @@ def extension() -> Any:
 
 
 def isa() -> str:
-    """Instruction set that the native code uses: portable, avx512, avx512_bf16 or amx_bf16."""
+    """Instruction set that the native code uses: one of `isas()`."""
     return _extension.isa()
 
 

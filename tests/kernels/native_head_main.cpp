@@ -122,7 +122,7 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
     std::unique_ptr<float[]> g[6];  // of logprob, lse, entropy, mean_logit, log_sum_sq_prob, kl
     for (auto& x : g) x = random_floats(n);
     auto d_hidden = heap<float>(n * K), d_weight = heap<float>(V * K), d_bias = heap<float>(V);
-    const RowGradients gradients{out[1].get(), g[0].get(),  g[1].get(),      g[2].get(),      out[2].get(),
+    const LogitGradients gradients{out[1].get(), g[0].get(),  g[1].get(),      g[2].get(),      out[2].get(),
                                  g[3].get(),   g[4].get(),  out[5].get(),    g[5].get(),      pair_out[2].get(),
                                  pair_out[1].get(), other.matrix.data, other.matrix.stride};
     head_backward(head, batch, gradients, {d_hidden.get(), d_weight.get(), 0, Type::float32, d_bias.get()}, threads);

@@ -19,7 +19,7 @@ from rlhf_kernels.testing import assert_ok, tier1, tier3
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512") if isa in native.isas()]
+ISAS = [] if native.missing() else native.isas()
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 2, 15, 16, 17, 64, 257, 512)
 # (B, heads, kv_heads, T, D): halves below, at and above a vector; decoding, one head, several sequences

@@ -11,7 +11,7 @@ from rlhf_kernels.decode_attention import decode_attention, reference
 # heads, cache heads, features: the reference takes its packed path for the small case, and not for the large one
 SMALL, LARGE = (4, 2, 8), (4, 2, 160)
 # Instruction sets that the native code of this op distinguishes
-ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512", "avx512_bf16") if isa in native.isas()]
+ISAS = [] if native.missing() else native.isas()
 
 
 @pytest.fixture(autouse=True, params=["reference", *ISAS])

@@ -14,13 +14,7 @@ from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, 
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 FP32, BF16 = torch.float32, torch.bfloat16
-MULTIPLIES_BF16 = ("avx512_bf16", "amx_bf16")
-PATHS = [
-    (isa, dtype)
-    for isa in (native.isas() if native.missing() is None else [])
-    for dtype in (FP32, BF16)
-    if dtype == FP32 or isa in MULTIPLIES_BF16
-]
+PATHS = [(isa, dtype) for isa in (native.isas() if native.missing() is None else []) for dtype in (FP32, BF16)]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
@@ -436,13 +430,3 @@ def test_bad_adapters():
         refused(
             TypeError, r"\['q'\]: expected torch.float32 or torch.bfloat16", [{"q": (A.half(), B)}, {}], backend="cpu"
         )
-
-
-@needs_native
-def test_bfloat16_needs_an_instruction_set():
-    with native.use_isa("portable"):
-        reason = registry.unsupported("decode_step", "cpu", "cpu", BF16)
-        assert reason == "the instruction set in use, portable, does not multiply torch.bfloat16"
-        with pytest.raises(registry.BackendUnavailableError, match="does not multiply"):
-            DecodeStep(make_decoder(Sizes(), BF16), [], backend="cpu")
-        assert registry.unsupported("decode_step", "cpu", "cpu", FP32) is None

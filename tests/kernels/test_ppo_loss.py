@@ -10,7 +10,7 @@ from rlhf_kernels.ppo_loss import explained_variance, ppo_loss, ppo_token_terms,
 LN = math.log
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 # Instruction sets that the native code of this op distinguishes
-ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512") if isa in native.isas()]
+ISAS = [] if native.missing() else native.isas()
 
 
 @pytest.fixture(autouse=True, params=["reference", *ISAS] if ISAS else ["reference"])

@@ -7,7 +7,7 @@ from rlhf_kernels.gae import _masked_moments, _whiten, _whiten_backward, masked_
 from rlhf_kernels.testing import assert_ok, tier2
 
 NAN = float("nan")
-ISAS = [] if native.missing() else [isa for isa in ("portable", "avx512") if isa in native.isas()]
+ISAS = [] if native.missing() else native.isas()
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
 DEVICE_BACKENDS = [

@@ -101,7 +101,6 @@ class Decoder:
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
             and (bias is None or ((bias.dtype, bias.device) == (x.dtype, x.device) and bias.is_contiguous()))
-            and native.extension().lora_decodes(_TYPES[x.dtype])
         )
 
     def takes(self, x: Tensor) -> bool:

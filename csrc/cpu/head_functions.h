@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/head.h"
+#include "cpu/isa.h"
 
 namespace rlhf::cpu {
 
@@ -11,6 +12,11 @@ struct HeadFunctions {
     decltype(&head_sample) sample;
 };
 
-extern const HeadFunctions head_portable, head_avx512, head_avx512_bf16, head_amx_bf16;
+// For bf16 weights and hidden states, and for all others.
+#define RLHF_DECLARE_HEAD                 \
+    const HeadFunctions& head_float32();  \
+    const HeadFunctions& head_bfloat16();
+RLHF_IN_EVERY_SET(RLHF_DECLARE_HEAD)
+#undef RLHF_DECLARE_HEAD
 
 }  // namespace rlhf::cpu

@@ -1,7 +1,0 @@
-// whiten_kernel.inc.h for the baseline of the architecture.
-#include <cstdint>
-#include <cstring>
-
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions only
-#define RLHF_ISA portable
-#include "cpu/whiten_kernel.inc.h"
