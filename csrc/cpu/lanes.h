@@ -85,7 +85,7 @@ struct Lanes<float> {
     }
 #endif
 
-    RLHF_INLINE V splat(float x) { return V{} + x; }
+    RLHF_INLINE V splat(float x) { return splatv(x); }
 
     RLHF_INLINE V load(const float* p) {
         V x;
@@ -203,7 +203,15 @@ struct Lanes<double> {
     }
 #endif
 
-    RLHF_INLINE V splat(double x) { return V{} + x; }
+    RLHF_INLINE V splat(double x) {
+#if defined(RLHF_AVX512)
+        return (V)_mm512_set1_pd(x);
+#elif defined(RLHF_AVX2)
+        return (V)_mm256_set1_pd(x);
+#else
+        return V{x, x};
+#endif
+    }
 
     RLHF_INLINE V load(const double* p) {
         V x;

@@ -33,7 +33,15 @@ typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
 
-RLHF_INLINE f32v splatv(float x) { return f32v{} + x; }
+RLHF_INLINE f32v splatv(float x) {
+#if defined(RLHF_AVX512)
+    return (f32v)_mm512_set1_ps(x);
+#elif defined(RLHF_AVX2)
+    return (f32v)_mm256_set1_ps(x);
+#else
+    return f32v{x, x, x, x};
+#endif
+}
 
 RLHF_INLINE f32v loadv(const float* p) {
     f32v x;
@@ -208,7 +216,11 @@ RLHF_INLINE Sixteen<T, V> select(i32x16 mask, Sixteen<T, V> a, Sixteen<T, V> b) 
 }
 #endif
 
-RLHF_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+RLHF_INLINE f32x16 splat(float x) {
+    f32x16 y;
+    for (int i = 0; i < kVectors; ++i) part(y, i) = splatv(x);
+    return y;
+}
 
 RLHF_INLINE f32x16 load16(const float* p) {
     f32x16 x;
