@@ -12,6 +12,7 @@ void define_gae(pybind11::module_& m);
 void define_head(pybind11::module_& m);
 void define_gather_logprob(pybind11::module_& m);
 void define_isa(pybind11::module_& m);
+void define_linear(pybind11::module_& m);
 void define_ppo_loss(pybind11::module_& m);
 void define_lora(pybind11::module_& m);
 }  // namespace rlhf::bindings
@@ -24,6 +25,7 @@ PYBIND11_MODULE(_native, m) {
     rlhf::bindings::define_head(m);
     rlhf::bindings::define_gather_logprob(m);
     rlhf::bindings::define_isa(m);
+    rlhf::bindings::define_linear(m);
     rlhf::bindings::define_ppo_loss(m);
     rlhf::bindings::define_lora(m);
 }

@@ -170,7 +170,7 @@ template <typename T>
 RLHF_INLINE f32x16 score(const T* const* rows, const float* q, int64_t features) {
     f32x16 products[kTile];
     // As many rows at a time as the registers hold.
-    constexpr int kRows = kTile / kVectors;
+    constexpr int kRows = power_below(kSums16);
 #pragma GCC unroll 4
     for (int i0 = 0; i0 < kTile; i0 += kRows) {
         f32x16 sums[kRows];
@@ -220,8 +220,11 @@ RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t last, c
 template <int HEADS, typename T>
 RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t features, const float* weights, int64_t step,
                             float* out, int64_t padded) {
+    constexpr int kTogether = power_below(kSums16 / HEADS) < 4 ? power_below(kSums16 / HEADS) : 4;
     int64_t d = 0;
-    for (; d + 64 <= features; d += 64) add_values<HEADS, 4>(rows, count, 16, weights, step, d, out, padded);
+    for (; kTogether > 1 && d + 16 * kTogether <= features; d += 16 * kTogether) {
+        add_values<HEADS, kTogether>(rows, count, 16, weights, step, d, out, padded);
+    }
     for (; d < features; d += 16) add_values<HEADS, 1>(rows, count, features - d, weights, step, d, out, padded);
 }
 

@@ -13,7 +13,7 @@
 
 namespace rlhf::cpu {
 
-enum class Type : int { float32 = 0, bfloat16 = 1 };
+enum class Type : int { float32 = 0, bfloat16 = 1, float16 = 2 };  // the last in linear.h alone
 
 // A row-major matrix with inner stride 1.
 struct Matrix {

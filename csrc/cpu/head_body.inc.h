@@ -7,22 +7,6 @@
 // maximum exceeds it by more than kSlack; then what was summed so far is rescaled. Sums over a block are made first and
 // then added, which keeps the rounding of a sum over 10^5 terms near that of 10^3.
 
-// Scratch memory of one call.
-struct Memory {
-    void* blocks[16];
-    int count = 0;
-    template <typename T>
-    T* take(int64_t elements) {
-        const size_t bytes = round_up(elements * static_cast<int64_t>(sizeof(T)) + 64, 64);
-        blocks[count] = std::aligned_alloc(64, bytes);
-        if (blocks[count] == nullptr) throw std::bad_alloc();
-        return static_cast<T*>(blocks[count++]);
-    }
-    ~Memory() {
-        for (int i = 0; i < count; ++i) std::free(blocks[i]);
-    }
-};
-
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 512;
 constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block together

@@ -111,19 +111,29 @@ RLHF_INLINE void round_strip(const Strip& strip, const void* bias, float* sums) 
     }
 }
 
-// h [COUNT][16] = scale times COUNT rows of A times sixteen rows of x [K].
+// What adapters are multiplied with in registers: rows of A with kShrinkParts sums each, and rows of B.
+constexpr int kShrinkParts = kSums16 >= 16 ? 4 : 2;
+constexpr int kShrinkRanks = at_least_one(kSums16 / kShrinkParts) < 4 ? power_below(kSums16 / kShrinkParts) : 4;
+constexpr int kDeltaRows = power_below(kSums16) < 8 ? power_below(kSums16) : 8;
+
+// h [COUNT][16] = scale times COUNT rows of A times sixteen rows of x [K]. Every kShrinkParts-th of the depth has a sum.
 template <int COUNT, typename T>
 RLHF_INLINE void shrink(const T* A, int64_t stride, int64_t K, const Element* column, f32x16 scale, float* h) {
-    f32x16 sums[COUNT][4];
+    f32x16 sums[COUNT][kShrinkParts];
     for (int r = 0; r < COUNT; ++r) {
-        for (int i = 0; i < 4; ++i) sums[r][i] = splat(0.0f);
+        for (int i = 0; i < kShrinkParts; ++i) sums[r][i] = splat(0.0f);
     }
     int64_t k = 0;
-    for (; k + 4 <= K; k += 4) {
-        const Two low = load_two(column, k), high = load_two(column, k + 2);
-        const f32x16 x[4] = {low.even, low.odd, high.even, high.odd};
-        for (int i = 0; i < 4; ++i) {
-            for (int r = 0; r < COUNT; ++r) sums[r][i] = muladd(splat(wide(A[r * stride + k + i])), x[i], sums[r][i]);
+    for (; k + kShrinkParts <= K; k += kShrinkParts) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kShrinkParts; i += 2) {
+            const Two x = load_two(column, k + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < COUNT; ++r) {
+                const T* at = A + r * stride + k + i;
+                sums[r][i] = muladd(splat(wide(at[0])), x.even, sums[r][i]);
+                sums[r][i + 1] = muladd(splat(wide(at[1])), x.odd, sums[r][i + 1]);
+            }
         }
     }
     for (; k < K; ++k) {
@@ -132,7 +142,9 @@ RLHF_INLINE void shrink(const T* A, int64_t stride, int64_t K, const Element* co
         for (int r = 0; r < COUNT; ++r) sums[r][0] = muladd(splat(wide(A[r * stride + k])), x, sums[r][0]);
     }
     for (int r = 0; r < COUNT; ++r) {
-        store16(h + r * 16, ((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])) * scale);
+        f32x16 sum = sums[r][0] + sums[r][1];
+        if constexpr (kShrinkParts == 4) sum += sums[r][2] + sums[r][3];
+        store16(h + r * 16, sum * scale);
     }
 }
 
@@ -142,7 +154,9 @@ RLHF_INLINE void shrink_ranks(const lora::Matrix& A, int64_t from, int64_t to, i
                               f32x16 scale, float* h) {
     const T* rows = static_cast<const T*>(A.data);
     int64_t r = from;
-    for (; r + 4 <= to; r += 4) shrink<4>(rows + r * A.stride, A.stride, K, column, scale, h + r * 16);
+    for (; r + kShrinkRanks <= to; r += kShrinkRanks) {
+        shrink<kShrinkRanks>(rows + r * A.stride, A.stride, K, column, scale, h + r * 16);
+    }
     for (; r < to; ++r) shrink<1>(rows + r * A.stride, A.stride, K, column, scale, h + r * 16);
 }
 
@@ -152,6 +166,7 @@ RLHF_INLINE void expand(const T* B, int64_t stride, int64_t rank, const float* h
     for (int v = 0; v < COUNT; ++v) deltas[v] = splat(0.0f);
     for (int64_t r = 0; r < rank; ++r) {
         const f32x16 x = load16(h + r * 16);
+#pragma GCC unroll 8
         for (int v = 0; v < COUNT; ++v) deltas[v] = muladd(splat(wide(B[v * stride + r])), x, deltas[v]);
     }
 }
@@ -167,11 +182,11 @@ RLHF_INLINE void add_deltas(const lora::Matrix& B, const Strip& strip, int64_t r
             store16(sums + (v + i) * 16, select(carries != 0.0f, sum + deltas[i], sum));  // others stay clean of infinities
         }
     };
-    f32x16 deltas[8];
+    f32x16 deltas[kDeltaRows];
     int64_t v = 0;
-    for (; v + 8 <= strip.count; v += 8) {
-        expand<8>(rows + v * B.stride, B.stride, rank, h, deltas);
-        add(v, 8, deltas);
+    for (; v + kDeltaRows <= strip.count; v += kDeltaRows) {
+        expand<kDeltaRows>(rows + v * B.stride, B.stride, rank, h, deltas);
+        add(v, kDeltaRows, deltas);
     }
     for (; v < strip.count; ++v) {
         expand<1>(rows + v * B.stride, B.stride, rank, h, deltas);

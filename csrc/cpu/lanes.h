@@ -67,10 +67,15 @@ struct Lanes<float> {
     RLHF_INLINE Mask le(V a, V b) { return a <= b; }
     RLHF_INLINE Mask eq(V a, V b) { return a == b; }
     RLHF_INLINE Mask ne(V a, V b) { return a != b; }
-    RLHF_INLINE V select(Mask m, V a, V b) { return (V)((m & (Ints)a) | (~m & (Ints)b)); }
+    RLHF_INLINE V select(Mask m, V a, V b) { return selectv(m, a, b); }
     RLHF_INLINE V fma(V a, V b, V c) { return muladdv(a, b, c); }
+#if defined(RLHF_AVX2)
+    RLHF_INLINE V at_least(V x, V bound) { return (V)_mm256_max_ps((__m256)bound, (__m256)x); }
+    RLHF_INLINE V at_most(V x, V bound) { return (V)_mm256_min_ps((__m256)bound, (__m256)x); }
+#else
     RLHF_INLINE V at_least(V x, V bound) { return select(lt(x, bound), bound, x); }
     RLHF_INLINE V at_most(V x, V bound) { return select(lt(bound, x), bound, x); }
+#endif
     RLHF_INLINE V max_of_nonnegative(V a, V b) { return select(le(b, a) | ne(a, a), a, b); }
     // x 2^n for whole n, in two factors because one may leave the range where the product does not.
     RLHF_INLINE V scale_by_power(V x, V n) {

@@ -10,16 +10,6 @@ struct DecodeCall : DecodeArguments {
     float* h;          // [halves][ranks][16 rows], one slot after another: its rank, then 1 for rows that carry it
 };
 
-// One block of memory, freed at the end. Nothing of the standard library: what of that is compiled here, for this
-// instruction set, the linker may put elsewhere.
-struct Block {
-    void* data;
-    explicit Block(size_t bytes) : data(std::aligned_alloc(64, bytes)) {
-        if (data == nullptr) throw std::bad_alloc();
-    }
-    ~Block() { std::free(data); }
-};
-
 static void pack_rows(const DecodeCall& call, int64_t half) {
     const int64_t rows = call.N - half * 16 < 16 ? call.N - half * 16 : 16;
     const Stored* x = static_cast<const Stored*>(call.x.data) + half * 16 * call.x.stride;
@@ -87,12 +77,11 @@ static void run_decode(const DecodeArguments& arguments) {
     const bool short_call = call.halves * 16 * call.K * call.M < kSerialProducts;
     const int threads = short_call ? 1 : call.threads;
     const int64_t shares = ceil_div(threads, call.halves);  // of the ranks, so that all threads shrink
-    const int64_t strips = ceil_div(call.M, kStrip), floats = call.halves * call.ranks * 16;
-    const int64_t elements = call.halves * call.K * 16 + threads * kStrip * call.K;  // the latter of Stored
-    const Block block(round_up(floats * 4 + elements * static_cast<int64_t>(sizeof(Element)), 64));
-    call.h = static_cast<float*>(block.data);
-    call.columns = reinterpret_cast<Element*>(call.h + call.halves * call.ranks * 16);
-    Stored* scratch = reinterpret_cast<Stored*>(call.columns + call.halves * call.K * 16);
+    const int64_t strips = ceil_div(call.M, kStrip);
+    Memory memory;
+    call.h = memory.take<float>(call.halves * call.ranks * 16);
+    call.columns = memory.take<Element>(call.halves * call.K * 16);
+    Stored* scratch = memory.take<Stored>(threads * kStrip * call.K);
     const auto work = [&](Member& me) {
         const TileScope scope;
         Stored* mine = scratch + me.thread * kStrip * call.K;

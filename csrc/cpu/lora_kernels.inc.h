@@ -124,7 +124,10 @@ static void pack_expand_fp32(const Factor& factor, float* packed) {
 
 // ---- products by multiply-add ---------------------------------------------------------------------------------------
 
-constexpr int64_t kShrinkRows = 8;
+constexpr int64_t kShrinkRows = 8;  // whose part of x is staged together
+constexpr int kShrinkTile = power_below(kSums16) < 8 ? power_below(kSums16) : 8;  // of them in registers
+constexpr int kExpandTile = at_least_one(kSums16 / 2) < 4 ? at_least_one(kSums16 / 2) : 4;
+constexpr int kOuterTile = power_below(kSums16 / 2) < 8 ? power_below(kSums16 / 2) : 8;
 constexpr int64_t kShrinkColumns = 256;  // summed on their own first, which keeps rounding errors small
 constexpr int64_t kExpandColumns = 128;
 
@@ -135,6 +138,7 @@ RLHF_INLINE void shrink_part(const float (*x)[kShrinkColumns], int64_t columns, 
         f32x16 sum[ROWS] = {};
         for (int64_t c = 0; c < columns; ++c) {
             const f32x16 w = load16(packed + c * R + r);
+#pragma GCC unroll 8
             for (int n = 0; n < ROWS; ++n) sum[n] = muladd(splat(x[n][c]), w, sum[n]);
         }
         for (int n = 0; n < ROWS; ++n) {
@@ -157,11 +161,11 @@ static void shrink_muladd(const Matrix& x, int64_t rows, const Factor& factor, c
                 for (int64_t c = 0; c < columns; c += 16) store16(part[n] + c, load_some(from + c, columns - c));
             }
             const float* w = packed + c0 * R;
-            if (count == kShrinkRows) {
-                shrink_part<kShrinkRows>(part, columns, w, R, c0 > 0, h + n0 * R);
-            } else {
-                for (int64_t n = 0; n < count; ++n) shrink_part<1>(part + n, columns, w, R, c0 > 0, h + (n0 + n) * R);
+            int64_t n = 0;
+            for (; n + kShrinkTile <= count; n += kShrinkTile) {
+                shrink_part<kShrinkTile>(part + n, columns, w, R, c0 > 0, h + (n0 + n) * R);
             }
+            for (; n < count; ++n) shrink_part<1>(part + n, columns, w, R, c0 > 0, h + (n0 + n) * R);
         }
     }
 }
@@ -174,6 +178,7 @@ RLHF_INLINE void expand_part(const float* h, int64_t R, const Factor& factor, co
         f32x16 sum[ROWS][2] = {};
         for (int64_t r = 0; r < factor.rank; ++r) {
             const f32x16 w0 = load16(packed + r * padded + c), w1 = load16(packed + r * padded + c + 16);
+#pragma GCC unroll 4
             for (int n = 0; n < ROWS; ++n) {
                 const f32x16 left = splat(h[(n0 + n) * R + r]);
                 sum[n][0] = muladd(left, w0, sum[n][0]);
@@ -202,7 +207,9 @@ static void expand_muladd(const float* h, int64_t rows, const Factor& factor, co
     for (int64_t begin = 0; begin < factor.columns; begin += kExpandColumns) {
         const int64_t end = smaller(begin + kExpandColumns, factor.columns);
         int64_t n = 0;
-        for (; n + 4 <= rows; n += 4) expand_part<T, 4>(h, R, factor, packed, y, n, begin, end, add, keep);
+        for (; n + kExpandTile <= rows; n += kExpandTile) {
+            expand_part<T, kExpandTile>(h, R, factor, packed, y, n, begin, end, add, keep);
+        }
         for (; n < rows; ++n) expand_part<T, 1>(h, R, factor, packed, y, n, begin, end, add, keep);
     }
 }
@@ -218,17 +225,18 @@ static void outer_muladd(const float* h, const Matrix& x, int64_t rows, const Fa
             store16(panel[n], load_some(from, left));
             store16(panel[n] + 16, left > 16 ? load_some(from + 16, left - 16) : splat(0));
         }
-        for (int64_t r = 0; r < R; r += 8) {
-            f32x16 sum[8][2] = {};
+        for (int64_t r = 0; r < R; r += kOuterTile) {
+            f32x16 sum[kOuterTile][2] = {};
             for (int64_t n = 0; n < rows; ++n) {
                 const f32x16 x0 = load16(panel[n]), x1 = load16(panel[n] + 16);
-                for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 8
+                for (int i = 0; i < kOuterTile; ++i) {
                     const f32x16 factor_i = splat(h[n * R + r + i]);
                     sum[i][0] = muladd(factor_i, x0, sum[i][0]);
                     sum[i][1] = muladd(factor_i, x1, sum[i][1]);
                 }
             }
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < kOuterTile; ++i) {
                 float* out = sums + (r + i) * padded + c;
                 store16(out, add ? load16(out) + sum[i][0] : sum[i][0]);
                 store16(out + 16, add ? load16(out + 16) + sum[i][1] : sum[i][1]);

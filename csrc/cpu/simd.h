@@ -27,6 +27,21 @@ constexpr int kLanes = 4;
 #endif
 constexpr int kVectors = 16 / kLanes;
 
+// Vectors of sums that a loop may keep in registers, beside two or three operands of a multiply-add.
+#if defined(RLHF_AVX512)
+constexpr int kSums = 16;
+#elif defined(RLHF_NEON)
+constexpr int kSums = 24;
+#elif defined(RLHF_AVX2)
+constexpr int kSums = 12;
+#else
+constexpr int kSums = 8;
+#endif
+constexpr int kSums16 = kSums / kVectors;  // of sixteen lanes each
+
+constexpr int at_least_one(int x) { return x > 1 ? x : 1; }
+constexpr int power_below(int x) { return x >= 16 ? 16 : x >= 8 ? 8 : x >= 4 ? 4 : x >= 2 ? 2 : 1; }
+
 // One vector of the target.
 typedef float f32v __attribute__((vector_size(4 * kLanes)));
 typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
@@ -265,7 +280,20 @@ RLHF_INLINE f32x16 load16_bf16(const uint16_t* p) {
     return x;
 }
 
-// Sixteen bf16 as they lie in memory.
+// fp16 -> fp32 is exact; fp32 -> fp16 rounds to nearest even.
+RLHF_INLINE f32x16 load16_f16(const uint16_t* p) {
+    f32x16 x;
+#if defined(RLHF_AVX512)
+    x = (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(RLHF_AVX2)
+    for (int i = 0; i < 2; ++i) x.part[i] = (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8 * i)));
+#else
+    for (int i = 0; i < 16; ++i) x[i] = rlhf::to_float(rlhf::Float16{p[i]});
+#endif
+    return x;
+}
+
+// Sixteen bf16 or fp16 as they lie in memory.
 struct u16x16 {
     uint16_t lane[16];
     uint16_t operator[](int i) const { return lane[i]; }
@@ -286,6 +314,21 @@ RLHF_INLINE u16x16 to_bf16(f32x16 x) {
         const u16v narrow = __builtin_convertvector(bf16_bits(x.part[i]), u16v);
         std::memcpy(out.lane + i * kLanes, &narrow, sizeof narrow);
     }
+#endif
+    return out;
+}
+
+RLHF_INLINE u16x16 to_f16(f32x16 x) {
+    u16x16 out;
+#if defined(RLHF_AVX512)
+    _mm256_storeu_si256((__m256i*)out.lane, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(RLHF_AVX2)
+    for (int i = 0; i < 2; ++i) {
+        const __m128i half = _mm256_cvtps_ph((__m256)x.part[i], _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i*)(out.lane + 8 * i), half);
+    }
+#else
+    for (int i = 0; i < 16; ++i) out.lane[i] = rlhf::Rounded<rlhf::Float16>::from(x[i]).bits;
 #endif
     return out;
 }

@@ -57,25 +57,25 @@ constexpr int kStripRows[3] = {0, 2, 1};
 // at a time where the set has no product of bf16.
 template <int ROWS, int COLUMNS>
 RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-    constexpr int kSums = COLUMNS * kVectors;
+    constexpr int kAcross = COLUMNS * kVectors;
     constexpr bool kConverts = sizeof(Stored) != sizeof(Element);
     constexpr int kSteps = kConverts ? 2 : 1;  // of the depth at a time
     const auto at = [logits](int r, int j) __attribute__((always_inline)) {
         return logits + j / kVectors * kStrip * 16 + r * 16 + j % kVectors * kLanes;
     };
-    f32v sums[ROWS][kSums] = {};
+    f32v sums[ROWS][kAcross] = {};
     for (int64_t t = 0; t < depth; ++t) {
         const Stored* row = w + t * KT;
         if (KT * sizeof(Stored) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
-        f32v tile_sums[ROWS][kSums] = {};
+        f32v tile_sums[ROWS][kAcross] = {};
         auto& into = kSumsPerTile ? tile_sums : sums;
 #pragma GCC unroll 2
         for (int k = 0; k < 16; k += kSteps) {
-            Operand x[kSteps][kSums], y[kSteps];
+            Operand x[kSteps][kAcross], y[kSteps];
 #pragma GCC unroll 2
             for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 8
-                for (int j = 0; j < kSums; ++j) {
+                for (int j = 0; j < kAcross; ++j) {
                     const Element* tile = b + (j / kVectors * depth + t) * kTileElements;
                     x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
                 }
@@ -94,7 +94,7 @@ RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, i
 #pragma GCC unroll 2
                 for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 8
-                    for (int j = 0; j < kSums; ++j) into[r][j] = add_product(y[s], x[s][j], into[r][j]);
+                    for (int j = 0; j < kAcross; ++j) into[r][j] = add_product(y[s], x[s][j], into[r][j]);
                 }
             }
         }
@@ -102,13 +102,13 @@ RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, i
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-            for (int j = 0; j < kSums; ++j) sums[r][j] += tile_sums[r][j];
+            for (int j = 0; j < kAcross; ++j) sums[r][j] += tile_sums[r][j];
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kSums; ++j) storev(at(r, j), sums[r][j]);
+        for (int j = 0; j < kAcross; ++j) storev(at(r, j), sums[r][j]);
     }
 }
 

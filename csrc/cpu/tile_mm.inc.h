@@ -27,6 +27,23 @@ constexpr int64_t kTileFloats = 256;
 RLHF_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 RLHF_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Scratch memory of one call. Nothing of the standard library's containers: what of them is compiled here, for this
+// instruction set, the linker may put elsewhere.
+struct Memory {
+    void* blocks[16];
+    int count = 0;
+    template <typename T>
+    T* take(int64_t elements) {
+        const size_t bytes = round_up(elements * static_cast<int64_t>(sizeof(T)) + 64, 64);
+        blocks[count] = std::aligned_alloc(64, bytes);
+        if (blocks[count] == nullptr) throw std::bad_alloc();
+        return static_cast<T*>(blocks[count++]);
+    }
+    ~Memory() {
+        for (int i = 0; i < count; ++i) std::free(blocks[i]);
+    }
+};
+
 #if RLHF_TILE_AMX
 struct alignas(64) TileConfig {
     uint8_t palette, start_row;
@@ -144,37 +161,37 @@ constexpr bool kSumsPerTile = true;
 template <int ROWS>
 RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Element* b1, int64_t depth, float* c,
                                bool accumulate) {
-    constexpr int kSums = kTileSides * kVectors;
+    constexpr int kAcross = kTileSides * kVectors;
     const auto at = [c](int r, int j) __attribute__((always_inline)) {
         return c + j / kVectors * kTileFloats + r * 16 + j % kVectors * kLanes;
     };
-    f32v sums[ROWS][kSums];
+    f32v sums[ROWS][kAcross];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kSums; ++j) sums[r][j] = accumulate && !kSumsPerTile ? loadv(at(r, j)) : splatv(0.0f);
+        for (int j = 0; j < kAcross; ++j) sums[r][j] = accumulate && !kSumsPerTile ? loadv(at(r, j)) : splatv(0.0f);
     }
     for (int64_t t = 0; t < depth; ++t) {
         const Element *left = a + t * kTileElements, *right[2] = {b0 + t * kTileElements, b1 + t * kTileElements};
 #pragma GCC unroll 4
         for (int k = 0; k < 16; ++k) {
-            Operand x[kSums];
+            Operand x[kAcross];
 #pragma GCC unroll 8
-            for (int j = 0; j < kSums; ++j) {
+            for (int j = 0; j < kAcross; ++j) {
                 x[j] = load_operand(right[j / kVectors] + (k * kVectors + j % kVectors) * kVectorElements);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 const Operand w = broadcast(left + r * KT + k * kStepElements);
 #pragma GCC unroll 8
-                for (int j = 0; j < kSums; ++j) sums[r][j] = add_product(w, x[j], sums[r][j]);
+                for (int j = 0; j < kAcross; ++j) sums[r][j] = add_product(w, x[j], sums[r][j]);
             }
         }
         if (!kSumsPerTile) continue;
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-            for (int j = 0; j < kSums; ++j) {
+            for (int j = 0; j < kAcross; ++j) {
                 storev(at(r, j), accumulate || t > 0 ? loadv(at(r, j)) + sums[r][j] : sums[r][j]);
                 sums[r][j] = splatv(0.0f);
             }
@@ -184,7 +201,7 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kSums; ++j) storev(at(r, j), sums[r][j]);
+        for (int j = 0; j < kAcross; ++j) storev(at(r, j), sums[r][j]);
     }
 }
 

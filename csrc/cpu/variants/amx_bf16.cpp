@@ -7,7 +7,7 @@
 #define RLHF_AVX512_BF16
 #define RLHF_AMX
 
-RLHF_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16")
+RLHF_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi,bmi2,amx-tile,amx-bf16")
 #include "cpu/variants/bodies.inc.h"
 
 RLHF_TARGET_END

@@ -5,7 +5,7 @@
 #define RLHF_SET avx2
 #define RLHF_AVX2
 
-RLHF_TARGET_BEGIN("avx2,fma,bmi,bmi2")
+RLHF_TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 #include "cpu/variants/bodies.inc.h"
 
 RLHF_TARGET_END

@@ -6,7 +6,7 @@
 #define RLHF_AVX512
 #define RLHF_AVX512_BF16
 
-RLHF_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi,bmi2")
+RLHF_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi,bmi2")
 #include "cpu/variants/bodies.inc.h"
 
 RLHF_TARGET_END

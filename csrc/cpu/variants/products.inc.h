@@ -19,10 +19,14 @@ namespace head {
 }  // namespace head
 
 namespace linear {
+#include "cpu/linear_body.inc.h"
+}  // namespace linear
+
+namespace lora_decode {
 using namespace cpu::lora;
 using cpu::lora::Type;
 #include "cpu/lora_decode_body.inc.h"
-}  // namespace linear
+}  // namespace lora_decode
 
 namespace decoder {
 using namespace cpu::step;
@@ -37,11 +41,13 @@ const HeadFunctions& RLHF_OF_TYPE(head_, RLHF_STORED)() {
     static constexpr HeadFunctions functions{run_forward, run_backward, run_sample};
     return functions;
 }
+
+void RLHF_OF_TYPE(multiply_, RLHF_STORED)(const Product& product) { RLHF_STORED::linear::run_multiply(product); }
 }  // namespace rlhf::cpu::RLHF_SET
 
 namespace rlhf::cpu::lora::RLHF_SET {
 void RLHF_OF_TYPE(decode_, RLHF_STORED)(const DecodeArguments& arguments) {
-    cpu::RLHF_SET::RLHF_STORED::linear::run_decode(arguments);
+    cpu::RLHF_SET::RLHF_STORED::lora_decode::run_decode(arguments);
 }
 }  // namespace rlhf::cpu::lora::RLHF_SET
 

@@ -13,11 +13,13 @@
 #include <arm_neon.h>
 #endif
 
+#include "common/half.h"
 #include "cpu/block_rows.h"
 #include "cpu/decode_attention_rows.h"
 #include "cpu/decode_step.h"
 #include "cpu/gather_logprob_rows.h"
 #include "cpu/head_functions.h"
+#include "cpu/linear.h"
 #include "cpu/lora_decode.h"
 #include "cpu/lora_kernels.h"
 #include "cpu/ppo_loss_blocks.h"

@@ -1,0 +1,34 @@
+#include "cpu/linear.h"
+
+#include <pybind11/pybind11.h>
+
+#include "bindings/address.h"
+
+namespace rlhf::bindings {
+namespace {
+
+using namespace rlhf::cpu;
+
+Matrix matrix(Address data, int64_t stride, int type) { return {at<const void>(data), stride, static_cast<Type>(type)}; }
+
+}  // namespace
+
+void define_linear(pybind11::module_& m) {
+    m.def("linear_forward", [](int type, Address x, int64_t x_stride, Address weight, int64_t weight_stride, Address bias,
+                               Address y, int64_t y_stride, int64_t N, int64_t K, int64_t M, int threads) {
+        linear_forward(matrix(x, x_stride, type), matrix(weight, weight_stride, type), at<const void>(bias),
+                       matrix(y, y_stride, type), N, K, M, threads);
+    }, NoGil());
+    m.def("linear_input_gradient", [](int type, Address dy, int64_t dy_stride, Address weight, int64_t weight_stride,
+                                      Address dx, int64_t dx_stride, int64_t N, int64_t K, int64_t M, int threads) {
+        linear_input_gradient(matrix(dy, dy_stride, type), matrix(weight, weight_stride, type),
+                              matrix(dx, dx_stride, type), N, K, M, threads);
+    }, NoGil());
+    m.def("linear_weight_gradient", [](int type, Address dy, int64_t dy_stride, Address x, int64_t x_stride, Address dw,
+                                       int64_t dw_stride, int64_t N, int64_t K, int64_t M, int threads) {
+        linear_weight_gradient(matrix(dy, dy_stride, type), matrix(x, x_stride, type), matrix(dw, dw_stride, type), N, K,
+                               M, threads);
+    }, NoGil());
+}
+
+}  // namespace rlhf::bindings

@@ -1,0 +1,105 @@
+"""A linear layer, y = x Wᵀ + b, whose rows do not depend on each other.
+
+    y_n = W x_n + b;   dx_n = Wᵀ dy_n;   dW = Σ_n dy_n x_nᵀ;   db = Σ_n dy_n
+
+Symbols: x [.., K] with N rows (all leading dims flattened), weight [M, K], bias [M], y [.., M], one floating dtype.
+Products accumulate in fp32 over the full depth and are rounded once, bias included. `cpu` adds every element of the
+output in one order, whatever the number of rows, their neighbours and the number of threads; `reference` is
+`F.linear`, whose order is torch's affair. Nothing is computed for what needs no gradient: a frozen weight has no dW.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import eager, registry
+from rlhf_kernels.linear import native, reference
+
+__all__ = ["linear"]
+
+registry.register("linear", "reference", reference)
+registry.register("linear", "cpu", native)
+
+
+@eager.custom_op("rlhf_kernels::linear")
+def _op(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return registry.implementation("linear", backend).forward(x, weight, bias)
+
+
+@_op.register_fake
+def _(x, weight, bias, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@eager.custom_op("rlhf_kernels::linear_backward")
+def _backward_op(
+    dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool, backend: str
+) -> list[Tensor]:
+    implementation = registry.implementation("linear", backend)
+    grads = []
+    if need_x:
+        grads.append(implementation.input_gradient(dy, weight))
+    if need_weight:
+        grads.append(implementation.weight_gradient(dy, x))
+    if need_bias:
+        grads.append(dy.reshape(-1, dy.shape[-1]).sum(0))
+    return grads
+
+
+@_backward_op.register_fake
+def _(dy, x, weight, need_x, need_weight, need_bias, backend):  # type: ignore[no-untyped-def]
+    shapes = [(x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias)]
+    return [x.new_empty(shape) for shape, need in shapes if need]
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, _, backend = inputs
+    need_weight = ctx.needs_input_grad[1]
+    ctx.save_for_backward(x if need_weight else x.new_empty(0), weight)
+    ctx.backend, ctx.shape = backend, x.shape
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    x, weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    grads = iter(_backward_op(dy, x, weight, *needs, ctx.backend))
+    return (*[next(grads) if need else None for need in needs], None)
+
+
+_op.register_autograd(_backward, setup_context=_setup)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """The linear layer of the module's docstring.
+
+    Args:
+        x: [.., K].
+        weight: [M, K].
+        bias: [M], or None.
+        backend: `auto`, `cpu` or `reference`.
+
+    Returns:
+        y [.., M] of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not of x's floating dtype.
+        ValueError: shapes or devices do not fit.
+    """
+    check(x, weight, bias)
+    return _op(x, weight, bias, registry.resolve("linear", backend, x))
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless x, weight and bias are those of one linear layer."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: expected a floating tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() < 1:
+        raise ValueError(f"x: expected shape [.., features], got {tuple(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight: expected shape [M, {x.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {tensor.dtype} on {tensor.device}")
