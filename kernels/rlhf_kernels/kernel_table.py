@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,8 @@ class KernelTable:
     source: str
     """Where they come from, for people."""
     entries: tuple[Entry, ...]
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """Instruction set → what its entries were measured on."""
 
     def of(self, op: str, isa: str | None, dtype: str) -> list[Entry]:
         """Entries of an op, in the order of their shapes."""
@@ -112,7 +114,11 @@ def read(path: Path, ops: Collection[str], *, isa: str | None = None) -> KernelT
     entries = content.get("entries")
     if not isinstance(entries, list):
         raise KernelTableError(f"entries: expected a list, got {type(entries).__name__}")
-    table = KernelTable(source=str(path), entries=tuple(_entry(i, e, ops) for i, e in enumerate(entries)))
+    machines = content.get("machines")
+    if not isinstance(machines, dict):
+        raise KernelTableError(f"machines: expected a name per instruction set, got {type(machines).__name__}")
+    made = tuple(_entry(i, e, ops) for i, e in enumerate(entries))
+    table = KernelTable(source=str(path), entries=made, machines=machines)
     found = sorted({e.isa for e in table.entries})
     if isa is not None and isa not in found:
         raise KernelTableError(f"isa: expected entries for {isa}, got {found}")
@@ -120,14 +126,19 @@ def read(path: Path, ops: Collection[str], *, isa: str | None = None) -> KernelT
 
 
 def write(path: Path, entries: Sequence[Entry], machines: Mapping[str, str]) -> None:
-    """Write a table; one line per case, so that a change of one figure is a change of one line."""
+    """Write a table, as `dump` has it."""
+    path.write_text(dump(entries, machines), encoding="utf-8")
+
+
+def dump(entries: Sequence[Entry], machines: Mapping[str, str]) -> str:
+    """The text of a table's file, in one order whatever the order of the entries."""
     ordered = sorted(entries, key=lambda e: (e.isa, e.op, e.dtype, e.shape or ()))
     content = {
         "format": FORMAT,
         "machines": dict(sorted(machines.items())),
         "entries": [entry.to_dict() for entry in ordered],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _entry(place: int, given: Any, ops: Collection[str]) -> Entry:

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,11 @@ def implementation(op: str, backend: str) -> Any:
     return _IMPLEMENTATIONS[op][backend]
 
 
+def ops() -> tuple[str, ...]:
+    """Names of all ops."""
+    return tuple(sorted(_IMPLEMENTATIONS))
+
+
 def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
     """Why `backend` cannot serve `op` on such tensors, or None if it can."""
     found = _IMPLEMENTATIONS[op].get(backend)
@@ -85,7 +92,7 @@ def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> 
     return check(device_type, dtype) if check else None
 
 
-def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Shape = None) -> str:
+def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
     """Name of the backend that serves `op` for tensors like `tensor`, of which device and dtype count.
 
     Args:
@@ -99,12 +106,14 @@ def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Shape = None) ->
     return resolve_for(op, backend, tensor.device.type, tensor.dtype, shape)
 
 
-def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, shape: Shape = None) -> str:
+def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, shape: Sequence[int] | None = None) -> str:
     """`resolve` without a tensor."""
     if backend == "auto":
         backend = _default_backend
     if backend == "auto":
-        return _auto(op, device_type, dtype, shape, native.isa())
+        # under torch.compile a size may be a symbol, of which `index` makes a number
+        sizes = None if shape is None else tuple(operator.index(n) for n in shape)
+        return _auto(op, device_type, dtype, sizes, native.isa())
     _check_name(backend)
     _require(op, backend, device_type, dtype, f"backend={backend!r}")
     return backend
@@ -157,7 +166,7 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
         return _Decision(served[0], "the first that serves")
     entry = table().find(op, native.isa(), _name(dtype), shape)
     if entry is not None:
-        return _Decision(entry.backend, f"by the table for {entry.isa}: {_measured(entry)}")
+        return _Decision(entry.backend, f"by the table: {_measured(entry)}")
     return _Decision(served[0], f"the first that serves; the table has nothing for {native.isa()}")
 
 
@@ -221,7 +230,7 @@ def table() -> KernelTable:
 
 def _named(argument: str, path: Path) -> KernelTable:
     try:
-        return read(path, tuple(_IMPLEMENTATIONS), isa=native.isa())
+        return read(path, ops(), isa=native.isa())
     except KernelTableError as error:
         warnings.warn(f"{argument}: {path} is ignored: {error}", stacklevel=3)
         return _committed()
@@ -229,11 +238,11 @@ def _named(argument: str, path: Path) -> KernelTable:
 
 def _committed() -> KernelTable:
     try:
-        found = read(COMMITTED, tuple(_IMPLEMENTATIONS))
+        found = read(COMMITTED, ops())
     except KernelTableError as error:
         warnings.warn(f"kernel table: {COMMITTED} is ignored: {error}", stacklevel=4)
         return KernelTable(source="none", entries=())
-    return KernelTable(source="the package's own", entries=found.entries)
+    return replace(found, source="the package's own")
 
 
 @contextlib.contextmanager
@@ -265,7 +274,7 @@ def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, di
         per backend `"available"` or why it is not.
     """
     found: dict[str, dict[str, str]] = {}
-    for op in sorted(_IMPLEMENTATIONS):
+    for op in ops():
         reasons = {b: unsupported(op, b, device_type, dtype) for b in BACKENDS}
         chosen = _report_choice(op, device_type, dtype, reasons)
         found[op] = {

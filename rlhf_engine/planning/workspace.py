@@ -39,7 +39,7 @@ def backend_of(op: str, device_type: str, dtype: torch.dtype, shape: Sequence[in
     if device_type == "cuda":
         offered = registry.report("cuda")[op]
         return next(b for b in ("cuda", "triton", "reference") if not offered[b].endswith(f"no {b} implementation"))
-    return registry.resolve_for(op, "auto", "cpu", dtype, None if shape is None else tuple(shape))
+    return registry.resolve_for(op, "auto", "cpu", dtype, shape)
 
 
 def _plain_backend(name: str, args: Sequence[Any], device_type: str) -> str:

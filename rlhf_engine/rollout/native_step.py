@@ -190,7 +190,7 @@ def looks_servable(backbone: Backbone, device_type: str) -> bool:
 def preferred(backbone: Backbone, device_type: str) -> bool:
     """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.registry`."""
     trunk: Any = backbone.trunk
-    shape = tuple(trunk.layers[0].get_submodule(_LINEARS["gate"]).weight.shape)
+    shape = trunk.layers[0].get_submodule(_LINEARS["gate"]).weight.shape
     return registry.resolve_for("decode_step", "auto", device_type, backbone.dtype, shape) == "cpu"
 
 

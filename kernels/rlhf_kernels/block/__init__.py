@@ -90,7 +90,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """silu(gate) · up, of one shape; differentiable in both."""
     _check("gate", gate, gate)
     _check("up", up, gate, gate.shape)
-    if registry.resolve("swiglu", backend, gate, tuple(gate.shape[-1:]) or None) == "reference":
+    if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":
         return reference.swiglu(gate, up)
     y: Tensor = _swiglu(gate, up)
     return y

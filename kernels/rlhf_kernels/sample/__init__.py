@@ -124,7 +124,7 @@ def sample(
 
 def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> str:
     """The backend for such tensors; with a filter `auto` passes over kernels, and by name they are refused."""
-    chosen = registry.resolve("sample", backend, widest(hidden, weight), tuple(weight.shape))
+    chosen = registry.resolve("sample", backend, widest(hidden, weight), weight.shape)
     if not filtered or chosen == "reference":
         return chosen
     asked = registry.default_backend() if backend == "auto" else backend
