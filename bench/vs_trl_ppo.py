@@ -251,7 +251,7 @@ def hold(isa: str) -> None:
     command = [sys.executable, "-c", "import rlhf_kernels.native"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(sys.executable, 1))
     if done.returncode != 0:
-        raise ValueError(f"isa: {done.stderr.strip().splitlines()[-1]}")
+        raise ValueError(done.stderr.strip().splitlines()[-1].rpartition(f"{VARIABLE}: ")[2])
 
 
 def measure(setting: Setting, arms: list[str], rounds: int, trl_python: str | None) -> dict[str, Any]:
@@ -394,9 +394,7 @@ def read_arguments(argv: list[str] | None) -> tuple[Setting, argparse.Namespace]
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds over all arms (default 3, with --quick 1)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(DEFAULT_ARMS), help="what to measure")
     parser.add_argument("--trl-python", metavar="PATH", help=f"python of an environment with trl=={TRL_VERSION}")
-    parser.add_argument(
-        "--isa", help="hold our kernels and the libraries of every arm to an instruction set, e.g. avx2"
-    )
+    parser.add_argument("--isa", help="hold the kernels and libraries of every arm to an instruction set, e.g. avx2")
     parser.add_argument("--skip-trl", action="store_true", help="measure without TRL")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--output", type=Path, help=f"folder for results.json and comparison.png (default {OUTPUT})")

@@ -131,9 +131,10 @@ def _upcast(linear: Callable[[Tensor, Tensor], Run]) -> Callable[[Tensor, Tensor
         wide = torch.empty(x.shape)
         run = linear(wide, weight.float())
 
-        def call() -> None:
+        def call() -> Tensor:
             wide.copy_(x)
-            run()
+            y: Tensor = run()
+            return y
 
         return call
 

@@ -201,7 +201,7 @@ def begin_kernels(resume: Path | None) -> None:
     try:
         registry.begin_run(found)
     except registry.BackendUnavailableError as error:
-        raise ConfigError(f"resume_from_checkpoint: {error}; --kernels goes on with another by its name") from error
+        raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
