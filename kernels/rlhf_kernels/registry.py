@@ -196,7 +196,7 @@ def begin_run(choices: Iterable[Choice] = ()) -> None:
 
 def choices() -> list[Choice]:
     """What `auto` has decided on the CPU since `begin_run`, for a checkpoint."""
-    found = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in _decided.items()]
+    found = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
     return sorted(found, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
 

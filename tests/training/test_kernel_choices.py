@@ -94,7 +94,7 @@ def test_a_kernel_that_cannot_serve_here_is_refused_in_one_line(tmp_path):
         begin_kernels(folder)
     line = str(refused.value)
     assert line.startswith("resume_from_checkpoint: 'cuda', the choice of the run's checkpoint, cannot serve gae: ")
-    assert line.endswith("available here: ['cpu', 'reference']; --kernels goes on with another by its name")
+    assert line.endswith("available here: ['reference', 'cpu']; --kernels NAME goes on with another")
     with registry.use_backend("reference"):
         begin_kernels(folder)
 
