@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from rlhf_kernels import registry
+from rlhf_kernels.kernel_table import KernelTable
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
@@ -76,8 +77,9 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
 
 
 @pytest.fixture(autouse=True)
-def _choices_of_no_run() -> Iterator[None]:
-    """What a run has chosen for `auto` is a setting of the process, which other tests share."""
+def _choices_of_no_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`auto` takes the native code where it serves, whatever was measured, and keeps nothing of another test's run."""
+    monkeypatch.setattr(registry, "_table", KernelTable(source="none", entries=()))
     yield
     registry.begin_run()
 
