@@ -49,6 +49,8 @@ from typing import Any
 
 from trl_ppo_arms import PHASES, Arm, Setting
 
+from rlhf_engine.bench.isa import VARIABLE, variables
+
 # torch and transformers are imported by the worker processes: this one stays small
 WORKER = Path(__file__).resolve().with_name("trl_ppo_arms.py")
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,6 +245,15 @@ def targets(setting: Setting, found: dict[str, dict[str, float]]) -> list[dict[s
     return rows
 
 
+def hold(isa: str) -> None:
+    """Hold the processes to come to an instruction set. Raises ValueError for one that is not here."""
+    os.environ.update(variables(isa))
+    command = [sys.executable, "-c", "import rlhf_kernels.native"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(sys.executable, 1))
+    if done.returncode != 0:
+        raise ValueError(done.stderr.strip().splitlines()[-1].rpartition(f"{VARIABLE}: ")[2])
+
+
 def measure(setting: Setting, arms: list[str], rounds: int, trl_python: str | None) -> dict[str, Any]:
     """All rounds of all arms; the content of results.json."""
     pythons = {"ours": sys.executable, "gemm": sys.executable, "trl": trl_python or ""}
@@ -273,6 +284,7 @@ def measure(setting: Setting, arms: list[str], rounds: int, trl_python: str | No
         "command": ["python", "bench/vs_trl_ppo.py", *sys.argv[1:]],
         **facts,
         "versions": found_versions,
+        "isa": os.environ.get(VARIABLE),
         "setting": dataclasses.asdict(setting),
         "rounds": rounds,
         "order": arms,
@@ -382,6 +394,7 @@ def read_arguments(argv: list[str] | None) -> tuple[Setting, argparse.Namespace]
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds over all arms (default 3, with --quick 1)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(DEFAULT_ARMS), help="what to measure")
     parser.add_argument("--trl-python", metavar="PATH", help=f"python of an environment with trl=={TRL_VERSION}")
+    parser.add_argument("--isa", help="hold the kernels and libraries of every arm to an instruction set, e.g. avx2")
     parser.add_argument("--skip-trl", action="store_true", help="measure without TRL")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--output", type=Path, help=f"folder for results.json and comparison.png (default {OUTPUT})")
@@ -409,6 +422,8 @@ def read_arguments(argv: list[str] | None) -> tuple[Setting, argparse.Namespace]
 def main(argv: list[str] | None = None) -> int:
     setting, arguments = read_arguments(argv)
     try:
+        if arguments.isa is not None:
+            hold(arguments.isa)
         result = measure(setting, arguments.arms, arguments.rounds, arguments.trl_python)
     except ValueError as error:
         print(f"vs_trl_ppo: {error}", file=sys.stderr)

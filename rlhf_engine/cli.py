@@ -41,7 +41,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   generate   answers of a model, with or without an adapter
   report     a page of one run or several, for a browser: report RUN… [--out report.html]
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
-  doctor     versions, device, and which kernel backend serves which op
+  doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
   bench      time, memory and error of the kernels: bench [OP] [--quick]
 
 rlhf-engine COMMAND --help lists a command's options."""
@@ -95,7 +95,8 @@ def _as_request_errors() -> Any:
 
 def _prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, memory, quiet libraries."""
-    from rlhf_kernels import registry
+    with _as_request_errors():  # the environment may name an instruction set or a kernel table that is not there
+        from rlhf_kernels import registry
     from transformers.utils import logging
 
     from rlhf_engine.devices import keep_freed_memory
@@ -342,13 +343,18 @@ def _print_demo(result: Any, before: Any, after: Any, algorithm: str, as_json: b
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    if list(argv) not in ([], ["--json"]):
-        raise ConfigError(f"doctor: expected no options or --json, got {list(argv)}")
+    option, *values = argv or [""]
+    if option not in ("", "--json", "--measure") or len(values) > (option == "--measure"):
+        raise ConfigError(f"doctor: expected no options, --json or --measure [PATH], got {list(argv)}")
     _prepare("auto")
-    from rlhf_engine.doctor import examine, print_examination
+    from rlhf_engine.doctor import examine, measure_kernels, print_examination
 
+    if option == "--measure":
+        with _as_request_errors():
+            measure_kernels(Path(values[0] if values else "kernel_table.json"))
+        return 0
     found = examine()
-    if argv:
+    if option == "--json":
         print(json.dumps(found))
     else:
         print_examination(found)
@@ -359,6 +365,12 @@ def _bench(argv: Sequence[str]) -> int:
     # the op may stand first, without its flag
     argv = ["--op", *argv] if argv and not argv[0].startswith("-") else argv
     config = parse_config(BenchConfig, argv, prog="rlhf-engine bench")
+    if config.isa is not None:
+        from rlhf_engine.bench.isa import is_held, run_held
+
+        if not is_held(config.isa):
+            with _as_request_errors():
+                return run_held(config.isa, ["bench", *argv])
     _prepare("auto")
     from rlhf_engine.bench.command import run_bench
 

@@ -369,6 +369,9 @@ class BenchConfig(Options):
     full: bool = option(False, "every size of the grids")
     rounds: int | None = option(None, "rounds of which the median is taken; none: 20, or 5 with --quick", ge=5)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    isa: str | None = option(
+        None, "hold the CPU's kernels, and other libraries, to an instruction set such as avx2; none: the best"
+    )
     dtype: Literal["bf16", "fp32"] = option("bf16", "of weights and activations; numbers per token stay in fp32")
     json: str | None = option(None, "append one JSON object per case and backend to this file; - is standard output")
     out: str | None = option(None, "folder for results.jsonl and roofline.png")
@@ -376,7 +379,7 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_device(self.device)
-        for name in ("op", "model", "case", "json", "out"):
+        for name in ("op", "model", "case", "isa", "json", "out"):
             if getattr(self, name) is not None:
                 not_empty(name, getattr(self, name))
         if self.model is not None and self.op != "rollout":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_kernels import native, registry
+from rlhf_kernels import kernel_table, native, registry
 
 from rlhf_engine import __version__
 from rlhf_engine.report import summary_table
@@ -33,6 +34,10 @@ def examine() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
         "versions": {name: _version(name) for name in _CORE},
         "native_extension": native.missing() or f"available, instruction set {native.isa()}",
+        "kernel_table": {
+            "source": registry.table().source,
+            "machine": registry.table().machines.get(native.isa() or ""),
+        },
         "ops": {
             str(dtype).removeprefix("torch."): registry.report(device, dtype)
             for dtype in (torch.float32, torch.bfloat16)
@@ -49,8 +54,38 @@ def print_examination(found: dict[str, Any]) -> None:
     console.print(f"native C++ extension: {found['native_extension']}", highlight=False)
     rows = {op: (row["auto"], found["ops"]["bfloat16"][op]["auto"]) for op, row in found["ops"]["float32"].items()}
     console.print(summary_table("Kernel backend per op (auto)", ("float32", "bfloat16"), rows))
+    table = found["kernel_table"]
+    measured = f"measured on {table['machine']}" if table["machine"] else "nothing measured for this instruction set"
+    console.print(f"kernel table: {table['source']}, {measured}", markup=False, highlight=False, soft_wrap=True)
+    for dtype, ops in found["ops"].items():
+        for why in dict.fromkeys(row["why"] for row in ops.values()):
+            names = ", ".join(op for op, row in ops.items() if row["why"] == why)
+            console.print(f"  {dtype} {names}: {why}", markup=False, highlight=False, soft_wrap=True)
     for name, version in found["optional"].items():
         console.print(f"{name}: {version or 'not installed, ' + _OPTIONAL[name]}", markup=False, highlight=False)
+
+
+def measure_kernels(path: Path) -> None:
+    """Time our own backends here for half a minute and write a kernel table, which is used where it is named.
+
+    Raises:
+        ValueError: there is no native extension, or no such folder.
+    """
+    from rlhf_engine.bench.kernel_table import measure
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"measure: expected the path of a file in a folder that is there, got {str(path)!r}")
+    console = Console()
+    made = measure()
+    kernel_table.write(path, made.entries, made.machines)
+    chosen = {b: sum(entry.backend == b for entry in made.entries) for b in kernel_table.CANDIDATES}
+    counts = ", ".join(f"{n} times {b}" for b, n in chosen.items())
+    console.print(f"{path}: {len(made.entries)} entries for {', '.join(made.machines)}, {counts}", highlight=False)
+    for case in made.left_out:
+        console.print(f"  no time left for {case}", markup=False, highlight=False)
+    console.print(
+        f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _version(name: str) -> str | None:

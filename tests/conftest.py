@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from rlhf_kernels import registry
+from rlhf_kernels.kernel_table import KernelTable
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
@@ -71,6 +74,14 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
         return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
 
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
+
+
+@pytest.fixture(autouse=True)
+def _choices_of_no_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`auto` takes the native code where it serves, whatever was measured, and keeps nothing of another test's run."""
+    monkeypatch.setattr(registry, "_table", KernelTable(source="none", entries=()))
+    yield
+    registry.begin_run()
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ def _load() -> tuple[Any, str | None]:
 
 
 _extension, _missing = _load()
+_isa: str | None = None if _extension is None else _extension.isa()  # kept here: a compiler of graphs reads it
 
 
 def missing() -> str | None:
@@ -70,20 +71,26 @@ def extension() -> Any:
     return _extension
 
 
-def isa() -> str:
-    """Instruction set that the native code uses: one of `isas()`."""
-    return _extension.isa()
+def isa() -> str | None:
+    """Instruction set that the native code uses, one of `isas()`; None without the extension."""
+    return _isa
 
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """Use instruction set `name` within a `with` block, in every thread; `isas()` lists what there is."""
     previous = _extension.isa()
-    _extension.set_isa(name)
+    _set_isa(name)
     try:
         yield
     finally:
-        _extension.set_isa(previous)
+        _set_isa(previous)
+
+
+def _set_isa(name: str) -> None:
+    global _isa
+    _extension.set_isa(name)
+    _isa = _extension.isa()
 
 
 def isas() -> list[str]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Run = Callable[[], Any]
+Floors = dict[str, Run]
+"""Ways to do the least that a case needs, by label; see `bench.floor`."""
 
 
 class NotHereError(Exception):
@@ -47,17 +49,18 @@ class Subject:
     dtype: torch.dtype
     flops: float  # of the floor's GEMMs, or of the formulas where there are none
     moved_bytes: float  # what has to be read and written at least
+    kernels: tuple[str, ...] = ()  # ops of `rlhf_kernels.registry`; a backend is timed if it serves all of them
+    shape: tuple[int, ...] | None = None  # by which `auto` chooses among backends, see `rlhf_kernels.kernel_table`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Subject):
     """One op on one set of sizes. Everything here is cheap to make; `make` allocates the inputs."""
 
-    kernels: tuple[str, ...]  # ops of `rlhf_kernels.registry`; a backend is timed if it serves all of them
     make: Callable[[torch.device], Tensors]  # equal inputs for equal devices
     run: Callable[[Tensors, str], Tensors]  # (inputs, backend) → results by name; gradients are called d_<input>
     eager: Callable[[Tensors], Tensors]  # plain torch ops in the same dtype: the yardstick of tier T3
-    floor: Callable[[Tensors], Run]  # bare GEMMs of the same sizes, or a bare copy of the bytes that must move
+    floor: Callable[[Tensors], Floors]  # bare products of the same sizes, or a bare copy of the bytes that must move
     baselines: tuple[Baseline, ...]
     tiers: Mapping[str, str] = field(default_factory=dict)  # result → T1, T2, T3 where not the dtype's own
 
@@ -96,24 +99,3 @@ def differentiate(outputs: Tensors, upstream: Tensors, leaves: Tensors) -> Tenso
 def leaves_of(inputs: Tensors, names: tuple[str, ...]) -> Tensors:
     """Fresh leaves that share the inputs' memory."""
     return {name: inputs[name].detach().requires_grad_() for name in names}
-
-
-def gemm_floor(*products: tuple[Tensor, Tensor]) -> Run:
-    """Bare `torch.mm` of the given pairs, one after the other, into memory that is already there."""
-    outs: dict[tuple[int, int], Tensor] = {}  # products of one shape share their memory
-    for a, b in products:
-        shape = (a.shape[0], b.shape[1])
-        outs[shape] = torch.empty(shape, dtype=a.dtype, device=a.device)
-
-    def run() -> None:
-        for a, b in products:
-            torch.mm(a, b, out=outs[a.shape[0], b.shape[1]])
-
-    return run
-
-
-def copy_floor(moved_bytes: float, device: torch.device) -> Run:
-    """A bare copy that reads and writes `moved_bytes` in total."""
-    source = torch.ones(max(1, int(moved_bytes) // 2), dtype=torch.uint8, device=device)  # zeros may be unmapped
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
+from rlhf_kernels import native
 
 from rlhf_engine.bench import roofline
 from rlhf_engine.bench.report import print_results, write_records
@@ -31,6 +32,8 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
     """Measure, print, write. Raises ConfigError for what is not there before anything is measured."""
     device = resolve_device(config.device)
     dtype = _DTYPES[config.dtype]
+    if config.isa is not None and device.type != "cpu":
+        raise ConfigError(f"isa: expected it with device cpu, got {config.isa!r} with {device.type}")
     size = "quick" if config.quick else "full" if config.full else "default"
     rounds = config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS)
     measured: Iterator[CaseResult]
@@ -68,7 +71,10 @@ def _records(result: CaseResult) -> list[dict[str, Any]]:
 
 
 def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    isa = native.isa()
+    return f"CPU{'' if isa is None else f', {isa}'}, {torch.get_num_threads()} threads"
 
 
 def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[IO[str]]:

@@ -1,6 +1,6 @@
 """Roofline: achieved speed against arithmetic intensity, under the ceilings of this machine.
 
-    speed = flops / time,   intensity = flops / bytes,   ceiling = min(fastest torch.mm, bandwidth · intensity)
+    speed = flops / time,   intensity = flops / bytes,   ceiling = min(fastest product, bandwidth · intensity)
 
 flops are the floor's GEMMs (or the formulas' operations), bytes what has to move at least, so a kernel that computes or
 moves more than that shows as slower, not as busier. Bandwidth counts the bytes that a large copy reads and writes.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_engine.bench.case import copy_floor, gemm_floor
+from rlhf_engine.bench.floor import copy_floors, gemm_floors, worth_timing
 from rlhf_engine.bench.timing import interleaved, medians
 
 _MARKERS = {"cuda": "*", "triton": "^", "cpu": "s", "reference": "o"}
@@ -23,7 +23,7 @@ _MARKERS = {"cuda": "*", "triton": "^", "cpu": "s", "reference": "o"}
 class Ceilings(NamedTuple):
     """Of one device and dtype."""
 
-    gflops: float  # of a large torch.mm
+    gflops: float  # of a large product, the fastest way that is here
     gbytes: float  # per second, of a large copy
     dtype: torch.dtype
 
@@ -32,9 +32,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -
     """The median of a few calls each, one after the other."""
     n, n_bytes = (8192, 2**31) if device.type == "cuda" else (1024, 2**28) if quick else (2048, 2**29)
     a = torch.ones(n, n, dtype=dtype, device=device)
-    functions = {"mm": gemm_floor((a, a)), "copy": copy_floor(n_bytes, device)}
-    ms = medians(interleaved(functions, 5, device))
-    return Ceilings(2e-6 * n**3 / ms["mm"], 1e-6 * n_bytes / ms["copy"], dtype)
+    products, copy = worth_timing(gemm_floors((a, a.T))), copy_floors(n_bytes, device)
+    ms = medians(interleaved(products | copy, 5, device))
+    return Ceilings(2e-6 * n**3 / min(ms[label] for label in products), 1e-6 * n_bytes / ms["copy"], dtype)
 
 
 def plot_roofline(records: Sequence[dict[str, Any]], ceilings: Ceilings, png_path: str | Path, *, device: str) -> None:
@@ -71,7 +71,7 @@ def plot_roofline(records: Sequence[dict[str, Any]], ceilings: Ceilings, png_pat
     axes.set_yscale("log")
     name = str(ceilings.dtype).removeprefix("torch.")
     axes.set_title(
-        f"{device}: torch.mm {ceilings.gflops:,.0f} GFLOP/s ({name}), copy {ceilings.gbytes:,.0f} GB/s", fontsize=11
+        f"{device}: product {ceilings.gflops:,.0f} GFLOP/s ({name}), copy {ceilings.gbytes:,.0f} GB/s", fontsize=11
     )
     axes.set_xlabel("arithmetic intensity, FLOP per byte that has to move")
     axes.set_ylabel("GFLOP/s")

@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from rlhf_kernels import native
 
 from rlhf_engine.bench import OPS, accuracy, candidates, memory, timing
 from rlhf_engine.bench.accuracy import Accuracy, Yardstick
 from rlhf_engine.bench.candidates import Candidates, one_line
-from rlhf_engine.bench.case import Case, Run, Subject, Tensors
+from rlhf_engine.bench.case import Case, Floors, Run, Subject, Tensors
+from rlhf_engine.bench.floor import worth_timing
+from rlhf_engine.bench.isa import isa_of_peers
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.rollout import OP as ROLLOUT
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.training.metrics import cpu_name
 
 FLOOR = "floor"
 S = TypeVar("S", bound=Subject)
@@ -43,9 +47,17 @@ class CaseResult:
     device: str
     rounds: int
     order: tuple[str, ...]  # in which every round called the candidates
+    floor: str  # the fastest way to do the least that the case needs
     floor_ms: float
     rows: tuple[Measured, ...]
     missing: dict[str, str]  # who was not measured, and why
+
+    def _machine(self) -> dict[str, Any]:
+        """The instruction set and the model of a CPU that it was measured on."""
+        if self.device != "cpu":
+            return {}
+        best = None if native.missing() else native.isas()[-1]
+        return {"isa": native.isa(), "isa_of_peers": isa_of_peers(best), "cpu": cpu_name()}
 
     @property
     def baseline(self) -> Measured | None:
@@ -57,11 +69,15 @@ class CaseResult:
         best = self.baseline
         shared = {
             "device": self.device,
+            **self._machine(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "rounds": self.rounds,
         }
         about = {
+            "kernels": list(self.case.kernels),
+            "shape": self.case.shape and list(self.case.shape),
+            "floor": self.floor,
             "order": list(self.order),
             "flops": self.case.flops,
             "moved_bytes": self.case.moved_bytes,
@@ -100,6 +116,18 @@ class CaseResult:
             for row in self.rows
             if row.backend
         ]
+
+
+def timed_floors(floors: Floors) -> dict[str, Run]:
+    """Ways to the floor under the names by which they are timed, without those that cannot be the fastest."""
+    return {f"{FLOOR}: {label}": run for label, run in worth_timing(floors).items()}
+
+
+def fastest_floor(ms: dict[str, float]) -> tuple[str, float]:
+    """Label and milliseconds of the fastest of the `timed_floors`."""
+    found = {name: value for name, value in ms.items() if name.startswith(f"{FLOOR}: ")}
+    name = min(found, key=found.__getitem__)
+    return name.removeprefix(f"{FLOOR}: "), found[name]
 
 
 def _error(found: Accuracy | None) -> dict[str, float | None]:
@@ -170,10 +198,11 @@ def run_case(
     del measure
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    functions: dict[str, Run] = {FLOOR: case.floor(inputs), **found.backends, **found.baselines}
-    functions[FLOOR]()
+    candidates_here = found.backends | found.baselines
+    functions: dict[str, Run] = {**timed_floors(case.floor(inputs)), **candidates_here}
     ms = timing.medians(timing.interleaved(functions, rounds, device))
-    peaks = _peaks(case, found, size, device, server)
+    peaks = _peaks(case, found, size, device, server, ms)
+    floor, floor_ms = fastest_floor(ms)
     rows = tuple(
         Measured(
             label=label,
@@ -183,15 +212,15 @@ def run_case(
             peak_bytes=peaks[label],
             accuracy=checked[label],
         )
-        for label in functions
-        if label != FLOOR
+        for label in candidates_here
     )
     return CaseResult(
         case=case,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         rounds=rounds,
         order=tuple(functions),
-        floor_ms=ms[FLOOR],
+        floor=floor,
+        floor_ms=floor_ms,
         rows=rows,
         missing=found.missing,
     )
@@ -209,7 +238,12 @@ def _judge(case: Case, results: Tensors, measure: Yardstick | None, same: bool) 
 
 
 def _peaks(
-    case: Case, found: Candidates, size: str, device: torch.device, server: memory.MemoryServer | None
+    case: Case,
+    found: Candidates,
+    size: str,
+    device: torch.device,
+    server: memory.MemoryServer | None,
+    ms: dict[str, float],
 ) -> dict[str, int | None]:
     functions = found.backends | found.baselines
     if device.type == "cuda":
@@ -219,7 +253,7 @@ def _peaks(
         found.missing["peak memory"] = memory.unsupported() or "not asked for"
         return peaks
     for label in functions:
-        peak = server.peak(op=case.op, size=size, dtype=case.dtype, case=case.name, candidate=label)
+        peak = server.peak(op=case.op, size=size, dtype=case.dtype, case=case.name, candidate=label, ms=ms[label])
         if isinstance(peak, int):
             peaks[label] = peak
         else:

@@ -4,8 +4,9 @@ A module whose class computes what an op computes gets a subclass of that class,
 their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
 nothing but the attributes the op knows of, and has to give the op's bits. A class that fails keeps its `forward`.
 
-Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile) the
-modules run their own code. Outputs never change; gradients are rounded once instead of at every step.
+Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
+kernel table prefers the reference, the modules run their own code. Outputs never change; gradients are rounded once
+instead of at every step.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def _serves(op: str, *tensors: Tensor) -> bool:
         and registry.unsupported(op, "cpu", x.device.type, x.dtype) is None
         and not torch.is_autocast_enabled(x.device.type)
         and all(other.dtype == x.dtype for other in tensors)
+        and registry.resolve(op, "auto", x, (x.shape[-1],)) == "cpu"
     )
 
 

@@ -34,18 +34,24 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any, device_type: str) 
     return 0
 
 
-def backend_of(op: str, device_type: str, dtype: torch.dtype) -> str:
-    """The backend that serves an op where the plan is for: on CUDA, also if there is none here."""
+def backend_of(op: str, device_type: str, dtype: torch.dtype, shape: Sequence[int] | None = None) -> str:
+    """The backend that serves an op where the plan is for: on CUDA, also if there is none here. shape: as `resolve`."""
     if device_type == "cuda":
         offered = registry.report("cuda")[op]
         return next(b for b in ("cuda", "triton", "reference") if not offered[b].endswith(f"no {b} implementation"))
-    return registry.resolve(op, "auto", torch.empty(0, dtype=dtype))
+    return registry.resolve_for(op, "auto", "cpu", dtype, shape)
+
+
+def _plain_backend(name: str, args: Sequence[Any], device_type: str) -> str:
+    """`backend_of` an op in `_PLAIN_TORCH`: by the head's weight, or the size of an attention head."""
+    shape = args[1].shape if name == "sample" else args[0].shape[-1:]
+    return backend_of(name, device_type, args[0].dtype, shape)
 
 
 def _own_op(name: str, args: Sequence[Any], device_type: str) -> int:
     base = name.removesuffix("_backward")
     if name in _PLAIN_TORCH:
-        if backend_of(name, device_type, args[0].dtype) == "triton":
+        if _plain_backend(name, args, device_type) == "triton":
             return _partial_states(name, args)
         return _traced_reference(name, args, device_type)
     if base in ("lora_linear", "lora_delta"):
@@ -69,7 +75,7 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
     else:
         needs, ahead = "", args[-2]
     second = bool(needs) and not ahead
-    backend = backend_of("linear_ppo_loss", device_type, hidden.dtype)
+    backend = backend_of(name.removesuffix("_backward"), device_type, hidden.dtype, weight.shape)
     (n, h), v, e = hidden.shape, weight.shape[0], hidden.element_size()
     summed = n * h * 4 if ahead and name == "linear_ppo_loss" else 0  # E, of which the gradient is made
     if backend == "triton":
@@ -119,7 +125,7 @@ def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
     backward = name.endswith("_backward")
     n_on, rank = sum(ends) - sum(starts), max(a.shape[0] for a in A)
     k, m = A[0].shape[1], B[0].shape[0]
-    backend = backend_of("lora", device_type, x.dtype)
+    backend = backend_of("lora", device_type, x.dtype, (m, k))
     if backend == "triton":
         rank = max(16, _power(rank))
         if not backward:
@@ -157,7 +163,7 @@ _traces: dict[tuple[Any, ...], int] = {}
 
 def _traced_reference(name: str, args: Sequence[Any], device_type: str) -> int:
     """Peak of the reference without data, less its results."""
-    if backend_of(name, device_type, args[0].dtype) != "reference":
+    if _plain_backend(name, args, device_type) != "reference":
         return 0
     described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
     key = (name, device_type, *described)

@@ -56,7 +56,8 @@ class EngineOptions:
     cache_bytes: int | None = None
     """Most bytes of keys and values, all rows together; None: as many as the rows alive at once may need."""
     decode_step: StepName = "auto"
-    """What runs a decoding step. auto: on a CPU the native one where it serves the backbone, on CUDA graphs."""
+    """What runs a decoding step. auto: on a CPU the native one where it serves the backbone and the kernel table does
+    not prefer the reference, on CUDA graphs."""
     batch_invariant: bool = False
     """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that but
     for long prompts, which go through the model one at a time; where it does not serve, everything does."""
@@ -312,6 +313,9 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     if name == "transformers":
         return name
     served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
+    # where bits may not depend on the batch, transformers' steps take one row at a time
+    if "native" in served and not options.batch_invariant and not native_step.preferred(backbone, "cpu"):
+        served.remove("native")
     return served[0] if served else "transformers"  # type: ignore[return-value]
 
 

@@ -184,7 +184,14 @@ def unsupported(backbone: Backbone) -> str | None:
 def looks_servable(backbone: Backbone, device_type: str) -> bool:
     """Whether kinds and names speak for the native step, for a backbone without weights; its trial may say no."""
     reason = registry.unsupported("decode_step", "cpu", device_type, backbone.dtype)
-    return reason is None and _differs(backbone) is None
+    return reason is None and _differs(backbone) is None and preferred(backbone, device_type)
+
+
+def preferred(backbone: Backbone, device_type: str) -> bool:
+    """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.registry`."""
+    trunk: Any = backbone.trunk
+    shape = trunk.layers[0].get_submodule(_LINEARS["gate"]).weight.shape
+    return registry.resolve_for("decode_step", "auto", device_type, backbone.dtype, shape) == "cpu"
 
 
 def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints: adapters, heads, optimizer and counters in safetensors and JSON, written whole or not at all.
+"""Checkpoints: adapters, heads, optimizer, counters and kernel choices, written whole or not at all.
 
 Randomness, data order and schedules are functions of (seed, step), so the step is all there is to remember of them.
 A checkpoint is written to a temporary folder, flushed to disk and renamed; what has the final name is complete. Its
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from rlhf_kernels import registry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +35,7 @@ _NAME = re.compile(r"checkpoint-\d+")
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "trainer_state.json"
 _POLICIES_FILE = "policies.safetensors"
+_KERNELS_FILE = "kernels.json"
 
 
 class Counters(Protocol):
@@ -133,6 +135,8 @@ def _write(
         tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
     (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
+    chosen = [choice._asdict() for choice in registry.choices()]
+    (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
     write_manifest(folder)
 
 
@@ -171,6 +175,33 @@ def load_checkpoint(
     except ValueError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}") from error
     return state
+
+
+def begin_kernels(resume: Path | None) -> None:
+    """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
+
+    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It
+    is process-wide: the run that began last has it.
+
+    Args:
+        resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
+
+    Raises:
+        ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name.
+    """
+    path = None if resume is None else resume / _KERNELS_FILE
+    if path is None or not path.is_file():
+        registry.begin_run()
+        return
+    check(path.parent, [_KERNELS_FILE])
+    found = [
+        registry.Choice(c["op"], c["dtype"], None if c["shape"] is None else tuple(c["shape"]), c["backend"])
+        for c in json.loads(path.read_text())
+    ]
+    try:
+        registry.begin_run(found)
+    except registry.BackendUnavailableError as error:
+        raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from rlhf_kernels import native
 
 import rlhf_engine
 
@@ -125,7 +126,8 @@ def run_record(
         "git_commit": git_commit(Path(__file__)),
         "platform": platform.platform(),
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cpu_instruction_set": native.isa(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -219,7 +221,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Model of the CPU, as the system calls it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():

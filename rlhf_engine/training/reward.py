@@ -37,6 +37,7 @@ from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
 from rlhf_engine.training.checkpoint import (
+    begin_kernels,
     check,
     load_checkpoint,
     read_counters,
@@ -125,6 +126,7 @@ class RewardTrainer:
         )
         if resume is not None:
             self._check_same_run(resume)
+        begin_kernels(resume)
         self.notes = self._notes()
         """What a person should know before the run starts, one sentence each."""
         self.model = build_reward_model(config)

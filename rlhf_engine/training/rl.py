@@ -36,6 +36,7 @@ from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_t
 from rlhf_engine.training.build import PAST, build_policy_model, check_sources, shard_base
 from rlhf_engine.training.checkpoint import (
     TrainerState,
+    begin_kernels,
     digest,
     load_checkpoint,
     load_policies,
@@ -148,6 +149,7 @@ class RlTrainer:
                 raise ConfigError(
                     f"max_steps: expected at least {counters.step}, the steps of {self._resume}, got {config.max_steps}"
                 )
+        begin_kernels(self._resume)
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:

@@ -55,6 +55,7 @@ from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.checkpoint import (
+    begin_kernels,
     load_checkpoint,
     read_counters,
     require_same,
@@ -218,6 +219,7 @@ class SftTrainer:
             if held.rows != self.state.rows:
                 raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
             require_same_rows_per_step(resume, held.rows_per_step, rows_per_step)
+        begin_kernels(resume)
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from rlhf_kernels import BackendUnavailableError, registry
+from rlhf_kernels import BackendUnavailableError, native, registry
 
-from rlhf_engine.bench import OPS, candidates, memory, runner, timing
-from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor
+from rlhf_engine.bench import OPS, candidates, floor, memory, runner, timing
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors
+from rlhf_engine.bench.floor import MM, copy_floors, gemm_floors, together, worth_timing
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.report import KEYS, write_records
 from rlhf_engine.bench.rollout import OP as ROLLOUT
@@ -51,7 +53,7 @@ def toy(*baselines: Baseline) -> Case:
         make=lambda device: {"x": torch.linspace(0.1, 1, 8, device=device)},
         run=lambda inputs, backend: {"y": inputs["x"].clone()},
         eager=lambda inputs: {"y": inputs["x"].clone()},
-        floor=lambda inputs: copy_floor(64, inputs["x"].device),
+        floor=lambda inputs: copy_floors(64, inputs["x"].device),
         baselines=baselines,
         flops=8.0,
         moved_bytes=64.0,
@@ -82,7 +84,9 @@ def test_every_op_has_cases_whose_reference_is_within_its_bound(op, dtype):
             assert record["ok"], record["why"]
             assert record["error"] <= record["error_bound"]
             assert record["ms"] > 0
-            assert record["floor_ms"] == result.floor_ms
+            assert (record["floor"], record["floor_ms"]) == (result.floor, result.floor_ms)
+            assert (record["isa"], record["isa_of_peers"]) == (native.isa(), native.isa())
+            assert record["cpu"]
         baselines = [row for row in result.rows if not row.backend and row.same]
         assert baselines
         for row in baselines if dtype == torch.float32 else []:
@@ -92,7 +96,9 @@ def test_every_op_has_cases_whose_reference_is_within_its_bound(op, dtype):
         labels = {baseline.label for baseline in case.baselines} | set(registry.BACKENDS)
         assert labels == {row.label for row in result.rows} | (set(result.missing) - {"peak memory"})
         assert all(result.missing.values())
-        assert result.order == ("floor", *(row.label for row in result.rows))
+        floors = [name for name in result.order if name.startswith("floor: ")]
+        assert result.order == (*floors, *(row.label for row in result.rows))
+        assert f"floor: {result.floor}" in floors
 
 
 def test_the_grids_of_every_size_can_be_listed_without_making_inputs():
@@ -179,6 +185,43 @@ def test_an_infinite_error_is_null_with_a_reason():
         assert (found["error"], found["ok"]) == (None, False)
 
 
+# ---- floors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_way_to_the_floor_makes_the_product(dtype):
+    x, weight = torch.randn(6, 64).to(dtype), torch.randn(32, 64).to(dtype)
+    for label, way in floor._ways(dtype).items():
+        try:
+            y = way.linear(x, weight)()
+        except (AttributeError, RuntimeError):  # such a floor is left out
+            assert label not in gemm_floors((x, weight.T))
+            continue
+        torch.testing.assert_close(y.to(dtype), x @ weight.T, rtol=0.02, atol=0.2)
+
+
+def test_floors_pack_weights_only_and_may_be_put_together():
+    x, weight, g = torch.randn(6, 64), torch.randn(32, 64), torch.randn(6, 32)
+    floors = gemm_floors((x, weight.T), (g, weight), fresh=[(g.T, x)])
+    assert next(iter(floors)) == MM
+    assert list(gemm_floors(fresh=[(g.T, x)])) == [MM], "there is nothing to pack"
+    both = together([floors, gemm_floors((x, weight.T), times=3)])
+    assert list(both) == list(floors)
+    for run in both.values():
+        run()
+    calls: list[str] = []
+    counted = together(
+        [{"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, {"b": lambda: calls.append("c")}]
+    )
+    counted["b"]()
+    assert (list(counted), calls) == (["b"], ["b", "c"])
+
+
+def test_a_way_that_is_far_from_the_fastest_is_not_timed():
+    slow = {"slow": lambda: time.sleep(0.03), "quick": lambda: None, "same": lambda: time.sleep(0.001)}
+    assert list(worth_timing(slow)) == ["quick", "same"]
+
+
 # ---- timing and memory -----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +272,8 @@ def test_the_memory_server_measures_cases_and_reports_errors():
         # logits in fp32 (8 MiB), their log_softmax (8), then two gradients (8 + 4), of which not all live at once
         assert 16 <= peak / 2**20 <= 32
         assert server.peak(**request, case="backward/256x8192", candidate="nobody") == "KeyError: 'nobody'"
+        late = server.peak(**request, case="backward/256x8192", candidate="log_softmax + gather", ms=100_000.0)
+        assert late == "left out: two calls would take 200 s, more than 60 s"
 
 
 @pytest.mark.gpu
@@ -264,7 +309,8 @@ def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, cap
     for record in records:
         assert tuple(record)[: len(KEYS)] == KEYS
         assert (record["op"], record["dtype"], record["rounds"], record["peak_bytes"]) == ("lora", "float32", 5, 1024)
-        assert record["order"][0] == "floor"
+        assert record["order"][0].startswith("floor: ")
+        assert (record["kernels"], record["shape"]) == (["lora"], [24, 16])
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "error / bound" in captured.out
     assert "single/32x16x24_r4:" in captured.out, "eighty columns are enough for every name"
@@ -287,6 +333,7 @@ def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
     [
         (["gea"], "op: expected one of linear_logprob, .*, got 'gea'; did you mean 'gae'"),
         (["gae", "--case", "sideways"], "case: expected one of forward/.*, got 'sideways'"),
+        (["gae", "--device", "cpu", "--isa", "avx3"], "isa: expected .*, got 'avx3'"),
         (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp32', got 'fp8'"),
         (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhf_kernels import native, registry
+from rlhf_kernels import kernel_table, native, registry
 
 from rlhf_engine import __version__, cli
+from rlhf_engine.bench import kernel_table as measuring
 from rlhf_engine.cli import main
 from rlhf_engine.report import format_value
 from rlhf_engine.training.metrics import read_metrics
@@ -114,7 +115,41 @@ def test_doctor(capsys):
     assert found["version"] == __version__
     assert set(found["ops"]) == {"float32", "bfloat16"}
     assert found["ops"]["float32"]["lora"]["reference"] == "available"
-    assert refused(capsys, "doctor", "--jsn").endswith("doctor: expected no options or --json, got ['--jsn']")
+    assert {"source", "machine"} == set(found["kernel_table"])
+    assert all(row["why"] for ops in found["ops"].values() for row in ops.values())
+    expected = "doctor: expected no options, --json or --measure [PATH], got "
+    assert refused(capsys, "doctor", "--jsn").endswith(f"{expected}['--jsn']")
+    assert refused(capsys, "doctor", "--json", "x").endswith(f"{expected}['--json', 'x']")
+
+
+def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):
+    table = tmp_path / "table.json"
+    isa = native.isa() or "portable"
+    entry = kernel_table.Entry("gae", isa, "float32", None, "reference", {"a": {"cpu": 3.0, "reference": 1.0}})
+    kernel_table.write(table, [entry], {isa: "a CPU, 1 threads, torch 2"})
+    with registry.use_table(table):
+        _, out, _ = run(capsys, "doctor")
+    if native.missing() is None:
+        assert f"kernel table: {table}, measured on a CPU, 1 threads, torch 2" in out
+        assert "float32 gae: by the table: reference 3.00 x as fast" in out
+        assert f": the first that serves; the table has nothing for {isa}" in out
+    assert "lora_decode_delta: the only one that serves: lora_decode_delta has no cpu implementation" in out
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="without the native extension there is nothing to choose")
+def test_doctor_measures_a_table_that_is_used_where_it_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "OPS", ("gae", "block"))
+    path = tmp_path / "table.json"
+    code, out, _ = run(capsys, "doctor", "--measure", str(path))
+    assert code == 0
+    assert f"used with RLHF_ENGINE_KERNEL_TABLE={path}" in out
+    found = kernel_table.read(path, registry.ops(), isa=native.isa())
+    assert {entry.op for entry in found.entries} == {"gae", "rms_norm", "rotary", "swiglu"}
+    assert "by the table" not in run(capsys, "doctor")[1], "it was not named"
+    with registry.use_table(path):
+        assert "by the table" in run(capsys, "doctor")[1]
+    line = refused(capsys, "doctor", "--measure", str(tmp_path / "none" / "table.json"))
+    assert "measure: expected the path of a file in a folder that is there" in line
 
 
 def test_the_module_runs_as_a_program(tmp_path):

@@ -250,6 +250,7 @@ def test_installs_without_a_compiler(checkout, command, environment):
         assert {"rlhf_engine/__init__.py", "rlhf_kernels/registry.py", "rlhf_kernels/gae/__init__.py"} <= set(names)
         assert not any(name.startswith(("kernels/", "tests/", "bench/", "csrc/")) for name in names)
         assert {"rlhf_kernels/csrc/cuda/gae.cu", "rlhf_kernels/csrc/common/affine_map.h"} <= set(names)
+        assert "rlhf_kernels/kernel_table.json" in names
 
 
 @pytest.mark.long  # compiles the extension
@@ -264,3 +265,4 @@ def test_wheel_from_sdist_has_the_extension(checkout):
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("rlhf_kernels/_native.") for name in names)
     assert {"rlhf_kernels/csrc/cuda/launch.cuh", "rlhf_kernels/csrc/common/ppo_terms.h"} <= set(names)
+    assert "rlhf_kernels/kernel_table.json" in names

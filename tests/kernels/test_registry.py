@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 
 X = torch.zeros(2)
 
@@ -86,6 +86,7 @@ def test_report_gives_every_backend_a_reason(op):
     row = registry.report("cpu")[op]
     assert row == {
         "auto": "cpu",
+        "why": f"the first that serves; the table has nothing for {native.isa()}",
         "cuda": f"{op} has no cuda implementation",
         "triton": f"{op} has no triton implementation",
         "cpu": "available",

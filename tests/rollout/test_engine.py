@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
+from rlhf_kernels import kernel_table, native, registry
 
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
@@ -375,6 +375,20 @@ def test_the_native_step_is_taken_where_it_serves():
             ValueError, match=r"step: expected one that serves the backbone, got .native.: .*'reference'"
         ):
             generate(model, [[5]], sampling(), options=EngineOptions(decode_step="native"))
+
+
+def test_the_native_step_is_not_taken_where_the_table_prefers_the_reference(tmp_path):
+    isa = native.isa()
+    if isa is None:
+        pytest.skip(str(native.missing()))
+    times = {"a": {"cpu": 2.0, "reference": 1.0}}
+    entry = kernel_table.Entry("decode_step", isa, "float32", (40, 24), "reference", times)
+    kernel_table.write(tmp_path / "table.json", [entry], {isa: "a CPU"})
+    model = build()
+    with registry.use_table(tmp_path / "table.json"):
+        assert generate(model, [[5]], sampling()).stats.step == "transformers"
+        for options in (EngineOptions(decode_step="native"), EngineOptions(batch_invariant=True)):
+            assert generate(model, [[5]], sampling(), options=options).stats.step == "native"
 
 
 @pytest.mark.parametrize(

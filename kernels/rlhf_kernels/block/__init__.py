@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
     _check("weight", weight, x, x.shape[-1:])
     if not eps >= 0.0:
         raise ValueError(f"eps: expected a number of at least 0, got {eps}")
-    if registry.resolve("rms_norm", backend, x) == "reference":
+    if registry.resolve("rms_norm", backend, x, (x.shape[-1],)) == "reference":
         return reference.rms_norm(x, weight, eps)
     y: Tensor = _rms_norm(x, weight, float(eps))[0]
     return y
@@ -80,7 +80,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "au
             raise ValueError(f"{name}: expected angles without a gradient, got a tensor that requires one")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: expected the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    if registry.resolve("rotary", backend, q) == "reference":
+    if registry.resolve("rotary", backend, q, (q.shape[-1],)) == "reference":
         return reference.rotary(q, k, cos, sin)
     q_turned, k_turned = _rotary(q, k, cos, sin)
     return q_turned, k_turned
@@ -90,7 +90,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """silu(gate) · up, of one shape; differentiable in both."""
     _check("gate", gate, gate)
     _check("up", up, gate, gate.shape)
-    if registry.resolve("swiglu", backend, gate) == "reference":
+    if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":
         return reference.swiglu(gate, up)
     y: Tensor = _swiglu(gate, up)
     return y

@@ -110,5 +110,5 @@ def decode_attention(
         float(scale),
         window,
         None if softcap is None else float(softcap),
-        registry.resolve("decode_attention", backend, q),
+        registry.resolve("decode_attention", backend, q, (d,)),
     )

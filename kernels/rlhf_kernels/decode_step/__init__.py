@@ -37,7 +37,17 @@ from torch import Tensor
 
 from .. import registry
 from . import native, reference
-from .model import LINEARS, Decoder, DecoderLayer, Projection, StepAdapter, check_adapter, check_decoder, tensors_of
+from .model import (
+    LINEARS,
+    Decoder,
+    DecoderLayer,
+    Projection,
+    StepAdapter,
+    check_adapter,
+    check_decoder,
+    mlp_shape,
+    tensors_of,
+)
 
 __all__ = ["LINEARS", "DecodeStep", "Decoder", "DecoderLayer", "Projection", "StepAdapter"]
 
@@ -55,7 +65,7 @@ class DecodeStep:
         check_decoder(decoder)
         for s, adapter in enumerate(adapters):
             check_adapter(f"adapters[{s}]", adapter, decoder)
-        self.backend = registry.resolve("decode_step", backend, decoder.embedding)
+        self.backend = registry.resolve("decode_step", backend, decoder.embedding, mlp_shape(decoder))
         self._decoder = decoder
         self._like = decoder.embedding
         self._weights = tensors_of(decoder, adapters)

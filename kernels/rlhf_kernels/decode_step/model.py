@@ -71,6 +71,12 @@ class StepAdapter:
     scale: float
 
 
+def mlp_shape(decoder: Decoder) -> tuple[int, int]:
+    """Shape of the first layer's gate, by which a backend is chosen: a layer's largest weight."""
+    rows, columns = decoder.layers[0].gate.weight.shape
+    return rows, columns
+
+
 def check_caches(keys: Sequence[Tensor], values: Sequence[Tensor], decoder: Decoder) -> None:
     """One cache per layer, all of one shape, dtype and device."""
     dtype, device, layers = decoder.embedding.dtype, decoder.embedding.device, len(decoder.layers)

@@ -66,7 +66,7 @@ def gather_logprob(
             "inplace_backward: expected logits that are an intermediate result, got a leaf that requires grad"
         )
     flat_temperature = None if per_row is None else per_row.reshape(-1)
-    chosen = registry.resolve("gather_logprob", backend, logits)
+    chosen = registry.resolve("gather_logprob", backend, logits, (logits.shape[-1],))
     results = _gather_logprob(
         logits, target.reshape(-1), flat_temperature, scalar, ignore_index, wanted, inplace_backward, chosen
     )

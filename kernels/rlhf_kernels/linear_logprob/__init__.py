@@ -88,7 +88,7 @@ def linear_logprob(
     differentiable = {*wanted.split(","), "logprob"} - constant - {"is_top1"}
     inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
     ahead = grads_needed(*inputs) == "hidden" and differentiable <= {"logprob", "lse"}
-    chosen = registry.resolve("linear_logprob", backend, widest(hidden, weight))
+    chosen = registry.resolve("linear_logprob", backend, widest(hidden, weight), weight.shape)
     results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, ahead, chosen)
     made = dict(zip(OUTPUTS, results[:-1], strict=True))
     for name in constant:

@@ -95,7 +95,7 @@ def linear_logprob_pair(
                     f"{name}: expected one that needs no gradient (only hidden_a gets one), got one that "
                     "requires grad; detach it, or use two linear_logprob calls to train it"
                 )
-    chosen = registry.resolve("linear_logprob_pair", backend, widest(hidden_a, weight))
+    chosen = registry.resolve("linear_logprob_pair", backend, widest(hidden_a, weight), weight.shape)
     constant = check_detach(detach, PairOutputs._fields)
     ahead = ""
     if torch.is_grad_enabled() and hidden_a.requires_grad and "entropy" in constant:

@@ -128,7 +128,7 @@ def linear_ppo_loss(
         float(kl_coef),
         float(entropy_coef),
         grads_needed(hidden, weight, bias, options.lora_A, options.lora_B),
-        registry.resolve("linear_ppo_loss", backend, widest(hidden, weight)),
+        registry.resolve("linear_ppo_loss", backend, widest(hidden, weight), weight.shape),
     )
     return LinearPpoLossOutputs(loss, statistics, logprob)
 

@@ -244,7 +244,7 @@ def lora_delta_(
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
     rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lanes, _resolve(backend, x, lanes))
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lanes, _resolve(backend, x, lanes, y.shape[-1]))
     at = 0
     for start, end in _merged(lanes):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])
@@ -271,7 +271,7 @@ def lora_linear(
         # what autocast does to F.linear, where autograd sees it; a backend is one for what comes of it
         half = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
-    chosen = _resolve(backend, x, lanes)
+    chosen = _resolve(backend, x, lanes, weight.shape[0])
     if not lanes.A:
         return F.linear(x, weight, bias)
     for name, w in (("weight", weight), ("bias", bias)):
@@ -336,7 +336,7 @@ class DecodeLinear:
         lanes = make_lanes(x, weight.shape[0], A, B, scales, segments, None)
         if not lanes.A or not eager.eager(*self._tensors):
             return None
-        chosen = _resolve(self._backend, x, lanes, "lora_decode")
+        chosen = _resolve(self._backend, x, lanes, weight.shape[0], "lora_decode")
         if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lanes):
             return native.Decoder(x, weight, bias, lanes)
         if chosen == "cuda":
@@ -357,10 +357,10 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
 
 
-def _resolve(backend: str, x: Tensor, lanes: Lanes, op: str = "lora") -> str:
-    """The backend for x and the adapters: float64 on either side asks for products in float64."""
+def _resolve(backend: str, x: Tensor, lanes: Lanes, features: int, op: str = "lora") -> str:
+    """The backend for x and the adapters of a [features, K] linear; float64 on either side means float64 products."""
     wide = [t for t in (*lanes.A, *lanes.B) if t.dtype == torch.float64]
-    return registry.resolve(op, backend, wide[0] if wide else x)
+    return registry.resolve(op, backend, wide[0] if wide else x, (features, x.shape[-1]))
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

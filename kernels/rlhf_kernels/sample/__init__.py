@@ -102,7 +102,7 @@ def sample(
                 )
     if top_k is not None and top_k >= weight.shape[0]:
         top_k = None
-    chosen = _resolve(backend, widest(hidden, weight), top_k is not None or (top_p or 1.0) < 1.0)
+    chosen = _resolve(backend, hidden, weight, top_k is not None or (top_p or 1.0) < 1.0)
     results = _sample(
         hidden,
         weight,
@@ -122,9 +122,9 @@ def sample(
     )
 
 
-def _resolve(backend: str, like: Tensor, filtered: bool) -> str:
+def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> str:
     """The backend for such tensors; with a filter `auto` passes over kernels, and by name they are refused."""
-    chosen = registry.resolve("sample", backend, like)
+    chosen = registry.resolve("sample", backend, widest(hidden, weight), weight.shape)
     if not filtered or chosen == "reference":
         return chosen
     asked = registry.default_backend() if backend == "auto" else backend

@@ -12,7 +12,8 @@ import torch
 from rlhf_kernels.block import reference, rms_norm, rotary, swiglu
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Tensors, copy_floor, differentiate, leaves_of
+from rlhf_engine.bench.case import Baseline, Case, Tensors, differentiate, leaves_of
+from rlhf_engine.bench.floor import copy_floors
 
 EPS = 1e-6
 _GRID = [(256, 512), (1024, 1024), (1024, 4096)]  # tokens, hidden size
@@ -85,10 +86,11 @@ def _case(name: str, T: int, H: int, dtype: torch.dtype) -> Case:
         name=f"{name}/{T}x{width}",
         dtype=dtype,
         kernels=(name,),
+        shape=(min(H, _HEAD) if name == "rotary" else width,),
         make=make,
         run=run,
         eager=lambda inputs: finish(plain, inputs),
-        floor=lambda inputs: copy_floor(moved, next(iter(inputs.values())).device),
+        floor=lambda inputs: copy_floors(moved, next(iter(inputs.values())).device),
         baselines=(
             Baseline(name="eager formulas", prepare=prepare_eager),
             Baseline(name="torch.compile(formulas)", prepare=prepare_compiled, compiles=True),

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from rlhf_kernels.decode_attention import decode_attention
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor, require
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, require
+from rlhf_engine.bench.floor import copy_floors
 
 
 class CacheSize(NamedTuple):
@@ -76,10 +77,11 @@ def _case(s: CacheSize, dtype: torch.dtype, ragged: bool) -> Case:
         name=f"{'ragged' if ragged else 'full'}/{s}",
         dtype=dtype,
         kernels=("decode_attention",),
+        shape=(s.D,),
         make=make,
         run=run,
         eager=_eager,
-        floor=lambda inputs: copy_floor(moved, inputs["q"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["q"].device),
         baselines=(
             Baseline(name="matmul + softmax + matmul", prepare=lambda inputs: lambda: _eager(inputs)),
             Baseline(name="F.scaled_dot_product_attention", prepare=_sdpa),

@@ -13,7 +13,8 @@ import torch
 from rlhf_kernels.decode_step import LINEARS, Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from torch import Tensor, nn
 
-from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, gemm_floor
+from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors
+from rlhf_engine.bench.floor import gemm_floors
 
 EPS, RANK, LORA_SCALE, WORDS = 1e-5, 16, 2.0, 1000
 
@@ -99,6 +100,7 @@ def _case(s: StepSize, dtype: torch.dtype, on: bool) -> Case:
         name=f"{'on' if on else 'off'}/{s}",
         dtype=dtype,
         kernels=("decode_step",),
+        shape=(s.M, s.H),
         make=make,
         run=run,
         eager=lambda inputs: run(inputs, "reference"),
@@ -111,10 +113,10 @@ def _case(s: StepSize, dtype: torch.dtype, on: bool) -> Case:
     )
 
 
-def _floor(s: StepSize, inputs: Tensors) -> Run:
+def _floor(s: StepSize, inputs: Tensors) -> Floors:
     embedding = inputs["embedding"]
     x = {width: embedding.new_ones(s.N, width) for _, width in s.shapes().values()}
-    return gemm_floor(*((x[s.shapes()[n][1]], inputs[f"{i}.{n}"].T) for i in range(s.L) for n in LINEARS))
+    return gemm_floors(*((x[s.shapes()[n][1]], inputs[f"{i}.{n}"].T) for i in range(s.L) for n in LINEARS))
 
 
 def _projections(inputs: Tensors, layer: int) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import torch
 from rlhf_kernels import gae
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Tensors, copy_floor, differentiate, leaves_of
+from rlhf_engine.bench.case import Baseline, Case, Tensors, differentiate, leaves_of
+from rlhf_engine.bench.floor import copy_floors
 
 GAMMA, LAM = 0.99, 0.95
 _SIZES = {
@@ -58,7 +59,7 @@ def _case(B: int, T: int, backward: bool) -> Case:
         make=make,
         run=run,
         eager=lambda inputs: finish(_loop, inputs),
-        floor=lambda inputs: copy_floor(moved, inputs["mask"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["mask"].device),
         baselines=(Baseline(name="eager loop", prepare=prepare),),
         flops=B * T * (10.0 if backward else 6.0),
         moved_bytes=moved,

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from rlhf_kernels import gather_logprob
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, copy_floor, differentiate, leaves_of, require
+from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, differentiate, leaves_of, require
+from rlhf_engine.bench.floor import copy_floors
 from rlhf_engine.bench.ops.heads import eager_stats
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -74,10 +75,11 @@ def _case(N: int, V: int, device_type: str, dtype: torch.dtype, backward: bool) 
         name=f"{'backward' if backward else 'forward'}/{N}x{V}",
         dtype=dtype,
         kernels=("gather_logprob",),
+        shape=(V,),
         make=make,
         run=run,
         eager=lambda inputs: finish(_eager, inputs),
-        floor=lambda inputs: copy_floor(moved, inputs["logits"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["logits"].device),
         baselines=(
             baseline("log_softmax + gather", lambda _: _eager),
             baseline("F.cross_entropy", lambda _: _cross_entropy),

@@ -1,6 +1,6 @@
 """`linear_logprob`: forward, frozen head, trained head, entropy as a value, differentiable entropy.
 
-Floor: `torch.mm` of the same sizes: 1 for a forward, 2 for forward and backward with a frozen head, 4 with a trained
+Floor: bare products of the same sizes: 1 for a forward, 2 for forward and backward with a frozen head, 4 with a trained
 one (its backward makes the logits again). Gradients come from one random number per token and output.
 """
 
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from rlhf_kernels import linear_logprob
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, NotHereError, Run, Tensors, differentiate, gemm_floor, leaves_of
+from rlhf_engine.bench.case import Baseline, Case, Floors, NotHereError, Tensors, differentiate, leaves_of
+from rlhf_engine.bench.floor import gemm_floors
 from rlhf_engine.bench.ops.heads import SCORERS, HeadSize, Score, Scorer, eager_score, head_sizes, make_head
 
 
@@ -71,6 +72,7 @@ def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case
         name=f"{mode.name}/{s}",
         dtype=dtype,
         kernels=("linear_logprob",),
+        shape=(s.V, s.H),
         make=make,
         run=run,
         eager=lambda inputs: evaluate(eager_score, mode, inputs),
@@ -92,15 +94,15 @@ def evaluate(score: Score, mode: Mode, inputs: Tensors) -> Tensors:
     return differentiate(outputs, {name: inputs[f"grad_{name}"] for name in mode.differentiated}, leaves)
 
 
-def head_floor(inputs: Tensors, gemms: int) -> Run:
+def head_floor(inputs: Tensors, gemms: int) -> Floors:
     """1: logits. 2: and d_hidden. 3: and d_weight. 4: the logits twice."""
     hidden, weight = inputs["hidden"], inputs["weight"]
     forward = (hidden, weight.T)
     if gemms == 1:
-        return gemm_floor(forward)
+        return gemm_floors(forward)
     logits = torch.zeros(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     back, back_weight = (logits, weight), (logits.T, hidden)
-    return gemm_floor(*[forward] * (2 if gemms == 4 else 1), back, *[back_weight] * (gemms > 2))
+    return gemm_floors(*[forward] * (2 if gemms == 4 else 1), back, fresh=[back_weight] * (gemms > 2))
 
 
 def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:

@@ -1,6 +1,6 @@
 """`linear_logprob_pair`: log-probs of policy and reference, exact KL and entropy in one sweep.
 
-Floor: `torch.mm` of the same sizes: 2 for a forward (two matrices of logits), 3 with the policy's backward. Gradients
+Floor: bare products of the same sizes: 2 for a forward (two of logits), 3 with the policy's backward. Gradients
 from one random number per token for log-prob, KL and entropy of the policy.
 """
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from rlhf_kernels import linear_logprob, linear_logprob_pair
 
-from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, differentiate, gemm_floor, leaves_of, require
+from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of, require
+from rlhf_engine.bench.floor import gemm_floors
 from rlhf_engine.bench.ops.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head
 
 OUTPUTS = ("logprob_a", "logprob_r", "kl", "entropy")
@@ -48,10 +49,10 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
 
         return finish(score, inputs)
 
-    def floor(inputs: Tensors) -> Run:
+    def floor(inputs: Tensors) -> Floors:
         a, r, weight = inputs["hidden_a"], inputs["hidden_r"], inputs["weight"]
         logits = torch.zeros(s.N, s.V, dtype=dtype, device=a.device)
-        return gemm_floor((a, weight.T), (r, weight.T), *([(logits, weight)] if backward else []))
+        return gemm_floors((a, weight.T), (r, weight.T), *([(logits, weight)] if backward else []))
 
     def trl(inputs: Tensors) -> Callable[[], Tensors]:
         score = _trl()
@@ -77,6 +78,7 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
         name=f"{'frozen' if backward else 'forward'}/{s}",
         dtype=dtype,
         kernels=("linear_logprob_pair",),
+        shape=(s.V, s.H),
         make=make,
         run=run,
         eager=lambda inputs: finish(_eager, inputs),

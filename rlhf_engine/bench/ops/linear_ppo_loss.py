@@ -1,6 +1,6 @@
 """`linear_ppo_loss`: clipped PPO loss straight from hidden states, forward and backward, frozen and trained head.
 
-Floor: `torch.mm` of the same sizes: 2 with a frozen head, 3 with a trained one (the gradient is made in the forward).
+Floor: bare products of the same sizes: 2 with a frozen head, 3 with a trained one (its gradient comes in the forward).
 About one token in twenty is clipped and has no gradient. The statistics that the loss comes with are part of it.
 """
 
@@ -80,6 +80,7 @@ def _case(s: HeadSize, device_type: str, dtype: torch.dtype, trained: bool) -> C
         name=f"{'trained' if trained else 'frozen'}/{s}",
         dtype=dtype,
         kernels=("linear_ppo_loss",),
+        shape=(s.V, s.H),
         make=make,
         run=run,
         eager=lambda inputs: composed(eager_score, inputs),

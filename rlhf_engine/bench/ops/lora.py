@@ -1,7 +1,7 @@
 """`lora_linear`: one slot on all rows, and rows that are off, the actor's and the critic's in one call.
 
-Floor: the base linear alone: `torch.mm` forward and, where there is a backward, its dx. Gradients to x and to every A
-and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is.
+Floor: the base linear alone: its product forward and, where there is a backward, its dx. Gradients to x and to every
+A and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is.
 In a mixed case half of the rows are off and the slots share the other half. Decode cases are forward only, without
 gradients.
 """
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from rlhf_kernels import DecodeLinear, Segments, lora_linear
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Run, Tensors, differentiate, gemm_floor, leaves_of, require
+from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of, require
+from rlhf_engine.bench.floor import gemm_floors
 
 ALPHA = 32.0
 
@@ -58,7 +59,7 @@ def lanes(size: str, device_type: str) -> list[Lanes]:
     elif device_type == "cpu":
         shapes = [(256, 512)] if size == "quick" else [(1024, 1024), (1024, 4096)]
         ranks, n_rows = [16], 256 if size == "quick" else 1024
-        decode = {"quick": [], "default": [8], "full": [1, 8, 64, 256]}[size]
+        decode = {"quick": [8], "default": [8], "full": [1, 8, 64, 256]}[size]
     else:
         shapes = [(4096, 4096), (4096, 14336)]
         ranks, n_rows, decode = [16], 8192, [1, 32]
@@ -138,9 +139,9 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
     def prepare_peft(inputs: Tensors) -> Callable[[], Tensors]:
         return _peft(inputs, lane)
 
-    def floor(inputs: Tensors) -> Run:
+    def floor(inputs: Tensors) -> Floors:
         x, weight, dy = inputs["x"], inputs["weight"], inputs["grad_y"]
-        return gemm_floor((x, weight.T), *([(dy, weight)] if lane.backward else []))
+        return gemm_floors((x, weight.T), *([(dy, weight)] if lane.backward else []))
 
     item, passes = dtype.itemsize, 2 if lane.backward else 1
     base = lane.K * lane.M + lane.N * (lane.K + lane.M)
@@ -150,6 +151,7 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
         name=lane.name,
         dtype=dtype,
         kernels=("lora",) if lane.backward else ("lora_decode",),
+        shape=(lane.M, lane.K),
         make=make,
         run=run,
         eager=lambda inputs: finish(eager_linear, inputs),

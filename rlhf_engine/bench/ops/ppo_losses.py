@@ -13,7 +13,8 @@ import torch
 from rlhf_kernels import ppo_loss, value_loss, whiten
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Tensors, copy_floor, differentiate, leaves_of
+from rlhf_engine.bench.case import Baseline, Case, Tensors, differentiate, leaves_of
+from rlhf_engine.bench.floor import copy_floors
 from rlhf_engine.bench.ops.formulas import CLIP, clipped_value, log_ratios, ppo_full, whitened
 
 KL_COEF, ENTROPY_COEF, VALUE_COEF = 0.05, 0.01, 0.1
@@ -98,7 +99,7 @@ def _case(name: str, B: int, T: int) -> Case:
         make=make,
         run=run,
         eager=lambda inputs: finish(plain, inputs),
-        floor=lambda inputs: copy_floor(moved, inputs["mask"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["mask"].device),
         baselines=(
             Baseline(name="eager formulas", prepare=prepare_eager),
             Baseline(name="torch.compile(formulas)", prepare=prepare_compiled, compiles=True),

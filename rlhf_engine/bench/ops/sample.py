@@ -1,6 +1,6 @@
 """`sample`: one token per row from hidden states, by Gumbel-max and greedily.
 
-Floor: `torch.mm` of hidden and the head, once. The noise that a baseline adds is made beforehand and costs it nothing;
+Floor: the product of hidden and the head, once. The noise that a baseline adds is made beforehand and costs it nothing;
 that of `softmax + multinomial` is torch's own, so it draws other tokens.
 """
 
@@ -13,7 +13,8 @@ from rlhf_kernels.philox import gumbel
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import STREAM
 
-from rlhf_engine.bench.case import Baseline, Case, Tensors, gemm_floor
+from rlhf_engine.bench.case import Baseline, Case, Tensors
+from rlhf_engine.bench.floor import gemm_floors
 from rlhf_engine.bench.ops.heads import HeadSize, make_head
 
 TEMPERATURE = 0.9
@@ -71,10 +72,11 @@ def _case(s: HeadSize, dtype: torch.dtype, greedy: bool) -> Case:
         name=f"{'greedy' if greedy else 'drawn'}/{s}",
         dtype=dtype,
         kernels=("sample",),
+        shape=(s.V, s.H),
         make=make,
         run=run,
         eager=_eager,
-        floor=lambda inputs: gemm_floor((inputs["hidden"], inputs["weight"].T)),
+        floor=lambda inputs: gemm_floors((inputs["hidden"], inputs["weight"].T)),
         baselines=(
             baseline("log_softmax + given noise", _eager, same=dtype == torch.float32),
             baseline("softmax + multinomial", _multinomial, same=False),

@@ -5,7 +5,7 @@
                 answer ends, of the same engine
     shared      prefill of k samples of one prompt against k prompts of that length, of the same engine
 
-Floor: bare `torch.mm` of every linear, head included, for the prompts once and for every step that draws a token.
+Floor: bare products of every linear, head included, for the prompts once and for every step that draws a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Literal
 
 import torch
 
-from rlhf_engine.bench.case import Run, Subject
+from rlhf_engine.bench.case import Floors, Run, Subject
+from rlhf_engine.bench.floor import gemm_floors, together
 from rlhf_engine.bench.rollout import OP
 from rlhf_engine.bench.rollout.models import Models, make_models
 from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, generate_requests, native_step
@@ -33,7 +34,7 @@ class RolloutCase(Subject):
     ours: Mapping[str, Callable[[], Rollout]]
     """By name of the step."""
     baselines: Mapping[str, Run]
-    floor: Run
+    floor: Floors
     missing: Mapping[str, str]
     """Who cannot be timed, and why."""
     models: Models
@@ -236,19 +237,10 @@ def _linears(models: Models) -> list[torch.nn.Linear]:
     return [m for m in models.plain.modules() if isinstance(m, torch.nn.Linear) and m is not head]
 
 
-def _floor(weights: Sequence[torch.Tensor], head: torch.Tensor, products: Sequence[tuple[int, int, bool]]) -> Run:
-    calls = []
+def _floor(weights: Sequence[torch.Tensor], head: torch.Tensor, products: Sequence[tuple[int, int, bool]]) -> Floors:
+    parts = []
     for rows, times, with_head in products:
         used = [*weights, head] if with_head else list(weights)
-        widths = {w.shape[1] for w in used}
-        inputs = {k: torch.randn(rows, k, device=head.device).to(head.dtype) for k in widths}
-        outs = {w.shape[0]: torch.empty(rows, w.shape[0], dtype=head.dtype, device=head.device) for w in used}
-        calls += [[(inputs[w.shape[1]], w.T, outs[w.shape[0]]) for w in used]] * times
-
-    def run() -> None:
-        with torch.no_grad():
-            for call in calls:
-                for x, w, out in call:
-                    torch.mm(x, w, out=out)
-
-    return run
+        inputs = {k: torch.randn(rows, k, device=head.device).to(head.dtype) for k in {w.shape[1] for w in used}}
+        parts.append(gemm_floors(*((inputs[w.shape[1]], w.detach().T) for w in used), times=times))
+    return together(parts)

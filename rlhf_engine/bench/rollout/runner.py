@@ -10,7 +10,7 @@ import torch
 from rlhf_engine.bench import timing
 from rlhf_engine.bench.accuracy import Accuracy
 from rlhf_engine.bench.rollout.cases import RolloutCase
-from rlhf_engine.bench.runner import FLOOR, CaseResult, Measured
+from rlhf_engine.bench.runner import CaseResult, Measured, fastest_floor, timed_floors
 from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.experience import MISMATCH_BOUND
@@ -31,8 +31,8 @@ def _run(case: RolloutCase, device: torch.device, rounds: int) -> CaseResult:
         cached[step] = rollout.stats.most_blocks * size
     for baseline in case.baselines.values():
         baseline()
-    functions: dict[str, Any] = {FLOOR: case.floor, **case.ours, **case.baselines}
-    case.floor()
+    ours_and_theirs: dict[str, Any] = {**case.ours, **case.baselines}
+    functions = {**timed_floors(case.floor), **ours_and_theirs}
     ms = timing.medians(timing.interleaved(functions, rounds, device))
     rows = tuple(
         Measured(
@@ -43,15 +43,16 @@ def _run(case: RolloutCase, device: torch.device, rounds: int) -> CaseResult:
             peak_bytes=cached.get(label),
             accuracy=accuracy.get(label),
         )
-        for label in functions
-        if label != FLOOR
+        for label in ours_and_theirs
     )
+    floor, floor_ms = fastest_floor(ms)
     return CaseResult(
         case=case,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         rounds=rounds,
         order=tuple(functions),
-        floor_ms=ms[FLOOR],
+        floor=floor,
+        floor_ms=floor_ms,
         rows=rows,
         missing=dict(case.missing),
     )

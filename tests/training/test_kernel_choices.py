@@ -1,0 +1,113 @@
+"""A run's kernels: in every checkpoint, kept by the run that goes on, refused where they cannot be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels.kernel_table import Entry
+
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError
+from rlhf_engine.manifest import write_manifest
+from rlhf_engine.training.checkpoint import begin_kernels
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.sft import SftTrainer
+from tests.training.test_data import sft_config, train_config, write_model
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def table(tmp_path) -> Path:
+    """A table that prefers the reference wherever it can be told to."""
+    ms = {"a": {"cpu": 2.0, "reference": 1.0}}
+    shapes = {"decode_step": (8, 8), "lora": (8, 8), "linear_ppo_loss": (8, 8), "linear_logprob": (8, 8)}
+    shapes |= {"sample": (8, 8), "gae": None, "ppo_loss": None, "rms_norm": (8,), "swiglu": (8,), "rotary": (8,)}
+    isa = native.isa()
+    assert isa is not None
+    path = tmp_path / "table.json"
+    kernel_table.write(
+        path, [Entry(op, isa, "float32", s, "reference", ms) for op, s in shapes.items()], {isa: "a CPU"}
+    )
+    return path
+
+
+def run(trainer: RlTrainer, steps: int) -> list[torch.Tensor]:
+    """Weights of the actor after more steps, with a checkpoint."""
+    for _ in range(steps):
+        trainer.step()
+    trainer.save()
+    trainer.source.close()
+    return [p.detach().clone() for group in trainer.optimizer.groups.values() for p in group.values()]
+
+
+def chosen(folder: Path) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for choice in json.loads((folder / "kernels.json").read_text()):
+        found.setdefault(choice["op"], set()).add(choice["backend"])
+    return found
+
+
+def test_a_resumed_run_keeps_its_kernels_though_the_table_is_another(model, table, tmp_path):
+    with registry.use_table(table):
+        whole = run(RlTrainer(train_config(model, tmp_path / "whole")), 4)
+        run(RlTrainer(train_config(model, tmp_path / "parts")), 2)
+    backends = chosen(tmp_path / "parts" / "checkpoint-2")
+    assert backends["linear_ppo_loss"] == backends["decode_step"] == backends["gae"] == {"reference"}
+    other = run(RlTrainer(train_config(model, tmp_path / "other")), 4)
+    assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the table makes a difference"
+    config = train_config(model, tmp_path / "parts", resume_from_checkpoint="auto")
+    with native.use_isa("portable"):  # which the reference does not mind
+        parts = run(RlTrainer(config), 2)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert chosen(tmp_path / "parts" / "checkpoint-4") == chosen(tmp_path / "whole" / "checkpoint-4")
+
+
+def test_a_new_run_does_not_take_over_another_s_kernels(model, table, tmp_path):
+    with registry.use_table(table):
+        trainer = SftTrainer(sft_config(model, tmp_path / "a", save_steps=1))
+        trainer.run()
+    assert chosen(tmp_path / "a" / "checkpoint-2")["linear_logprob"] == {"reference"}
+    SftTrainer(sft_config(model, tmp_path / "b", save_steps=1)).run()
+    assert chosen(tmp_path / "b" / "checkpoint-2")["linear_logprob"] == {"cpu"}
+
+
+def folder_with(tmp_path: Path, **choice: object) -> Path:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "kernels.json").write_text(json.dumps([{"op": "gae", "dtype": "float32", "shape": None, **choice}]))
+    write_manifest(folder)
+    return folder
+
+
+def test_a_kernel_that_cannot_serve_here_is_refused_in_one_line(tmp_path):
+    folder = folder_with(tmp_path, backend="cuda")
+    with pytest.raises(ConfigError) as refused:
+        begin_kernels(folder)
+    line = str(refused.value)
+    assert line.startswith("resume_from_checkpoint: 'cuda', the choice of the run's checkpoint, cannot serve gae: ")
+    assert line.endswith("available here: ['reference', 'cpu']; --kernels NAME goes on with another")
+    with registry.use_backend("reference"):
+        begin_kernels(folder)
+
+
+def test_a_changed_choice_is_not_read(tmp_path):
+    folder = folder_with(tmp_path, backend="cpu")
+    begin_kernels(folder)
+    (folder / "kernels.json").write_text("[]")
+    with pytest.raises(CorruptCheckpointError):
+        begin_kernels(folder)
+
+
+def test_a_checkpoint_of_before_has_nothing_to_keep(tmp_path):
+    registry.begin_run([registry.Choice("gae", "float32", None, "reference")])
+    begin_kernels(tmp_path)
+    assert registry.choices() == []
