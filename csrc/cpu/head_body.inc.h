@@ -68,8 +68,7 @@ RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64
         u16x16 low, high;
         std::memcpy(&low, even + c, 32);
         std::memcpy(&high, odd + c, 32);
-        const u32x16 both = widen(low) | (widen(high) << 16);
-        std::memcpy(tile + (k % KT / 2) * 32, &both, 64);
+        store_words16(tile + (k % KT / 2) * 32, widen(low) | (widen(high) << 16));
 #else
         std::memcpy(tile + (k % KT) * 16, even + c, 64);
         std::memcpy(tile + (k % KT + 1) * 16, odd + c, 64);
@@ -117,7 +116,7 @@ static void pack_hidden_columns(const Head& head, const Batch& batch, const Matr
     }
     for (int64_t t = 0; t < sizes.depth_K; ++t) {
         u32x16 x[16];
-        for (int i = 0; i < 16; ++i) std::memcpy(&x[i], scratch + i * sizes.padded_K + t * KT, 64);
+        for (int i = 0; i < 16; ++i) x[i] = load_words16(scratch + i * sizes.padded_K + t * KT);
         uint32_t* out = reinterpret_cast<uint32_t*>(tiles + t * kTileElements);
         transpose16(x, out, 16);
     }

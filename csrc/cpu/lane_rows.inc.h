@@ -27,7 +27,10 @@ RLHF_INLINE void pack_column(const From& from, int64_t rows, int64_t count, Elem
         u32x16 words[16] = {};
         for (int64_t i = 0; i < rows; ++i) {
             if constexpr (sizeof(Stored) == sizeof(Element)) {
-                std::memcpy(&words[i], from(i) + k, sizeof(Element) * left);
+                if (left == KT) words[i] = load_words16(from(i) + k);
+                else std::memcpy(&words[i], from(i) + k, sizeof(Element) * left);
+            } else if (left == KT) {
+                words[i] = as_words(load16_bf16(reinterpret_cast<const uint16_t*>(from(i) + k)));
             } else {
                 u16x16 narrow = {};
                 std::memcpy(&narrow, from(i) + k, sizeof(Stored) * left);
@@ -44,8 +47,7 @@ struct Two {
 };
 RLHF_INLINE Two load_two(const Element* column, int64_t k) {
 #if RLHF_TILE_BF16
-    u32x16 pairs;
-    std::memcpy(&pairs, column + k * 16, 64);
+    const u32x16 pairs = load_words16(column + k * 16);
     return {as_float(pairs << 16), as_float(pairs & 0xffff0000u)};
 #else
     return {load16(column + k * 16), load16(column + k * 16 + 16)};
@@ -53,8 +55,7 @@ RLHF_INLINE Two load_two(const Element* column, int64_t k) {
 }
 RLHF_INLINE void store_two(Element* column, int64_t k, Two x) {
 #if RLHF_TILE_BF16
-    const u32x16 pairs = pair_bf16(x.even, x.odd);
-    std::memcpy(column + k * 16, &pairs, 64);
+    store_words16(column + k * 16, pair_bf16(x.even, x.odd));
 #else
     store16(column + k * 16, rounded(x.even));
     store16(column + k * 16 + 16, rounded(x.odd));
@@ -68,14 +69,16 @@ RLHF_INLINE void store_rows(const float* panel, int64_t count, int64_t begin, in
         const int64_t left = count - c < 16 ? count - c : 16;
         u32x16 columns[16] = {};
         float rows[16 * 16];
-        std::memcpy(columns, panel + c * 16, 64 * left);
+        for (int64_t i = 0; i < left; ++i) columns[i] = load_words16(panel + (c + i) * 16);
         transpose16(columns, reinterpret_cast<uint32_t*>(rows), 16);
         for (int64_t i = begin; i < end; ++i) {
 #if RLHF_STORED_BF16
             const u16x16 narrow = to_bf16(load16(rows + i * 16));
-            std::memcpy(to(i) + c, &narrow, sizeof(Stored) * left);
+            if (left == 16) std::memcpy(to(i) + c, &narrow, sizeof narrow);
+            else std::memcpy(to(i) + c, &narrow, sizeof(Stored) * left);
 #else
-            std::memcpy(to(i) + c, rows + i * 16, sizeof(Stored) * left);
+            if (left == 16) store16(to(i) + c, load16(rows + i * 16));
+            else std::memcpy(to(i) + c, rows + i * 16, sizeof(Stored) * left);
 #endif
         }
     }

@@ -9,14 +9,18 @@ constexpr int64_t kSerialWork = 1 << 21;  // products of about 20 microseconds
 
 // KT operands from element `from` of row `row` on, `count` of which exist, as 32-bit words; zeros behind.
 RLHF_INLINE u32x16 load_words(const Matrix& m, int64_t row, int64_t from, int64_t count) {
-    u32x16 words = {};
     const int64_t at = row * m.stride + from;
+    u32x16 words = {};
 #if RLHF_TILE_BF16
-    std::memcpy(&words, static_cast<const uint16_t*>(m.data) + at, 2 * (count < KT ? count : KT));
+    const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
+    if (count >= KT) return load_words16(p);
+    std::memcpy(&words, p, 2 * count);
     return words;
 #else
     if (m.type == Type::float32) {
-        std::memcpy(&words, static_cast<const float*>(m.data) + at, 4 * (count < 16 ? count : 16));
+        const float* p = static_cast<const float*>(m.data) + at;
+        if (count >= KT) return load_words16(p);
+        std::memcpy(&words, p, 4 * count);
         return words;
     }
     uint16_t some[16] = {};
@@ -56,8 +60,11 @@ RLHF_INLINE void pack_tile(const Matrix& m, bool turned, int64_t item, int64_t i
         }
     }
     uint32_t* out = reinterpret_cast<uint32_t*>(tile);
-    if (AS_A == turned) transpose16(words, out, 16);
-    else std::memcpy(out, words, sizeof words);
+    if (AS_A == turned) {
+        transpose16(words, out, 16);
+    } else {
+        for (int64_t i = 0; i < 16; ++i) store_words16(out + 16 * i, words[i]);
+    }
 }
 
 // Sixteen sums, `count` of which exist, plus bias, rounded into C.
@@ -75,13 +82,14 @@ RLHF_INLINE void store_sums(const Product& p, int64_t row, int64_t column, int64
     }
     const int64_t size = p.c.type == Type::float32 ? 4 : 2;
     char* to = static_cast<char*>(const_cast<void*>(p.c.data)) + (row * p.c.stride + column) * size;
-    const int64_t bytes = size * (count < 16 ? count : 16);
     if (p.c.type == Type::float32) {
-        std::memcpy(to, &sums, bytes);
+        if (count >= 16) store16(reinterpret_cast<float*>(to), sums);
+        else std::memcpy(to, &sums, 4 * count);
         return;
     }
     const u16x16 narrow = p.c.type == Type::bfloat16 ? to_bf16(sums) : to_f16(sums);
-    std::memcpy(to, &narrow, bytes);
+    if (count >= 16) std::memcpy(to, &narrow, sizeof narrow);
+    else std::memcpy(to, &narrow, 2 * count);
 }
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
@@ -166,7 +174,7 @@ static void multiply_strip(const Product& p, const Element* columns, int64_t num
             for (int64_t t = 0; t < depth; ++t) {
                 u32x16 words = {};
                 if (v < strip.count) words = load_words(p.b, strip.first + v, t * KT, p.depth - t * KT);
-                std::memcpy(scratch + v * depth * KT + t * KT, &words, 64);
+                store_words16(scratch + v * depth * KT + t * KT, words);
             }
         }
     }
@@ -179,7 +187,7 @@ static void multiply_strip(const Product& p, const Element* columns, int64_t num
         for (int64_t side = 0; side < sides; ++side) {
             for (int64_t c = 0; c < strip.count; c += 16) {
                 u32x16 lanes[16];
-                std::memcpy(lanes, sums + (side * kStrip + c) * 16, sizeof lanes);
+                for (int64_t i = 0; i < 16; ++i) lanes[i] = load_words16(sums + (side * kStrip + c + i) * 16);
                 transpose16(lanes, reinterpret_cast<uint32_t*>(turned), 16);
                 for (int64_t i = 0; i < 16 && (half + side) * 16 + i < p.rows; ++i) {
                     store_sums(p, (half + side) * 16 + i, strip.first + c, strip.count - c, load16(turned + i * 16));

@@ -15,9 +15,7 @@ RLHF_INLINE void store(uint16_t* p, f32x16 x) {
 // 1 << lane.
 RLHF_INLINE u32x16 lane_bit() {
     constexpr uint32_t kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    u32x16 x;
-    std::memcpy(&x, kBits, sizeof x);
-    return x;
+    return load_words16(kBits);
 }
 
 // The first `count` of sixteen; the others load as 0 and are not stored.

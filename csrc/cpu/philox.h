@@ -57,9 +57,7 @@ RLHF_INLINE u32x16 splat_words(uint32_t x) { return u32x16{} + x; }
 // 0 .. 15.
 RLHF_INLINE u32x16 lane_numbers() {
     constexpr uint32_t kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    u32x16 x;
-    std::memcpy(&x, kNumbers, sizeof x);
-    return x;
+    return load_words16(kNumbers);
 }
 
 // Draws of columns 4 group .. 4 group + 3 for sixteen groups from `first_group` on: word[w][i] is the draw of column

@@ -237,13 +237,28 @@ RLHF_INLINE f32x16 splat(float x) {
     return y;
 }
 
+// Vector by vector: a copy of all 64 bytes goes through memory in smaller pieces, and then the load of a vector waits for
+// the stores of its parts.
 RLHF_INLINE f32x16 load16(const float* p) {
     f32x16 x;
-    std::memcpy(&x, p, sizeof x);
+    for (int i = 0; i < kVectors; ++i) part(x, i) = loadv(p + i * kLanes);
     return x;
 }
 
-RLHF_INLINE void store16(float* p, f32x16 x) { std::memcpy(p, &x, sizeof x); }
+RLHF_INLINE void store16(float* p, f32x16 x) {
+    for (int i = 0; i < kVectors; ++i) storev(p + i * kLanes, part(x, i));
+}
+
+// Sixteen 32-bit words from any address, and to one.
+RLHF_INLINE u32x16 load_words16(const void* p) {
+    u32x16 x;
+    for (int i = 0; i < kVectors; ++i) std::memcpy(&part(x, i), static_cast<const char*>(p) + 4 * kLanes * i, 4 * kLanes);
+    return x;
+}
+
+RLHF_INLINE void store_words16(void* p, u32x16 x) {
+    for (int i = 0; i < kVectors; ++i) std::memcpy(static_cast<char*>(p) + 4 * kLanes * i, &part(x, i), 4 * kLanes);
+}
 
 RLHF_INLINE f32x16 muladd(f32x16 a, f32x16 b, f32x16 c) {
     for (int i = 0; i < kVectors; ++i) part(c, i) = muladdv(part(a, i), part(b, i), part(c, i));

@@ -8,7 +8,7 @@ rows or by a measurement of the moment. There, in this order:
 
     1. the choice of the checkpoint that a run resumed from (`begin_run`)
     2. the kernel table, made by the benchmark (`kernel_table`)
-    3. the first of `cpu`, `reference` that serves
+    3. the first of `cpu`, `reference` that serves; for a product of whole weights, which may be anyone's, `reference`
 
 The table is the one in the package, or the one that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names. `report` says what
 `auto` decides and why. A backend asked for by name never falls back: if it cannot serve the call,
@@ -35,6 +35,8 @@ from rlhf_kernels.kernel_table import COMMITTED, ENVIRONMENT_VARIABLE, Entry, Ke
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 _PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {}
+_WHEN_MEASURED: set[tuple[str, str]] = set()
+"""(op, backend) that `auto` takes only where the table says so."""
 _default_backend = "auto"
 
 
@@ -65,11 +67,17 @@ class Lazy:
         return getattr(importlib.import_module(self._module), name)
 
 
-def register(op: str, backend: str, implementation: Any) -> None:
-    """Offer `implementation` for `op` under the name `backend`. Called once per op folder at import."""
+def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False) -> None:
+    """Offer `implementation` for `op` under the name `backend`. Called once per op folder at import.
+
+    Args:
+        when_measured: `auto` takes it only where the kernel table says so.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     _IMPLEMENTATIONS.setdefault(op, {})[backend] = implementation
+    if when_measured:
+        _WHEN_MEASURED.add((op, backend))
     _AUTO_CHOICE.clear()
 
 
@@ -167,7 +175,8 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
     entry = table().find(op, native.isa(), _name(dtype), shape)
     if entry is not None:
         return _Decision(entry.backend, f"by the table: {_measured(entry)}")
-    return _Decision(served[0], f"the first that serves; the table has nothing for {native.isa()}")
+    first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
+    return _Decision(first, f"the first that serves; the table has nothing for {native.isa()}")
 
 
 def _measured(entry: Entry) -> str:

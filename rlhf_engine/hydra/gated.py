@@ -1,6 +1,6 @@
 """Gated linears: the layers of a backbone that add the LoRA of whatever slots the gate names for a row.
 
-    GatedLinear    nn.Linear, one fused op `lora_linear`; rows that are off keep the bits of F.linear
+    GatedLinear    nn.Linear, one fused op `lora_linear`; rows that are off keep the bits of `linear`
     GatedConv1D    GPT-2's Conv1D (weight [in, out]): its own product, then `lora_delta_` on the rows that are on
     GatedOutput    any other linear, such as a quantised one: its own forward untouched, `lora_delta_` on its output
     GatedHead      the LM head, which never runs as a module: the vocabulary kernels take its LoRA as an option
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rlhf_kernels.linear import linear
 from rlhf_kernels.logits import HeadLora
 from rlhf_kernels.lora import DecodeLinear, Dropout, lora_delta_, lora_linear
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -84,7 +84,7 @@ class GatedLinear(nn.Linear):
             return self._decode(x, call, call.attention.linears)
         arguments = None if call is None else self.gated.lora_arguments(call)
         if arguments is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         *lora, dropout = arguments
         return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
 
@@ -95,7 +95,7 @@ class GatedLinear(nn.Linear):
         if prepared is None:
             arguments = self.gated.lora_arguments(call)
             if arguments is None:
-                return F.linear(x, self.weight, self.bias)
+                return linear(x, self.weight, self.bias)
             *lora, _ = arguments
             prepared = linears[key] = DecodeLinear(self.weight, self.bias, *lora)
         return prepared(x)

@@ -10,16 +10,20 @@ output in one order, whatever the number of rows, their neighbours and the numbe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels import eager, registry
 from rlhf_kernels.linear import native, reference
 
-__all__ = ["linear"]
+__all__ = ["linear", "product_for"]
 
 registry.register("linear", "reference", reference)
-registry.register("linear", "cpu", native)
+# where nothing was measured a library's product is the safer guess
+registry.register("linear", "cpu", native, when_measured=True)
 
 
 @eager.custom_op("rlhf_kernels::linear")
@@ -86,8 +90,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         TypeError: a tensor is not of x's floating dtype.
         ValueError: shapes or devices do not fit.
     """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        half = torch.get_autocast_dtype(x.device.type)  # what autocast does to F.linear, where autograd sees it
+        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
     check(x, weight, bias)
-    return _op(x, weight, bias, registry.resolve("linear", backend, x))
+    chosen = registry.resolve("linear", backend, x, weight.shape)
+    return F.linear(x, weight, bias) if chosen == "reference" else _op(x, weight, bias, chosen)
+
+
+def product_for(x: Tensor, weight: Tensor) -> Any:
+    """The implementation that `auto` takes for such tensors: `forward`, `input_gradient`, `weight_gradient`."""
+    return registry.implementation("linear", registry.resolve("linear", "auto", x, weight.shape))
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

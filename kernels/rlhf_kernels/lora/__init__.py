@@ -16,7 +16,7 @@ batch.
 
 `DecodeLinear` and `decode_delta_` are the same for the few rows of a decoding step, forward only.
 
-Off rows of `lora_linear` are bit-identical to `F.linear(x, weight, bias)` on the same x. A slot without
+Off rows of `lora_linear` are bit-identical to `linear(x, weight, bias)` on the same x. A slot without
 rows gets no gradient (None, not zeros). Nothing is computed for what needs no gradient: a frozen weight
 has no dW.
 
@@ -34,10 +34,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels import eager, registry, triton_support
+from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import cuda, native, reference
 from rlhf_kernels.lora.decode import decode_delta_
 from rlhf_kernels.lora.reference import compute_dtype, no_autocast
@@ -264,7 +264,7 @@ def lora_linear(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """F.linear plus every on row's low-rank delta; off rows have the very bits of F.linear."""
+    """`linear` plus every on row's low-rank delta; off rows have the very bits of `linear`."""
     _check_linear(x, weight, bias)
     lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -273,7 +273,7 @@ def lora_linear(
         x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
     chosen = _resolve(backend, x, lanes, weight.shape[0])
     if not lanes.A:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, backend=chosen if chosen == "reference" else "auto")
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")

@@ -1,4 +1,4 @@
-"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products stay torch's, but for `Decoder`.
+"""The low-rank parts in C++ (csrc/cpu/lora.cpp); the base products are those of `linear`, but for `Decoder`.
 
 Equations: see the package docstring.
 Same functions and arguments as `reference`. x, y and their gradients are fp32 or bf16, adapters too (fp16 ones
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
+from ..linear import product_for
 from .reference import no_autocast
 from .segments import Lanes
 
@@ -55,9 +55,9 @@ def backward(
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
-    """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
+    """The base on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
     with no_autocast(x):
-        y = F.linear(x, weight, bias).contiguous()
+        y = product_for(x, weight).forward(x, weight, bias)
         x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         _forward(x_rows, y_rows, True, lanes, _in_place(lanes))
     return y
@@ -138,12 +138,13 @@ def linear_backward(
     dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     grads: list[Tensor] = []
     dx_rows = None
+    base = product_for(x, weight)
     with no_autocast(x):
         if need_x:
-            dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
+            dx_rows = base.input_gradient(dy_rows, weight)  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))
         if need_weight:
-            grads.append(dy_rows.T @ x_rows)
+            grads.append(base.weight_gradient(dy_rows, x_rows))
         if need_bias:
             grads.append(dy_rows.sum(0))
         grads += _backward(dy_rows, x_rows, dx_rows, lanes, _in_place(lanes), need_A, need_B)
