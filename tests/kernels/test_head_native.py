@@ -345,7 +345,7 @@ def test_one_word_is_certain(isa):
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_mixed_dtypes(hidden_dtype, weight_dtype):
+def test_mixed_dtypes(isa, hidden_dtype, weight_dtype):
     hidden, weight, target = make(20, 24, 300)
     hidden, weight = hidden.to(hidden_dtype).requires_grad_(), weight.to(weight_dtype).requires_grad_()
     logprob = linear_logprob(hidden, weight, target, backend="cpu").logprob

@@ -407,7 +407,7 @@ def test_decoding_rounds_where_training_does(isa):
 
 
 @torch.no_grad()
-def test_decoding_with_strides_and_nan_beside(decode_calls):
+def test_decoding_with_strides_and_nan_beside(isa, decode_calls):
     x, weight, bias, A, B, scales, segments = few_rows(9, 64, 40)
     expected = decoded(x, weight, bias, A, B, scales, segments)
     wide = torch.full((9, 1, 130), torch.nan)
