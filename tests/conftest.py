@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from rlhf_kernels import native
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
@@ -77,6 +78,13 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
     monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which instruction sets native code was tested on: another CPU has others. (`-q` hides the header.)"""
+    reason = native.missing()
+    sets = f"{', '.join(native.isas())}; elsewhere {native.isa()}" if reason is None else reason
+    terminalreporter.write_line(f"native code, where tests ask for every instruction set: {sets}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -366,6 +366,7 @@ def test_empty_batch():
         assert lora_delta_(torch.zeros(0, M), x, A, B, SCALES, segments).shape == (0, M)
 
 
+@pytest.mark.parametrize("backend", ["reference", *ISAS[-1:]], indirect=True)
 def test_opcheck(backend):
     ops = torch.ops.rlhf_kernels
     x, weight, bias, A, B = tensors(torch.float32)

@@ -231,6 +231,20 @@ def test_infinities_and_nan_stay_where_they_are(isa, dtype):
         assert torch.equal(one.isfinite(), want.isfinite())
 
 
+def test_bf16_results_are_rounded_to_even_and_nan_stays(isa):
+    """Of two bf16 numbers as near, the one whose last bit is 0; and no NaN whose upper bits would round to a number."""
+    g = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31 - 1, (1000,), generator=g) & ~0x7C0000FF  # two bf16 parts hold such a number
+    bits |= 0x3C000000  # of moderate size
+    bits[::3] = bits[::3] & ~0xFFFF | 0x8000  # half way, next to odd numbers and to even ones
+    bits[::7] = 0x7FFFFF00
+    values = torch.where(bits < 2**31, bits, bits - 2**32).to(torch.int32).view(FP32)
+    x, A, B = torch.ones(3, 1, dtype=BF16), torch.ones(1, 1), values[:, None].contiguous()
+    y = lora_delta_(torch.zeros(3, 1000, dtype=BF16), x, (A,), (B,), (1.0,), Segments.single(3, 0), backend="cpu")
+    assert values.isnan().sum() == 143
+    torch.testing.assert_close(y, values.bfloat16().expand(3, 1000), rtol=0, atol=0, equal_nan=True)
+
+
 def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
     x, weight, dy, lanes = case(40, 30, 20, (4, 3))
     seen = []
