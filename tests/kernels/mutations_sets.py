@@ -20,6 +20,8 @@ _ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
 
 _PORTABLE = ("cpu/variants/portable.cpp",)
 _AVX2 = ("cpu/variants/avx2.cpp",)
+_AVX512 = ("cpu/variants/avx512.cpp",)
+_AVX512_BF16 = ("cpu/variants/avx512_bf16.cpp",)
 
 _HEAD_TIER1 = ("test_head_native.py::test_fp32_is_tier1",)
 _DECODING_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
@@ -138,6 +140,24 @@ SETS = [
         _AVX2,
     ),
     Mutation(
+        "sums of sixteen rows in another order",
+        CPU,
+        _ATTENTION,
+        "halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]))",
+        "halve(halve(fours[0], fours[2]), halve(fours[1], fours[3]))",
+        ("test_decode_attention.py::test_every_length",),
+        _AVX512,
+    ),
+    Mutation(
+        "halves of a pair of probabilities swapped",
+        CPU,
+        _TILES,
+        "return widen(to_bf16(even)) | (widen(to_bf16(odd)) << 16);",
+        "return widen(to_bf16(odd)) | (widen(to_bf16(even)) << 16);",
+        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
+        _AVX512_BF16,
+    ),
+    Mutation(
         "a NaN rounded to bf16 becomes a number",
         CPU,
         _SIMD,
@@ -224,7 +244,7 @@ SETS = [
         _SIMD,
         "_mm256_max_ps((__m256)part(a, i), (__m256)part(b, i));",
         "_mm256_max_ps((__m256)part(b, i), (__m256)part(a, i));",
-        ("test_sample_native.py::test_values_that_are_not_finite",),
+        ("test_head_native.py::test_a_nan_reaches_all_of_its_row_and_no_other",),
         _AVX2,
     ),
     Mutation(

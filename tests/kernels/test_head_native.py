@@ -300,6 +300,25 @@ def test_one_row_with_rising_logits(isa, row):
         assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
 
 
+def test_a_nan_reaches_all_of_its_row_and_no_other(isa):
+    hidden, weight, target = make(20, 16, 600)
+    bias = torch.zeros(600)
+
+    def run():
+        return linear_logprob(hidden, weight, target, bias=bias, outputs=OUTPUTS, backend="cpu")._asdict()
+
+    clean = run()
+    hidden[3, 1] = torch.nan
+    hurt = run()
+    others = torch.arange(20) != 3
+    for name in DIFFERENTIABLE:
+        assert hurt[name][3].isnan(), name
+        assert torch.equal(hurt[name][others], clean[name][others]), name
+    bias[555] = torch.nan
+    for name, x in run().items():
+        assert x.isnan().all() or name == "is_top1", name
+
+
 @pytest.mark.parametrize("vocab", [20, 5000])
 def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
     """Few rows, so that threads meet at every block. One of them last: where it has been, its results still lie."""
