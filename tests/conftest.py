@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.kernel_table import KernelTable
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -88,6 +88,13 @@ def _choices_of_no_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
     monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which instruction sets native code was tested on: another CPU has others. (`-q` hides the header.)"""
+    reason = native.missing()
+    sets = f"{', '.join(native.isas())}; elsewhere {native.isa()}" if reason is None else reason
+    terminalreporter.write_line(f"native code, where tests ask for every instruction set: {sets}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,13 @@
 """`decode_step`: against float64, against transformers, bits of a row in any company, hostile memory, bad input."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from rlhf_kernels import native, registry, testing
+from rlhf_kernels import native, testing
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from torch import Tensor
 
@@ -14,7 +15,8 @@ from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, 
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 FP32, BF16 = torch.float32, torch.bfloat16
-PATHS = [(isa, dtype) for isa in (native.isas() if native.missing() is None else []) for dtype in (FP32, BF16)]
+ISAS = native.isas() if native.missing() is None else []
+PATHS = [(isa, dtype) for isa in ISAS for dtype in (FP32, BF16)]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
@@ -108,11 +110,9 @@ def families():
 
 @pytest.mark.parametrize("config", families(), ids=lambda c: c.model_type)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_steps_repeat_a_forward_of_transformers(config, backend, dtype):
+@pytest.mark.parametrize("on", [*ISAS, "reference"])
+def test_steps_repeat_a_forward_of_transformers(config, on, dtype):
     """A sequence fed token by token, rows at different places, gives the hidden states of one full forward pass."""
-    if backend == "cpu" and (reason := registry.unsupported("decode_step", "cpu", "cpu", dtype)):
-        pytest.skip(reason)
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config).eval()
     for p in model.parameters():
@@ -129,14 +129,15 @@ def test_steps_repeat_a_forward_of_transformers(config, backend, dtype):
     shape = (n * 4, block, decoder.n_kv_heads, decoder.head_dim)
     keys, values = ([torch.full(shape, torch.nan, dtype=dtype) for _ in decoder.layers] for _ in range(2))
     table, off = torch.randperm(n * 4).view(n, 4), torch.full((n,), -1)
-    step = DecodeStep(mapped(decoder, lambda t: t.detach()), [], backend=backend)
+    step = DecodeStep(mapped(decoder, lambda t: t.detach()), [], backend="reference" if on == "reference" else "cpu")
     starts = torch.arange(n) % 3  # rows run up to two steps behind each other
     hidden = torch.zeros_like(expected)
     for t in range(length + 2):
         rows = ((t - starts >= 0) & (t - starts < length)).nonzero()[:, 0]
         at = t - starts[rows]
         args = tokens[rows, at], at, off[rows], cos, sin, keys, values, table[rows]
-        hidden[rows, at] = step(*args)
+        with contextlib.nullcontext() if on == "reference" else native.use_isa(on):
+            hidden[rows, at] = step(*args)
     testing.assert_ok((testing.tier1 if dtype == FP32 else testing.tier3)(hidden, exact, expected))
 
 

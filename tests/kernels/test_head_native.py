@@ -77,6 +77,7 @@ def eager(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, l
 
 
 SHAPES = [(1, 3, 2), (2, 8, 17), (2, 17, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
+SHAPES += [(40, 160, 100)]  # the depth in several pieces
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -287,6 +288,61 @@ def test_rising_logits_rescale_every_sum(isa):
             assert (got - want).abs().max() <= 1e-5 * want.abs().max(), (name, detach)
 
 
+@pytest.mark.parametrize("row", [0, 7, 8, 15, 23, 31])
+def test_one_row_with_rising_logits(isa, row):
+    """Of all lanes of a vector one alone needs another reference, without which its exponentials overflow."""
+    hidden, weight, target = make(32, 8, 1100, scale=0.1)
+    hidden[:, 0], weight[:, 0] = 0.0, torch.linspace(-150, 150, 1100)
+    hidden[row, 0] = 1.0
+    out = linear_logprob(hidden, weight, target, outputs=OUTPUTS, backend="cpu")
+    exact, plain = eager(hidden.double(), weight.double(), target), eager(hidden, weight, target)
+    for name in ("logprob", "lse", "entropy"):
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
+
+
+def test_a_nan_reaches_all_of_its_row_and_no_other(isa):
+    hidden, weight, target = make(20, 16, 600)
+    bias = torch.zeros(600)
+
+    def run():
+        return linear_logprob(hidden, weight, target, bias=bias, outputs=OUTPUTS, backend="cpu")._asdict()
+
+    clean = run()
+    hidden[3, 1] = torch.nan
+    hurt = run()
+    others = torch.arange(20) != 3
+    for name in DIFFERENTIABLE:
+        assert hurt[name][3].isnan(), name
+        assert torch.equal(hurt[name][others], clean[name][others]), name
+    bias[555] = torch.nan
+    for name, x in run().items():
+        assert x.isnan().all() or name == "is_top1", name
+
+
+@pytest.mark.parametrize("vocab", [20, 5000])
+def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
+    """Few rows, so that threads meet at every block. One of them last: where it has been, its results still lie."""
+    before = torch.get_num_threads()
+    try:
+        for seed in range(5):
+            hidden, weight, target = make(40, 512 if vocab == 20 else 32, vocab, seed=seed)
+
+            def run(threads, hidden=hidden, weight=weight, target=target):
+                torch.set_num_threads(threads)
+                h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+                ahead = linear_logprob(h, weight, target, backend="cpu").logprob
+                again = linear_logprob(h, w, target, outputs=("logprob", "entropy"), backend="cpu")
+                loss = again.logprob.sum() + again.entropy.sum()
+                return [ahead, *again[:2], *torch.autograd.grad(ahead.sum(), h), *torch.autograd.grad(loss, (h, w))]
+
+            several = [run(threads) for threads in (2, 3, 8)]
+            alone = run(1)
+            for found in several:
+                assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_ppo_loss_ratio_is_one_and_gradients_agree(isa):
     hidden, weight, target = make(50, 48, 900, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -345,7 +401,7 @@ def test_one_word_is_certain(isa):
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_mixed_dtypes(hidden_dtype, weight_dtype):
+def test_mixed_dtypes(isa, hidden_dtype, weight_dtype):
     hidden, weight, target = make(20, 24, 300)
     hidden, weight = hidden.to(hidden_dtype).requires_grad_(), weight.to(weight_dtype).requires_grad_()
     logprob = linear_logprob(hidden, weight, target, backend="cpu").logprob

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import (
     HeadLora,
     _linear_logprob,
@@ -14,6 +14,8 @@ from rlhf_kernels.registry import BackendUnavailableError
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
+ISAS = [] if native.missing() else native.isas()
+REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
 
 
@@ -22,10 +24,15 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, params=["reference", "auto"])
-def _backend(request):
-    with registry.use_backend(request.param):
-        yield
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """The reference, and the native code with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 def dense(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=None, lora=None):
@@ -65,6 +72,7 @@ def double(*tensors):
     return tuple(x.detach().double().requires_grad_(x.requires_grad) for x in tensors)
 
 
+@REFERENCE
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradcheck_every_output_and_input(name):
     hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
@@ -80,6 +88,7 @@ def test_gradcheck_every_output_and_input(name):
     assert torch.autograd.gradcheck(f, (hidden, weight, bias, A, B))
 
 
+@REFERENCE
 def test_gradcheck_with_the_gradient_ahead():
     hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([0, 6, -100, 3, 1])
@@ -121,6 +130,7 @@ def test_detach_refuses(detach, error):
         linear_logprob(*make(2, 3, 5), outputs=("logprob", "entropy"), detach=detach)
 
 
+@REFERENCE
 def test_opcheck():
     hidden, weight, target = make(4, 3, 5, requires_grad=True)
     A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import (
     PairOutputs,
@@ -12,16 +12,24 @@ from rlhf_kernels.linear_logprob_pair import (
 )
 from rlhf_kernels.testing import assert_ok, tier1
 
+ISAS = [] if native.missing() else native.isas()
+REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
+
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, params=["reference", "auto"])
-def _backend(request):
-    with registry.use_backend(request.param):
-        yield
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """The reference, and the native code with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 def dense(hidden_a, hidden_r, weight, target, *, bias=None, temperature=1.0, softcap=None, lora=None):
@@ -54,6 +62,7 @@ def make(n, h, v, *, scale=1.0, dtype=torch.float32):
     )
 
 
+@REFERENCE
 def test_gradcheck_every_output():
     hidden_a, hidden_r, weight, _ = make(5, 3, 7, dtype=torch.float64)
     target = torch.tensor([0, 6, -100, 3, 1])
@@ -71,6 +80,7 @@ def test_gradcheck_every_output():
         ), name
 
 
+@REFERENCE
 @pytest.mark.parametrize("detach", [("entropy",), ("kl", "entropy")])
 def test_gradcheck_with_the_gradient_ahead(detach):
     hidden_a, hidden_r, weight, target = (x.double() if x.is_floating_point() else x for x in make(5, 3, 7))
@@ -100,6 +110,7 @@ def test_the_gradient_ahead_is_that_of_the_backward():
     torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
 
 
+@REFERENCE
 def test_opcheck():
     hidden_a, hidden_r, weight, target = make(4, 3, 5)
     tensors = (torch.randn(5), torch.randn(2, 3), torch.randn(5, 2), torch.rand(4) + 0.5)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, _linear_ppo_loss, linear_ppo_loss
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.testing import assert_ok, tier1
 
+ISAS = [] if native.missing() else native.isas()
+REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
 
 
@@ -16,10 +18,15 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, params=["reference", "auto"])
-def _backend(request):
-    with registry.use_backend(request.param):
-        yield
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
+def backend(request):
+    """The reference, and the native code with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 def dense(hidden, weight, target, old_logprob, advantage, mask, *, temperature=1.0, softcap=None, **loss_options):
@@ -50,6 +57,7 @@ def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
     return (hidden.requires_grad_(), weight.requires_grad_(), target, old, advantage, mask), ref
 
 
+@REFERENCE
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_gradcheck_every_input(kl):
     batch, ref = make(6, 3, 7, dtype=torch.float64)
@@ -76,6 +84,7 @@ def test_gradcheck_every_input(kl):
     assert torch.autograd.gradcheck(f, (hidden, weight, bias, A, B))
 
 
+@REFERENCE
 def test_opcheck():
     batch, ref = make(4, 3, 5)
     A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
@@ -199,6 +208,7 @@ def _products(function) -> list[list[list[int]]]:
     return [e.input_shapes for e in p.events() if e.name in ("aten::mm", "aten::addmm", "aten::addmm_")]
 
 
+@REFERENCE
 def test_frozen_head_costs_two_products_and_dead_rows_none():
     n, h, v = 32, 6, 40
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h)

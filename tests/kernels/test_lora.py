@@ -9,7 +9,7 @@ from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
 
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+ISAS = [] if native.missing() else native.isas()
 REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 
 N, K, M = 17, 12, 10
@@ -21,10 +21,15 @@ ON = torch.tensor([n in range(0, 7) or n in range(9, 13) for n in range(N)])
 SLOT_OF_ROW = [2] * 3 + [0] * 4 + [-1] * 2 + [0] * 4 + [-1] * 4
 
 
-@pytest.fixture(autouse=True, params=["reference", pytest.param("cpu", marks=needs_native)])
+@pytest.fixture(autouse=True, params=["reference", *ISAS])
 def backend(request):
-    with registry.use_backend(request.param):
-        yield request.param
+    """The reference, and the native code with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
 
 
 def work_dtype():
@@ -363,6 +368,7 @@ def test_empty_batch():
         assert lora_delta_(torch.zeros(0, M), x, A, B, SCALES, segments).shape == (0, M)
 
 
+@pytest.mark.parametrize("backend", ["reference", *ISAS[-1:]], indirect=True)
 def test_opcheck(backend):
     ops = torch.ops.rlhf_kernels
     x, weight, bias, A, B = tensors(torch.float32)

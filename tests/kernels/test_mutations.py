@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf_kernels import native
 
-from . import mutations, mutations_gpu_decoding
+from . import mutations, mutations_gpu_decoding, mutations_sets
 from .mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu_decoding.MUTATIONS]
+MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu_decoding.MUTATIONS, *mutations_sets.MUTATIONS]
 # What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
 FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
 WITH_COMPILER = shutil.which("g++") is not None
@@ -56,7 +57,11 @@ class Tree:
         (folder / "tests" / "conftest.py").write_text(CONFTEST)
         self.extension = self.package / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
         if WITH_COMPILER:
-            units = [path for pattern in ("*.cpp", "bindings/*.cpp", "cpu/*.cpp") for path in self.csrc.glob(pattern)]
+            units = [
+                path
+                for folder in ("", "bindings", "cpu", "cpu/variants")
+                for path in (self.csrc / folder).glob("*.cpp")
+            ]
             self.all_objects = [self.compile(unit, self.objects) for unit in sorted(units)]
             self.link(self.all_objects, self.extension)
 
@@ -195,6 +200,9 @@ def table():
 def test_the_suite_catches(mutation, tree, passing, table, tmp_path):
     if mutation.backend in ("cpu", "cuda") and not WITH_COMPILER:
         pytest.skip("needs g++")
+    sets = {Path(unit).stem for unit in mutation.units if Path(unit).parent.name == "variants"}
+    if sets and sets.isdisjoint(native.isas()):
+        pytest.skip(f"this CPU has no {' or '.join(sorted(sets))}")
     with tree.apply(mutation):
         status, reports, output = tree.run(list(mutation.tests), tmp_path / "report.jsonl", "-x")
     caught = [(name, phase, message) for name, phase, outcome, message in reports if outcome == "failed"]

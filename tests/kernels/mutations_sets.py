@@ -1,0 +1,369 @@
+"""More seeded bugs for `test_mutations.py`: what instruction sets and threads share. For the records see `mutations`.
+
+A bug in code of one set is compiled into that set, and its test is skipped on a CPU that lacks it.
+"""
+
+from __future__ import annotations
+
+from .mutations import CPU, Mutation
+
+_SIMD = "csrc/cpu/simd.h"
+_LANES = "csrc/cpu/lanes.h"
+_TILES = "csrc/cpu/tile_mm.inc.h"
+_STRIPS = "csrc/cpu/strip_mm.inc.h"
+_ROWS = "csrc/cpu/lane_rows.inc.h"
+_SHARE = "csrc/cpu/share.inc.h"
+_TEAM = "csrc/cpu/team.cpp"
+_HEAD = "csrc/cpu/head_body.inc.h"
+_PHILOX = "csrc/cpu/philox.h"
+_ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
+
+_PORTABLE = ("cpu/variants/portable.cpp",)
+_AVX2 = ("cpu/variants/avx2.cpp",)
+_AVX512 = ("cpu/variants/avx512.cpp",)
+_AVX512_BF16 = ("cpu/variants/avx512_bf16.cpp",)
+
+_HEAD_TIER1 = ("test_head_native.py::test_fp32_is_tier1",)
+_DECODING_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
+_TOKENS = ("test_sample_native.py::test_tokens_are_the_references",)
+_BF16_BITS = ("test_lora_native.py::test_bf16_results_are_rounded_to_even_and_nan_stays",)
+_OVERTAKING = ("test_head_native.py::test_no_piece_overtakes_what_it_builds_on",)
+_STEP_THREADS = ("test_decode_step.py::test_bits_do_not_depend_on_threads",)
+
+SETS = [
+    Mutation(
+        "rest rows of a register tile dropped",
+        CPU,
+        _TILES,
+        "if constexpr (kRest > 0) multiply_rows<kRest>(a + row * KT, b, b1, depth, to + row * 16, accumulate);",
+        "",
+        _HEAD_TIER1,
+        _AVX2,
+    ),
+    Mutation(
+        "second half of a pair of tiles is the first",
+        CPU,
+        _TILES,
+        "const Element* a = half ? a1 : a0;",
+        "const Element* a = a0;",
+        _HEAD_TIER1,
+        _AVX2,
+    ),
+    Mutation(
+        "sums of earlier pieces of the depth lost",
+        CPU,
+        _TILES,
+        "storev(at(r, j), accumulate || t > 0 ? loadv",
+        "storev(at(r, j), t > 0 ? loadv",
+        _HEAD_TIER1,
+        _PORTABLE,
+    ),
+    Mutation(
+        "logits of the last piece of the depth alone",
+        CPU,
+        _HEAD,
+        "logit_row(logits + i * logits_step, v, 0), k > 0);",
+        "logit_row(logits + i * logits_step, v, 0), false);",
+        _HEAD_TIER1,
+        _AVX2,
+    ),
+    Mutation(
+        "rest rows of a strip dropped",
+        CPU,
+        _STRIPS,
+        "if constexpr (kRest > 0) strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);",
+        "",
+        _DECODING_TIERS,
+        _AVX2,
+    ),
+    Mutation(
+        "rest rows of a strip are its first",
+        CPU,
+        _STRIPS,
+        "strip_rows<kRest, COLUMNS>(w + v * stride, stride,",
+        "strip_rows<kRest, COLUMNS>(w, stride,",
+        _TOKENS,
+        _AVX2,
+    ),
+    Mutation(
+        "halves of a pair of bf16 weights swapped",
+        CPU,
+        _STRIPS,
+        "y[0] = (Operand)(both << 16);\n                    y[kSteps - 1] = (Operand)(both & 0xffff0000u);",
+        "y[kSteps - 1] = (Operand)(both << 16);\n                    y[0] = (Operand)(both & 0xffff0000u);",
+        _DECODING_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a bf16 weight keeps its neighbour's bits below its own",
+        CPU,
+        _STRIPS,
+        "(Operand)(both & 0xffff0000u)",
+        "(Operand)both",
+        _TOKENS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "halves of a transposed square swapped",
+        CPU,
+        _SIMD,
+        "_mm256_permute2x128_si256(b[i], b[4 + i], 0x31)",
+        "_mm256_permute2x128_si256(b[i], b[4 + i], 0x13)",
+        _HEAD_TIER1,
+        _AVX2,
+    ),
+    Mutation(
+        "squares of a transposed tile where they lay",
+        CPU,
+        _SIMD,
+        "std::memcpy(out + (v * kLanes + i) * out_stride + w * kLanes,",
+        "std::memcpy(out + (w * kLanes + i) * out_stride + v * kLanes,",
+        _HEAD_TIER1,
+        _PORTABLE,
+    ),
+    Mutation(
+        "sums of eight rows in another order",
+        CPU,
+        _ATTENTION,
+        "high = _mm256_permute2f128_ps(a, b, 0x31);",
+        "high = _mm256_permute2f128_ps(a, b, 0x13);",
+        ("test_decode_attention.py::test_every_length",),
+        _AVX2,
+    ),
+    Mutation(
+        "sums of four rows where another four belong",
+        CPU,
+        _ATTENTION,
+        "_mm256_add_ps(low, high);",
+        "_mm256_add_ps(a, b);",
+        ("test_decode_attention.py::test_every_length",),
+        _AVX2,
+    ),
+    Mutation(
+        "sums of sixteen rows in another order",
+        CPU,
+        _ATTENTION,
+        "halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]))",
+        "halve(halve(fours[0], fours[2]), halve(fours[1], fours[3]))",
+        ("test_decode_attention.py::test_every_length",),
+        _AVX512,
+    ),
+    Mutation(
+        "halves of a pair of probabilities swapped",
+        CPU,
+        _TILES,
+        "return widen(to_bf16(even)) | (widen(to_bf16(odd)) << 16);",
+        "return widen(to_bf16(odd)) | (widen(to_bf16(even)) << 16);",
+        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
+        _AVX512_BF16,
+    ),
+    Mutation(
+        "a NaN rounded to bf16 becomes a number",
+        CPU,
+        _SIMD,
+        "return (u32v)selectv((i32v)(x == x), (f32v)rounded, (f32v)((bits >> 16) | 0x40));",
+        "return rounded;",
+        _BF16_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "bf16 rounded half up",
+        CPU,
+        _SIMD,
+        "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16",
+        "(bits + 0x8000) >> 16",
+        _BF16_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "bf16 in the order of two registers' quarters",
+        CPU,
+        _SIMD,
+        "_mm256_permute4x64_epi64(mixed, 0xd8)",
+        "mixed",
+        _BF16_BITS,
+        _AVX2,
+    ),
+    Mutation(
+        "bf16 of eight lanes twice the first four",
+        CPU,
+        _LANES,
+        "_mm256_permute4x64_epi64(mixed, 0xd8)",
+        "mixed",
+        ("test_block.py::test_a_norm_has_the_bits_of_llama_s",),
+        _AVX2,
+    ),
+    Mutation(
+        "floats of a bf16 model not rounded before products",
+        CPU,
+        _ROWS,
+        "    store16(column + k * 16, rounded(x.even));\n    store16(column + k * 16 + 16, rounded(x.odd));",
+        "    store16(column + k * 16, x.even);\n    store16(column + k * 16 + 16, x.odd);",
+        ("test_decode_step.py::test_rounds_where_the_reference_does",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "halves of a product's words swapped",
+        CPU,
+        _PHILOX,
+        "low.part[i] = (u32v)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);",
+        "low.part[i] = (u32v)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0x55);",
+        ("test_lora_native.py::test_dropout_draws_the_words_of_philox",),
+        _AVX2,
+    ),
+    Mutation(
+        "high words of every other lane",
+        CPU,
+        _PHILOX,
+        "high.part[i] = (u32v)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);",
+        "high.part[i] = (u32v)_mm256_srli_epi64(even, 32);",
+        _TOKENS,
+        _AVX2,
+    ),
+    Mutation(
+        "exponent off by one",
+        CPU,
+        _SIMD,
+        "as_ints(shifted) - int32_t(0x4b400000)",
+        "as_ints(shifted) - int32_t(0x4b400001)",
+        _HEAD_TIER1,
+        _PORTABLE,
+    ),
+    Mutation(
+        "power of two in one factor, which has no room for it",
+        CPU,
+        _SIMD,
+        "const i32x16 half = whole >> 1;",
+        "const i32x16 half = whole;",
+        ("test_sample_native.py::test_every_column_a_new_best",),
+        _AVX2,
+    ),
+    Mutation(
+        "exp of a NaN is a number",
+        CPU,
+        _SIMD,
+        "_mm256_max_ps((__m256)part(a, i), (__m256)part(b, i));",
+        "_mm256_max_ps((__m256)part(b, i), (__m256)part(a, i));",
+        ("test_head_native.py::test_a_nan_reaches_all_of_its_row_and_no_other",),
+        _AVX2,
+    ),
+    Mutation(
+        "only the first eight lanes asked",
+        CPU,
+        _SIMD,
+        "_mm256_movemask_ps((__m256)(mask.part[0] | mask.part[1])) != 0",
+        "_mm256_movemask_ps((__m256)mask.part[0]) != 0",
+        ("test_head_native.py::test_one_row_with_rising_logits",),
+        _AVX2,
+    ),
+    Mutation(
+        "upper lanes never draw",
+        CPU,
+        _SIMD,
+        "uint32_t(_mm256_movemask_ps((__m256)mask.part[1])) << 8;",
+        "0xff00u;",
+        _TOKENS,
+        _AVX2,
+    ),
+    Mutation(
+        "masks the wrong way round",
+        CPU,
+        _SIMD,
+        "_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask)",
+        "_mm256_blendv_ps((__m256)a, (__m256)b, (__m256)mask)",
+        _HEAD_TIER1,
+        _AVX2,
+    ),
+]
+
+THREADS = [
+    Mutation(
+        "the last piece of a share is done twice",
+        CPU,
+        _SHARE,
+        "size = count * (whose + 1) / me.threads - begin;",
+        "size = (count + me.threads - 1) / me.threads;",
+        _STEP_THREADS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "what does not divide by the threads left out",
+        CPU,
+        _SHARE,
+        "size = count * (whose + 1) / me.threads - begin;",
+        "size = count / me.threads;",
+        _STEP_THREADS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "pieces counted on from an earlier loop",
+        CPU,
+        _SHARE,
+        "    next_loop[me.thread * Team::kLine] = 0;",
+        "    static_cast<void>(next_loop);",
+        _STEP_THREADS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "nobody waits for the team",
+        CPU,
+        _TEAM,
+        "__ATOMIC_ACQ_REL) == threads) {",
+        "__ATOMIC_ACQ_REL) >= 1) {",
+        _STEP_THREADS,
+        ("cpu/team.cpp",),
+    ),
+    Mutation(
+        "panels do not wait for the packing",
+        CPU,
+        _HEAD,
+        "                schedule.wait(of, kPack);\n",
+        "",
+        _OVERTAKING,
+        _PORTABLE,
+    ),
+    Mutation(
+        "packing does not wait for the block before last",
+        CPU,
+        _HEAD,
+        "            if (phase == kPack) schedule.wait(of - 2, schedule.has_after ? kAfter : kPanels);\n",
+        "",
+        _OVERTAKING,
+        _PORTABLE,
+    ),
+    Mutation(
+        "one packed block for two",
+        CPU,
+        _HEAD,
+        "            Element* a = as_a + block % 2 * block_elements;\n"
+        "            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;\n"
+        "            if (phase",
+        "            Element* a = as_a;\n            Element* b = as_b;\n            if (phase",
+        _OVERTAKING,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a group of panels in two blocks at once",
+        CPU,
+        _HEAD,
+        "                wait_for_count(schedule.group_blocks + piece, of);\n",
+        "",
+        _OVERTAKING,
+        _PORTABLE,
+    ),
+    Mutation(
+        "gradients of weights do not wait for the panels",
+        CPU,
+        _HEAD,
+        "            if (phase == kAfter) schedule.wait(of, kPanels);\n",
+        "",
+        _OVERTAKING,
+        _PORTABLE,
+    ),
+]
+
+MUTATIONS = [
+    mutation._replace(op=op)
+    for op, mutations in {"instruction sets": SETS, "threads": THREADS}.items()
+    for mutation in mutations
+]
