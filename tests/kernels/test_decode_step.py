@@ -14,13 +14,16 @@ from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, 
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 FP32, BF16 = torch.float32, torch.bfloat16
-MULTIPLIES_BF16 = ("avx512_bf16", "amx_bf16")
-PATHS = [
-    (isa, dtype)
-    for isa in (native.isas() if native.missing() is None else [])
-    for dtype in (FP32, BF16)
-    if dtype == FP32 or isa in MULTIPLIES_BF16
-]
+ISAS = native.isas() if native.missing() is None else []
+
+
+def steps(isa: str, dtype: torch.dtype) -> bool:
+    """Whether an instruction set has a step of this dtype."""
+    with native.use_isa(isa):
+        return registry.unsupported("decode_step", "cpu", "cpu", dtype) is None
+
+
+PATHS = [(isa, dtype) for isa in ISAS for dtype in (FP32, BF16) if steps(isa, dtype)]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
@@ -436,6 +439,12 @@ def test_bad_adapters():
         refused(
             TypeError, r"\['q'\]: expected torch.float32 or torch.bfloat16", [{"q": (A.half(), B)}, {}], backend="cpu"
         )
+
+
+@needs_native
+def test_instruction_sets_that_multiply_bfloat16_serve_it_and_all_serve_fp32():
+    assert {isa for isa, dtype in PATHS if dtype == FP32} == set(ISAS)
+    assert {isa for isa in ISAS if "bf16" in isa} <= {isa for isa, dtype in PATHS if dtype == BF16}
 
 
 @needs_native

@@ -360,6 +360,16 @@ def decode_calls(monkeypatch):
     return calls
 
 
+def decodes(dtype: torch.dtype) -> bool:
+    """Whether the instruction set in use has a decoding product of this dtype."""
+    return bool(native.extension().lora_decodes(cpu._TYPES[dtype]))
+
+
+def test_instruction_sets_that_multiply_bf16_decode_it_and_all_decode_fp32(isa):
+    assert decodes(FP32)
+    assert decodes(BF16) or "bf16" not in isa
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", [(4, 32, 1), (16, 64, 33), (17, 96, 130), (33, 352, 64), (64, 512, 300)], ids=str)
@@ -368,8 +378,7 @@ def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
     x, weight, bias, *rest = few_rows(*shape, dtype, adapter)
     arguments = x, weight, bias if with_bias else None, *rest
     y = decoded(*arguments)
-    served = dtype == FP32 or isa in ("avx512_bf16", "amx_bf16")
-    assert len(decode_calls) == served
+    assert len(decode_calls) == decodes(dtype)
     assert y.dtype == dtype
     eager = lora_linear(*arguments, backend="reference")
     exact = in_double(*arguments)
@@ -395,7 +404,7 @@ def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype, n_r
         assert torch.equal(found[0], other)
     at = n_rows // 3
     some = decoded(x[at : at + 5], weight, bias, A, B, scales, Segments(starts=(0,), ends=(5,), slots=(0,)))
-    if dtype == FP32 or isa in ("avx512_bf16", "amx_bf16"):
+    if decodes(dtype):
         assert torch.equal(some, found[0][at : at + 5])
 
 
