@@ -61,17 +61,35 @@ def ordered_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted_dot() -> Iterator[None]:
-    """`tl.dot` in the interpreter: the ordered product, rounded once to the accumulator's dtype and added to it."""
+def interpreter_for_tests() -> Iterator[None]:
+    """The interpreter with the ordered product, and `triton.language` patched once a launch."""
     if not INTERPRETED:
         yield
         return
     from triton.runtime import interpreter
 
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        """d + a @ b, the product rounded once to the accumulator's dtype."""
         product = ordered_product(a.data, b.data).astype(d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    launch, patch_lang = interpreter.InterpretedFunction.run, interpreter._patch_lang
+    patched: set[int] = set()
+
+    def run(kernel: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()  # a launch undoes its patches when it ends
+        return launch(kernel, *args, **options)
+
+    def patch_lang_once(function: Any) -> Any:
+        """Triton's own, once a launch for each module: at every call of a device function it is half of all time."""
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        patched.add(module)
+        return patch_lang(function)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(interpreter.InterpretedFunction, "run", run)
+        patch.setattr(interpreter, "_patch_lang", patch_lang_once)
         yield
