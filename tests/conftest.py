@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
 from rlhf_engine.rollout import vllm_http
+from tests.curves import drawn_once
 
 VOCAB = 61
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -71,6 +73,13 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
         return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
 
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def curves_drawn_once() -> Iterator[None]:
+    """Of the runs of a module the first one draws its curves; see `tests.curves`."""
+    with drawn_once():
+        yield
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.distributed import World
 from rlhf_engine.training.rl import RlTrainer
+from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
@@ -145,8 +146,9 @@ def main(folder: Path) -> None:
     )
     world = World.from_environment("cpu", timeout=plan["timeout"])
     assert (world.rank, world.size, world.device) == (rank, size, torch.device("cpu"))
-    for job in plan["jobs"]:
-        (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(do(job, world, folder)))
+    with drawn_once():
+        for job in plan["jobs"]:
+            (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(do(job, world, folder)))
     world.close()
 
 
