@@ -1,7 +1,8 @@
-"""What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, as a launcher would.
+"""What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER` starts two, as a launcher would.
 
 FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json`, and maybe
-tensors beside it.
+tensors beside it. A process that ends leaves `ended-RANK` with its exit status.
+Both are forked from one that has imported everything, which takes longer than most jobs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -152,5 +154,28 @@ def main(folder: Path) -> None:
     world.close()
 
 
+def fork(rank: int, size: int, folder: Path) -> int:
+    """Process id of a new process that is one of the ranks."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"})
+        main(folder)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # nothing that the parent would do at its end
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    place = Path(sys.argv[1])
+    ranks = {fork(rank, 2, place): rank for rank in range(2)}
+    while ranks:
+        child, how = os.wait()
+        (place / f"ended-{ranks.pop(child)}").write_text(str(os.waitstatus_to_exitcode(how)))
