@@ -114,11 +114,23 @@ def test_ratios_are_to_the_policy_that_drew(model, tmp_path):
 # ---- stopped and taken up --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}])
+RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}],
+    ids=["overlap", "batches per policy"],
+)
+def uninterrupted(request, model, tmp_path_factory):
+    """Options of a run, which was never stopped, and its steps."""
+    options = {**RESUMED, **request.param}
+    return options, *steps_of(model, tmp_path_factory.mktemp("whole") / "run", **options)
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_resumed_run_makes_the_same_floats(model, tmp_path, mode, at):
-    options = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto", **mode}
-    whole, rows = steps_of(model, tmp_path / "whole", **options)
+def test_a_resumed_run_makes_the_same_floats(model, tmp_path, uninterrupted, at):
+    options, whole, rows = uninterrupted
     stopped = RlTrainer(train_config(model, tmp_path / "parts", **options))
     with contextlib.closing(stopped.source):
         for step in range(at + 1):
