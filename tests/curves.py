@@ -10,9 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-from rlhf_engine.report import plot_curves
-from rlhf_engine.training.metrics import read_metrics
-
 TRAINERS = ("rl", "sft", "reward")
 
 
@@ -24,6 +21,9 @@ def drawn_once() -> Iterator[None]:
         picture = folder / "curves.png"
 
         def draw(metrics_jsonl: str | Path, png_path: str | Path) -> None:
+            from rlhf_engine.report import plot_curves  # not by tests of the kernels, which draw nothing
+            from rlhf_engine.training.metrics import read_metrics
+
             assert read_metrics(metrics_jsonl), metrics_jsonl
             if not picture.exists():
                 plot_curves(metrics_jsonl, picture)
