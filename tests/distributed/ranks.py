@@ -1,4 +1,4 @@
-"""What each of two processes of a test does: `python -m tests.distributed.ranks FOLDER` starts them, as a launcher would.
+"""What each of two processes of a test does; `python -m tests.distributed.ranks FOLDER` starts both of them.
 
 FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json`, and maybe
 tensors beside it. A process that ends leaves `ended-RANK` with its exit status.
