@@ -19,13 +19,14 @@ demo: $(INSTALLED)
 
 # A process per core, each with one thread; tests that measure time run before, with the machine to themselves.
 TEST := HF_HUB_OFFLINE=1 CI=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 # bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
 test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
 	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py
-	$(TEST) -m "alone and not long and not gpu"
+	$(TEST) -m "alone and not long and not gpu" $(ALONE)
 	! $(VENV)/python -c 'import triton' || TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "not long and not gpu" $(SPREAD)
 	$(TEST) -m "not alone and not long and not gpu" $(SPREAD) \
 		--deselect tests/kernels/test_triton.py::test_kernels_in_the_interpreter  # the line above

@@ -1,10 +1,14 @@
-"""Shared fixtures: a tiny random Llama, and the real pretrained model beside the checkout where there is one."""
+"""Shared fixtures: a tiny random Llama, and the real pretrained model beside the checkout where there is one.
+
+What takes seconds to import is imported where it is used: tests of the kernels need none of it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -12,10 +16,13 @@ import pytest
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.kernel_table import KernelTable
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles, j_hydra_roles
-from rlhf_engine.rollout import vllm_http
+from tests.curves import drawn_once
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from rlhf_engine.hydra import HydraModel, PackedBatch
 
 VOCAB = 61
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -26,6 +33,8 @@ def tiny_llama(
     seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 1, positions: int = 64
 ) -> LlamaForCausalLM:
     """Two layers, grouped-query attention, sizes that are not powers of two; `width` times as wide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=24 * width,
@@ -58,6 +67,8 @@ def randomise(model: HydraModel, *names: str, seed: int = 7, scale: float = 0.1)
 
 def build(method: str = "hydra", *, seed: int = 0, **options: object) -> HydraModel:
     """A HydraModel on the tiny Llama with slots and heads that are not zero."""
+    from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, j_hydra_roles
+
     roles = hydra_roles() if method == "hydra" else j_hydra_roles()
     used = sorted({r.slot for r in roles.values() if r.slot is not None})
     slots = {name: SlotConfig(r=4, alpha=8.0) for name in used}
@@ -68,6 +79,8 @@ def build(method: str = "hydra", *, seed: int = 0, **options: object) -> HydraMo
 
 def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7), (6, 4)), seed: int = 0) -> PackedBatch:
     """Random prompts and completions of the given (prompt, completion) lengths."""
+    from rlhf_engine.hydra import PackedBatch
+
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n: int) -> list[int]:
@@ -84,9 +97,18 @@ def _choices_of_no_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.begin_run()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def curves_drawn_once() -> Iterator[None]:
+    """Of the runs of a module the first one draws its curves; see `tests.curves`."""
+    with drawn_once():
+        yield
+
+
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
+    from rlhf_engine.rollout import vllm_http
+
     monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
 
 

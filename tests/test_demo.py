@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_engine.cli import main
+
 
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
     """The JSON object on the last line of `rlhf-engine demo --json`, and everything before it."""
@@ -35,12 +37,10 @@ def test_the_demo_draws_beside_its_updates(tmp_path):
     assert [row["staleness/max"] for row in rows] == [0, 1]
 
 
-def test_the_demo_leaves_a_folder_alone_that_is_not_its_own(tmp_path):
+def test_the_demo_leaves_a_folder_alone_that_is_not_its_own(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("precious")
-    command = [sys.executable, "-m", "rlhf_engine.cli", "demo", "--quick", "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "output_dir: expected a new folder or one of an earlier demo" in done.stderr
+    assert main(["demo", "--quick", "--output_dir", str(tmp_path)]) == 2
+    assert "output_dir: expected a new folder or one of an earlier demo" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 

@@ -73,6 +73,17 @@ def test_only_line_feeds_end_a_line(tmp_path):
         (b"null", r"a\.jsonl:3: expected a JSON object, got NoneType"),
         (b"NaN", r"a\.jsonl:3: expected a JSON object, got float"),
     ],
+    ids=[
+        "cut short",
+        "no UTF-8",
+        "a column twice",
+        "a nested column twice",
+        "too deep",
+        "too large a number",
+        "a list",
+        "null",
+        "NaN",
+    ],
 )
 def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path, line, message):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "x"}, b"", line, {"prompt": "z"})
@@ -97,6 +108,18 @@ def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path, line, message):
         ("a.json.gz", gzip.compress(json.dumps(ROWS * 99).encode())[:-20], r"a\.json\.gz: expected whole gzip data"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-8], r"a\.jsonl\.gz: expected whole gzip data, got Comp"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-8] + b"\0" * 8, r"expected whole gzip data, got CRC"),
+    ],
+    ids=[  # compressed bytes hold the time of day
+        "no list",
+        "no list with a column twice",
+        "cut short",
+        "empty",
+        "lines in a .json",
+        "no UTF-8",
+        "not compressed",
+        "compressed and cut short",
+        "compressed without its end",
+        "compressed with a wrong checksum",
     ],
 )
 def test_a_broken_file_is_an_error_whatever_is_allowed(tmp_path, name, content, message):

@@ -1,7 +1,8 @@
-"""What each of the processes of a test does: `python -m tests.distributed.ranks FOLDER`, as a launcher would.
+"""What each of two processes of a test does; `python -m tests.distributed.ranks FOLDER` starts both of them.
 
 FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json`, and maybe
-tensors beside it.
+tensors beside it. A process that ends leaves `ended-RANK` with its exit status.
+Both are forked from one that has imported everything, which takes longer than most jobs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.distributed import World
 from rlhf_engine.training.rl import RlTrainer
+from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
@@ -145,10 +148,34 @@ def main(folder: Path) -> None:
     )
     world = World.from_environment("cpu", timeout=plan["timeout"])
     assert (world.rank, world.size, world.device) == (rank, size, torch.device("cpu"))
-    for job in plan["jobs"]:
-        (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(do(job, world, folder)))
+    with drawn_once():
+        for job in plan["jobs"]:
+            (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(do(job, world, folder)))
     world.close()
 
 
+def fork(rank: int, size: int, folder: Path) -> int:
+    """Process id of a new process that is one of the ranks."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"})
+        main(folder)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # nothing that the parent would do at its end
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    place = Path(sys.argv[1])
+    ranks = {fork(rank, 2, place): rank for rank in range(2)}
+    while ranks:
+        child, how = os.wait()
+        (place / f"ended-{ranks.pop(child)}").write_text(str(os.waitstatus_to_exitcode(how)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,31 +90,34 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
     return train_config(model, folder / name / "run", **options).to_dict()
 
 
-def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT) -> list[subprocess.Popen]:
-    """timeout: seconds that a process waits for the other."""
+def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT) -> subprocess.Popen:
+    """What starts two processes and ends with them. timeout: seconds that a process waits for the other."""
     (folder / "plan.json").write_text(json.dumps({"timeout": timeout, "jobs": jobs}))
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # all of them can be ended together
+    )
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 300) -> list[int]:
+def end(launcher: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+
+
+def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300) -> list[int]:
+    """Exit statuses of the two."""
     try:
-        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+        errors = launcher.communicate(timeout=timeout)[1]
     finally:
-        for process in processes:
-            process.kill()
-    for text in errors:
-        print(text[-3000:])  # shown where a test fails
-    return [process.returncode for process in processes]
+        end(launcher)
+    print(errors[-6000:])  # shown where a test fails
+    assert launcher.returncode == 0
+    return [int((folder / f"ended-{rank}").read_text()) for rank in range(2)]
 
 
 def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -171,7 +177,7 @@ def both(model, tmp_path_factory) -> Path:
     for name, body in {"raises": "assert not late, 'no luck'", "dies": "if late: os._exit(3)"}.items():
         reward = write_reward(folder, fails.format(body), name)
         jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, reward_funcs=[reward])})
-    assert finish(start(folder, jobs)) == [0, 3]
+    assert finish(start(folder, jobs), folder) == [0, 3]
     return folder
 
 
@@ -281,7 +287,7 @@ def test_a_sharded_architecture_says_the_same(name, both):
 
 def test_a_process_without_memory_for_its_share_of_an_update_ends_the_other(model, tmp_path):
     job = {"name": "memory", "do": "fail", "out_of_memory": 1, "config": made(tmp_path, "run", model, shard_base=True)}
-    assert finish(start(tmp_path, [job])) == [0, 0]
+    assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
     kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
     assert kinds == ("RankError", "MemoryLimitError")
     assert "rank 0 of 2 has lost another one" in messages[0]
@@ -412,14 +418,16 @@ def test_a_process_does_not_wait_for_ever(model, tmp_path):
     late = "import os, time\nif len(calls) > 1 and os.environ.get('RANK') == '1':\n    time.sleep(600)\n"
     reward = write_reward(tmp_path, late + "return [1.0] * len(prompts)", "sleeps")
     jobs = [{"name": "sleeps", "do": "fail", "config": made(tmp_path, "sleeps", model, reward_funcs=[reward])}]
-    processes = start(tmp_path, jobs, timeout=15)
+    launcher = start(tmp_path, jobs, timeout=15)
     try:
-        processes[0].communicate(timeout=300)
-        assert processes[1].poll() is None  # it sleeps on
+        until = time.monotonic() + 300
+        while not (tmp_path / "ended-0").exists():
+            assert time.monotonic() < until
+            assert launcher.poll() is None, launcher.communicate()[1][-3000:]
+            time.sleep(0.1)
+        assert not (tmp_path / "ended-1").exists()  # it sleeps on
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        end(launcher)
     kind, message, _ = left(tmp_path, "sleeps", 0)
     assert kind == "RankError"
     assert "rank 0 of 2 has lost another one" in message

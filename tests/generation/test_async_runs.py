@@ -17,6 +17,7 @@ from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.training.generation import versions
+from rlhf_engine.training.generation.drawing import OrderDrawer
 from rlhf_engine.training.generation.versions import digest
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
@@ -113,11 +114,23 @@ def test_ratios_are_to_the_policy_that_drew(model, tmp_path):
 # ---- stopped and taken up --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}])
+RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}],
+    ids=["overlap", "batches per policy"],
+)
+def uninterrupted(request, model, tmp_path_factory):
+    """Options of a run, which was never stopped, and its steps."""
+    options = {**RESUMED, **request.param}
+    return options, *steps_of(model, tmp_path_factory.mktemp("whole") / "run", **options)
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_resumed_run_makes_the_same_floats(model, tmp_path, mode, at):
-    options = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto", **mode}
-    whole, rows = steps_of(model, tmp_path / "whole", **options)
+def test_a_resumed_run_makes_the_same_floats(model, tmp_path, uninterrupted, at):
+    options, whole, rows = uninterrupted
     stopped = RlTrainer(train_config(model, tmp_path / "parts", **options))
     with contextlib.closing(stopped.source):
         for step in range(at + 1):
@@ -191,20 +204,34 @@ def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkey
 
 
 def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
-    """In flight, one answer may be of several policies; its tokens say which, and the recorded log-probs stand."""
-    step = RolloutEngine.step
+    """In flight, one answer may be of several policies; its tokens say which, and the recorded log-probs stand.
 
-    def slow(engine):
-        if threading.current_thread().name == "generator":
-            time.sleep(0.02)
-        return step(engine)
+    The learner publishes the policy after s updates once step s has its first tokens, the generator goes on after that.
+    """
+    steps = 6
+    begun, published = ([threading.Event() for _ in range(steps)] for _ in range(2))
+    begin, step = OrderDrawer.__call__, RolloutEngine.step
+    drawing: list[int] = []
 
-    monkeypatch.setattr(RolloutEngine, "step", slow)
+    def noted_begin(drawer, order):
+        drawing.append(order.step)
+        return begin(drawer, order)
+
+    def held(engine):
+        answers = step(engine)
+        now = drawing[-1]
+        if now > 0 and not begun[now].is_set():
+            begun[now].set()
+            assert published[now].wait(60)
+        return answers
+
+    monkeypatch.setattr(OrderDrawer, "__call__", noted_begin)
+    monkeypatch.setattr(RolloutEngine, "step", held)
     found = []
     trainer = RlTrainer(
-        train_config(model, tmp_path / "run", async_mode="overlap", async_policy="in_flight", max_steps=6)
+        train_config(model, tmp_path / "run", async_mode="overlap", async_policy="in_flight", max_steps=steps)
     )
-    draw = trainer.source.draw
+    draw, learned = trainer.source.draw, trainer.source.learned
 
     def noted(step, version):
         sampled = draw(step, version)
@@ -212,9 +239,18 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
         assert sampled.policy is None
         return sampled
 
+    def published_in_time(done, version):
+        if done < steps:
+            assert begun[done].wait(60)
+        metrics = learned(done, version)
+        if done < steps:
+            published[done].set()
+        return metrics
+
     monkeypatch.setattr(trainer.source, "draw", noted)
+    monkeypatch.setattr(trainer.source, "learned", published_in_time)
     trainer.run()
-    assert any(len(set(rollout.versions_M.tolist())) > 1 for rollout in found)
+    assert [len(set(rollout.versions_M.tolist())) for rollout in found] == [1] + [2] * (steps - 1)
     for rollout in found:
         cu = rollout.batch.completion_cu
         for a, b in itertools.pairwise(cu):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -275,6 +276,7 @@ def test_one_that_does_not_come_up_is_given_up(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_draws_no_token_is_given_up(monkeypatch):
     hung: list[int] = []
+    release = threading.Event()
 
     class Hanging(Stub):
         began: float | None = None
@@ -283,7 +285,7 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
             if order["step"] == 1 and order["share"] == 0 and not hung:  # whoever got that one, once
                 hung.append(self.number)
                 self.began = time.monotonic()
-                time.sleep(3)
+                release.wait(60)
             return super().draw(order, keep)
 
         def beat(self):  # the other thread still answers
@@ -291,9 +293,8 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
 
     _, transport = transport_of(monkeypatch, Hanging, restarts=1, timeout=0.5)
     scheduler = scheduler_of(transport, 4, timeout=0.5)
-    began = time.monotonic()
-    learn(scheduler, range(4))
-    assert time.monotonic() - began < 2.5
+    learn(scheduler, range(4))  # the one that hangs is still at it
+    release.set()
     scheduler.close()
     (loss,) = transport.losses
     assert f"generator {hung[0] + 1} has drawn no token of the answers of step 2" in str(loss.cause)

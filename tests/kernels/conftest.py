@@ -7,6 +7,7 @@ but the device is as on a GPU: kernels, C functions, argument lists, public func
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -50,17 +51,33 @@ def interpreted() -> InterpretedTests:
 
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory):
+    """The CUDA kernels for the CPU, compiled once even where several processes share a session."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("cuda_on_host") / "library.so"
+    import fcntl  # there is none on Windows
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    library = folder / "cuda_on_host.so"
+    with (folder / "cuda_on_host.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            build_host_library(library)
+    return cuda_native.load(library)
+
+
+def build_host_library(library: Path) -> None:
+    """Compile csrc/cuda with g++; the file is there once it is complete."""
     key = cuda_native.source_key(ROOT / "csrc")
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
     units = sorted(map(str, (ROOT / "csrc/cuda").glob("*.cu")))
-    command = ["g++", *flags, *include, f'-DRLHF_SOURCE_KEY="{key}"', "-x", "c++", *units, "-o", str(library)]
+    made = library.with_suffix(".part")
+    command = ["g++", *flags, *include, f'-DRLHF_SOURCE_KEY="{key}"', "-x", "c++", *units, "-o", str(made)]
     build = subprocess.run(command, capture_output=True, text=True)
     assert build.returncode == 0, build.stderr
-    return cuda_native.load(library)
+    made.replace(library)
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

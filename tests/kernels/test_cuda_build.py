@@ -73,7 +73,7 @@ def run_under_sanitizers(tmp_path, program, *sources):
     binary = tmp_path / "program"
     include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *sanitize, *include]
+    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *sanitize, *include]
     units = [str(ROOT / "tests/kernels" / program), *(str(ROOT / "csrc" / source) for source in sources)]
     build = subprocess.run(["g++", *flags, *units, "-o", str(binary)], capture_output=True, text=True)
     if build.returncode != 0 and "cannot find" in build.stderr and "san" in build.stderr:

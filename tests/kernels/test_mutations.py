@@ -26,7 +26,7 @@ MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu_decoding.MUTATIONS, *mutations
 # What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
 FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
 WITH_COMPILER = shutil.which("g++") is not None
-# The copy has no tests/conftest.py, which imports transformers: a process starts in a third of the time.
+# The copy has no tests/conftest.py, whose helpers are for tests of the engine.
 CONFTEST = """
 import json, os, pathlib
 import rlhf_kernels

@@ -192,7 +192,7 @@ def test_cpp_under_sanitizers(tmp_path, name):
     sources = [path for pattern in SANITIZED[name] for path in sorted((ROOT / "csrc/cpu").glob(pattern))]
     sources.append(ROOT / f"tests/kernels/native_{name}_main.cpp")
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags = ["-std=c++17", "-O1", "-g", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
+    flags = ["-std=c++17", "-O1", "-g1", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
     build = subprocess.run(
         ["g++", *flags, *sanitize, *map(str, sources), "-o", str(binary)], capture_output=True, text=True
     )

@@ -20,7 +20,7 @@ from rlhf_engine.planning.report import run_plan, stack
 @pytest.fixture(autouse=True)
 def few_traces(monkeypatch):
     """Sequences are traced one by one, which takes time and shows nothing more."""
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 8)
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 4)
 
 
 @pytest.fixture

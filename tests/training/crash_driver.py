@@ -1,9 +1,9 @@
 """Writes a checkpoint over and over, with another of its file operations failing each time; run by test_crashes.
 
-    LD_PRELOAD=faults.so python -m tests.training.crash_driver FOLDER SCENARIO EVERY
+    LD_PRELOAD=faults.so python -m tests.training.crash_driver FOLDER EVERY SCENARIO...
 
-Standard output has one JSON object: how many operations a checkpoint takes, and for every fate what became of it. A
-process is forked for each, so that being killed ends no more than that.
+Standard output has one JSON object for each scenario: how many operations a checkpoint takes, and for every fate what
+became of it. A process is forked for each, so that being killed ends no more than that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,9 +151,9 @@ class Writer:
         self.optimizer.load_state_tensors({k: held[k] for k in self.optimizer.state_tensors()})
 
 
-def main(folder: Path, scenario: str, every: int) -> None:
-    """every: only each so-many-th operation fails, another first one for each fate."""
-    torch.set_num_threads(1)  # a forked process has no other threads
+def outcomes(folder: Path, scenario: str, every: int) -> dict[str, Any]:
+    """What became of every checkpoint. every: only each so-many-th operation fails, another first one for each fate."""
+    folder.mkdir()
     writer = Writer(folder, scenario)
     assert writer.attempt(-1, 0) == SAVED
     lines = [line.split("\t") for line in writer.log.read_text().splitlines()]
@@ -179,8 +180,10 @@ def main(folder: Path, scenario: str, every: int) -> None:
             if not fine or again != "new" or ended != expected:
                 wrong.append([fate, at, *(lines[at] if at < len(lines) else ()), ended, left, again])
         found[fate] = dict(tally)
-    print(json.dumps({"operations": Counter(line[0] for line in lines), "fates": found, "wrong": wrong}))
+    return {"operations": Counter(line[0] for line in lines), "fates": found, "wrong": wrong}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    torch.set_num_threads(1)  # a forked process has no other threads
+    place, each, *scenarios = sys.argv[1:]
+    print(json.dumps({scenario: outcomes(Path(place) / scenario, scenario, int(each)) for scenario in scenarios}))

@@ -16,6 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+SCENARIOS = ("next", "same")
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="preloading is done here as on Linux"),
@@ -31,24 +32,30 @@ def faults(tmp_path_factory):
     return library
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("scenario", ["next", "same"])
-def test_a_checkpoint_always_remains(tmp_path, faults, scenario, every):
+@pytest.fixture(scope="module", params=[9, pytest.param(1, marks=pytest.mark.long)])
+def outcomes(request, tmp_path_factory, faults):
+    """Which operations failed, each so-many-th, and what a process that met them found in each scenario."""
     root = HERE.parents[1]
     environment = {**os.environ, "LD_PRELOAD": str(faults), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
-    command = [sys.executable, "-m", "tests.training.crash_driver", str(tmp_path), scenario, str(every)]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    folder = tmp_path_factory.mktemp("crashes")
+    command = [sys.executable, "-m", "tests.training.crash_driver", str(folder), str(request.param), *SCENARIOS]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    return request.param, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_checkpoint_always_remains(outcomes, scenario):
+    every, found = outcomes[0], outcomes[1][scenario]
     assert found["wrong"] == []
     operations = found["operations"]
     assert operations["write"] >= 10  # the library saw what there is to see: also those of safetensors, in Rust
     assert operations["fsync"] >= 10
     assert operations["rename"] == 2  # into place, and the old one aside
-    for fate, outcomes in found["fates"].items():
-        assert sum(outcomes.values()) >= sum(operations.values()) // every, fate
+    for fate, ends in found["fates"].items():
+        assert sum(ends.values()) >= sum(operations.values()) // every, fate
         if every > 1:
             continue
-        assert any(outcome.endswith("new") for outcome in outcomes), fate
-        assert any(outcome.endswith("old") for outcome in outcomes), fate
+        assert any(end.endswith("new") for end in ends), fate
+        assert any(end.endswith("old") for end in ends), fate

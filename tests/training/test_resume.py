@@ -379,7 +379,10 @@ def steps_logged(output: Path) -> int:
     return len(read_metrics(path)) if path.is_file() else 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "term"])
+# both signals have one handler: each test starts a process for one of them, `make test-long` also for the other
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["ctrl_c", "term"]
+)
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, how):
     options = {"max_steps": 60, "save_steps": 0, "resume_from_checkpoint": "auto"}
     config = train_config(model, tmp_path / "run", **options)
@@ -403,7 +406,10 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, how):
     assert [row["step"] for row in metrics(resumed)] == list(range(1, steps + 1))
 
 
-def test_a_second_signal_ends_it_at_once(model, tmp_path):
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)], ids=["term", "ctrl_c"]
+)
+def test_a_second_signal_ends_it_at_once(model, tmp_path, how):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import pathlib, time\n\n\ndef reward(prompts, completions, completion_ids, **columns):\n"
@@ -414,11 +420,11 @@ def test_a_second_signal_ends_it_at_once(model, tmp_path):
     config = train_config(model, tmp_path / "run", reward_funcs=[f"{slow}:reward"])
     with start(config, tmp_path / "run.yaml") as process:
         wait_for((tmp_path / "scoring").exists, process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         time.sleep(0.5)
         assert process.poll() is None  # it ends its step
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        process.send_signal(how)
+        assert process.wait(10) == 128 + how
     assert list_checkpoints(tmp_path / "run") == []
 
 

@@ -59,8 +59,7 @@ def _(dy, x, weight, need_x, need_weight, need_bias, backend):  # type: ignore[n
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight, _, backend = inputs
-    need_weight = ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if need_weight else x.new_empty(0), weight)
+    ctx.save_for_backward(x if weight.requires_grad else x.new_empty(0), weight)  # only dW reads x
     ctx.backend, ctx.shape = backend, x.shape
 
 

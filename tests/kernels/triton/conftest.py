@@ -2,13 +2,19 @@
 
 The interpreter has to be chosen before Triton is imported, for the whole process: `TRITON_INTERPRET=1 pytest
 tests/kernels/triton`. `tests/kernels/test_triton.py` starts just that, so an ordinary run covers this folder too.
+
+A GPU's `tl.dot` gives an element the same bits wherever its row and its column stand. The interpreter multiplies with
+numpy, whose BLAS does not do so on every CPU. `ordered_product` replaces it in this folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rlhf_kernels.triton_support import INTERPRETED
@@ -36,3 +42,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where a test puts its tensors."""
     return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+def ordered_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [.., M, K] @ b [.., K, N] in float64, every element summed over k = 0, 1, …
+
+    An element depends on its row and its column alone, on no other size and on no library.
+    """
+    if not (np.issubdtype(a.dtype, np.floating) and np.issubdtype(b.dtype, np.floating)):
+        raise TypeError(f"expected floating point operands, got {a.dtype} and {b.dtype}; bf16 has to be upcast here")
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((*a.shape[:-1], b.shape[-1]))
+    term = np.empty_like(total)
+    for k in range(a.shape[-1]):
+        np.multiply(a[..., :, k, None], b[..., k, None, :], out=term)
+        total += term
+    return total
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_for_tests() -> Iterator[None]:
+    """The interpreter with the ordered product, and `triton.language` patched once a launch."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        """d + a @ b, the product rounded once to the accumulator's dtype."""
+        product = ordered_product(a.data, b.data).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    launch, patch_lang = interpreter.InterpretedFunction.run, interpreter._patch_lang
+    patched: set[int] = set()
+
+    def run(kernel: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()  # a launch undoes its patches when it ends
+        return launch(kernel, *args, **options)
+
+    def patch_lang_once(function: Any) -> Any:
+        """Triton's own, once a launch for each module: at every call of a device function it is half of all time."""
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        patched.add(module)
+        return patch_lang(function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(interpreter.InterpretedFunction, "run", run)
+        patch.setattr(interpreter, "_patch_lang", patch_lang_once)
+        yield

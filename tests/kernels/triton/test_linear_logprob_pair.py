@@ -152,7 +152,13 @@ def test_hostile_rows(device, path, rows):
             slack = 1e-6 * (
                 1.0 + x64.abs().max() + (max(exact[2].max(), 60.0) * weight.abs().max() if name == "d_hidden" else 60.0)
             )
-            assert (x.double() - x64).abs().max() <= 4 * (x32.double() - x64).abs().max() + slack, (name, detach)
+            allowed = 4 * (x32.double() - x64).abs().max() + slack
+            if name == "d_hidden":
+                # Products made again in another order round otherwise than those of lse: p is off by that, relative to
+                # itself, and d_hidden by that times W. Their rounding is the error that fp32 makes in logprob
+                rounding = (plain[0].double() - exact[0]).abs().max()
+                allowed += 4 * rounding * cotangent.abs().max() * weight.abs().max()
+            assert (x.double() - x64).abs().max() <= allowed, (name, detach)
 
 
 def test_equal_rows_have_no_kl_and_masked_columns_no_nan(device, path):
