@@ -34,14 +34,10 @@ def needs(*tools: str) -> None:
             pytest.skip(f"needs {tool}")
 
 
-def run(command: Sequence[str | Path], timeout: float = 3600, **environment: str) -> str:
+def run(command: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> str:
     """Standard output of a command that must succeed."""
     done = subprocess.run(
-        [str(word) for word in command],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        [str(word) for word in command], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -55,12 +51,12 @@ class Build:
     objects: list[Path]
     folder: Path
 
-    def driver(self, name: str, *link_flags: str) -> Path:
+    def driver(self, name: str) -> Path:
         """The program `native_<name>_main.cpp`, linked with all of csrc/cpu."""
         program = self.folder / f"native_{name}_main"
         source = ROOT / f"tests/kernels/native_{name}_main.cpp"
         if not program.exists():
-            run([*self.command, source, *self.objects, *link_flags, "-o", program])
+            run([*self.command, source, *self.objects, "-o", program])
         return program
 
 
