@@ -234,6 +234,24 @@ def test_installs_without_a_compiler(checkout, command, environment):
         assert {"rlhf_kernels/csrc/cuda/gae.cu", "rlhf_kernels/csrc/common/affine_map.h"} <= set(names)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere OpenMP is never asked for")
+def test_a_compiler_without_openmp_builds_the_extension(checkout, tmp_path):
+    """A compiler that refuses -fopenmp, and else makes empty files: which flags it gets is the point."""
+    pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+case " $* " in *" -fopenmp "*) exit 1 ;; esac
+while [ $# -gt 1 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done
+"""
+    )
+    compiler.chmod(0o755)
+    wheel, log = _build(checkout, "build_wheel", CC=str(compiler), CXX=str(compiler))
+    assert "native code will use one thread" in log
+    assert "-Wno-unknown-pragmas" in log
+    assert any(name.startswith("rlhf_kernels/_native.") for name in zipfile.ZipFile(wheel).namelist())
+
+
 @pytest.mark.long  # compiles the extension
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_wheel_from_sdist_has_the_extension(checkout):
