@@ -52,12 +52,15 @@ class Build:
     folder: Path
 
     def driver(self, name: str) -> Path:
-        """The program `native_<name>_main.cpp`, linked with all of csrc/cpu."""
-        program = self.folder / f"native_{name}_main"
-        source = ROOT / f"tests/kernels/native_{name}_main.cpp"
-        if not program.exists():
-            run([*self.command, source, *self.objects, "-o", program])
-        return program
+        """The program `native_<name>_main.cpp`."""
+        return self.program(ROOT / f"tests/kernels/native_{name}_main.cpp")
+
+    def program(self, source: Path, *flags: str) -> Path:
+        """`source` as a program, linked with all of csrc/cpu."""
+        target = self.folder / source.stem
+        if not target.exists():
+            run([*self.command, *flags, source, *self.objects, "-o", target])
+        return target
 
 
 def build(folder: Path, compiler: str, *flags: str) -> Build:

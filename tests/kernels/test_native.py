@@ -172,13 +172,6 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
     assert output.startswith("the native extension does not load: ")
 
 
-@pytest.fixture(scope="session")
-def sanitized(tmp_path_factory):
-    """csrc/cpu under ASan and UBSan: minutes of compiling, once for all drivers."""
-    flags = ("-O0", "-g1", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    return native_build.build(tmp_path_factory.mktemp("sanitized"), "g++", *flags)
-
-
 # No run is in the default lane: a file of variants/ holds every op, so the cheapest driver compiles all of csrc/cpu.
 @pytest.mark.long
 @pytest.mark.parametrize("name", native_build.DRIVERS)
