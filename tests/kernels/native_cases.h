@@ -1,4 +1,4 @@
-// Cases that native_cases.py has written: inputs, answers in float64, and limits on the error. The format stands there.
+// Cases with answers in float64 and limits on the error, read from the file that native_case_file.py describes.
 #pragma once
 
 #include <cmath>
