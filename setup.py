@@ -8,17 +8,21 @@ Everything else about the project stands in pyproject.toml.
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).resolve().parent
 
 # The wheel must run on any CPU of its architecture, so no -march=native. Without -ffp-contract=off the
 # compiler may fuse a multiply and an add where the CPU can, and results would differ between machines.
 COMPILE = ["-O3", "-ffp-contract=off", "-Wall", "-Wextra"]
-OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []  # Apple's clang has none; pragmas are then ignored
+OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []  # Apple's clang has none
+NO_OPENMP = ["-Wno-unknown-pragmas"]  # its pragmas are then ignored, and native code uses one thread
 
 
 def native_extensions() -> list:
@@ -45,11 +49,35 @@ def native_extensions() -> list:
             depends=[str(path.relative_to(ROOT)) for path in headers],
             include_dirs=[str(ROOT / "csrc")],
             cxx_std=17,
-            extra_compile_args=[*COMPILE, *OPENMP, *([] if OPENMP else ["-Wno-unknown-pragmas"])],
+            extra_compile_args=[*COMPILE, *(OPENMP or NO_OPENMP)],
             extra_link_args=OPENMP,
             optional=True,
         )
     ]
+
+
+class BuildExtOpenMpOrNot(build_ext):
+    """Builds without OpenMP where the compiler has none: on Linux, clang without its libomp."""
+
+    def build_extensions(self) -> None:
+        if OPENMP and not self._links_openmp():
+            self.warn("the compiler has no OpenMP, so native code will use one thread (clang needs libomp)")
+            for extension in self.extensions:
+                extension.extra_compile_args = [x for x in extension.extra_compile_args if x not in OPENMP] + NO_OPENMP
+                extension.extra_link_args = [x for x in extension.extra_link_args if x not in OPENMP]
+        super().build_extensions()
+
+    def _links_openmp(self) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "openmp.cpp"
+            source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
+            try:
+                objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=OPENMP)
+                program = str(Path(folder) / "openmp")
+                self.compiler.link_executable(objects, program, extra_postargs=OPENMP, target_lang="c++")
+            except (CompileError, LinkError):
+                return False
+        return True
 
 
 class BuildPyWithCudaSources(build_py):
@@ -71,4 +99,4 @@ class BuildPyWithCudaSources(build_py):
         return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
-setup(ext_modules=native_extensions(), cmdclass={"build_py": BuildPyWithCudaSources})
+setup(ext_modules=native_extensions(), cmdclass={"build_ext": BuildExtOpenMpOrNot, "build_py": BuildPyWithCudaSources})

@@ -25,7 +25,6 @@ namespace {
 constexpr int64_t kSerialProducts = 1 << 24;  // of less than a millisecond: too few to wait for a second core
 constexpr int64_t kLine = 64;
 
-constexpr Name kInputs[kGroups] = {Q, O, GATE, DOWN};  // a linear of each group
 constexpr Group kGroupOf[kNames] = {QKV, QKV, QKV, ATTENDED, GATED, GATED, INNER};
 constexpr const char* kNamed[kNames] = {"q", "k", "v", "o", "gate", "up", "down"};
 

@@ -38,7 +38,7 @@ void wake([[maybe_unused]] int32_t& round) {
 
 }  // namespace
 
-void run_team(int threads, void (*work)(const void* context, Member& member), const void* context) {
+void run_team([[maybe_unused]] int threads, void (*work)(const void* context, Member& member), const void* context) {
     Team team;
 #if defined(_OPENMP)
     if (threads > 1) {

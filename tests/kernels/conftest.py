@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rlhf_kernels import cuda_native, cuda_support
 
+from tests.kernels import native_build
 from tests.kernels.interpreter import TEST, InterpretedTests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,13 @@ def build_host_library(library: Path) -> None:
     build = subprocess.run(command, capture_output=True, text=True)
     assert build.returncode == 0, build.stderr
     made.replace(library)
+
+
+@pytest.fixture(scope="session")
+def sanitized(tmp_path_factory):
+    """csrc/cpu under ASan and UBSan: minutes of compiling, once for all programs."""
+    flags = ("-O0", "-g1", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    return native_build.build(tmp_path_factory.mktemp("sanitized"), "g++", *flags)
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,19 +1,22 @@
 """The extension itself: addresses, absence, a build without a compiler, its C++ under the sanitizers."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import threading
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 from rlhf_kernels import native
 
-ROOT = Path(__file__).resolve().parents[2]
+from . import native_build
+from .native_build import ROOT
+
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
@@ -169,39 +172,11 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
     assert output.startswith("the native extension does not load: ")
 
 
-# Sources in csrc/cpu that tests/kernels/native_<name>_main.cpp drives.
-SANITIZED = {
-    "block": ["block*.cpp", "isa.cpp"],
-    "gae": ["gae.cpp", "isa.cpp", "whiten*.cpp"],
-    "decode_attention": ["decode_attention*.cpp", "isa.cpp"],
-    "decode_step": ["decode_attention*.cpp", "decode_step*.cpp", "isa.cpp", "team.cpp"],
-    "head": ["head*.cpp", "isa.cpp"],
-    "ppo_loss": ["isa.cpp", "ppo_loss*.cpp"],
-    "gather_logprob": ["isa.cpp", "gather_logprob*.cpp"],
-    "lora": ["isa.cpp", "lora*.cpp"],
-}
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ with its sanitizer libraries")
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("gae", "gather_logprob") else pytest.param(name, marks=pytest.mark.long) for name in SANITIZED],
-)
-def test_cpp_under_sanitizers(tmp_path, name):
-    binary = tmp_path / f"native_{name}_main"
-    sources = [path for pattern in SANITIZED[name] for path in sorted((ROOT / "csrc/cpu").glob(pattern))]
-    sources.append(ROOT / f"tests/kernels/native_{name}_main.cpp")
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags = ["-std=c++17", "-O1", "-g1", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
-    build = subprocess.run(
-        ["g++", *flags, *sanitize, *map(str, sources), "-o", str(binary)], capture_output=True, text=True
-    )
-    if build.returncode != 0 and "cannot find" in build.stderr and "san" in build.stderr:
-        pytest.skip("g++ is here without libasan or libubsan")
-    assert build.returncode == 0, build.stderr
-    run = subprocess.run([str(binary)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.strip() == "native code is clean"
+# No run is in the default lane: a file of variants/ holds every op, so the cheapest driver compiles all of csrc/cpu.
+@pytest.mark.long
+@pytest.mark.parametrize("name", native_build.DRIVERS)
+def test_cpp_under_sanitizers(sanitized, name):
+    assert native_build.run([sanitized.driver(name)]).strip() == native_build.CLEAN
 
 
 @pytest.fixture
@@ -253,6 +228,24 @@ def test_installs_without_a_compiler(checkout, command, environment):
         assert "rlhf_kernels/kernel_table.json" in names
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere OpenMP is never asked for")
+def test_a_compiler_without_openmp_builds_the_extension(checkout, tmp_path):
+    """A compiler that refuses -fopenmp, and else makes empty files: which flags it gets is the point."""
+    pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+case " $* " in *" -fopenmp "*) exit 1 ;; esac
+while [ $# -gt 1 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done
+"""
+    )
+    compiler.chmod(0o755)
+    wheel, log = _build(checkout, "build_wheel", CC=str(compiler), CXX=str(compiler))
+    assert "native code will use one thread" in log
+    assert "-Wno-unknown-pragmas" in log
+    assert any(name.startswith("rlhf_kernels/_native.") for name in zipfile.ZipFile(wheel).namelist())
+
+
 @pytest.mark.long  # compiles the extension
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_wheel_from_sdist_has_the_extension(checkout):
@@ -266,3 +259,96 @@ def test_wheel_from_sdist_has_the_extension(checkout):
     assert any(name.startswith("rlhf_kernels/_native.") for name in names)
     assert {"rlhf_kernels/csrc/cuda/launch.cuh", "rlhf_kernels/csrc/common/ppo_terms.h"} <= set(names)
     assert "rlhf_kernels/kernel_table.json" in names
+
+
+@pytest.mark.long  # compiles the extension
+@pytest.mark.skipif(sys.platform != "linux", reason="names clang's own OpenMP library")
+def test_clang_builds_the_extension(checkout, tmp_path):
+    pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
+    native_build.needs("clang", "clang++")
+    wheel, log = _build(checkout, "build_wheel", CC="clang", CXX="clang++")
+    assert re.findall(r"csrc/\S+: (?:warning|error): .*", log) == []
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    (extension,) = (tmp_path / "installed/rlhf_kernels").glob("_native.*")
+    assert b"clang version" in extension.read_bytes()
+    code = "import tests.kernels.native_once as once, rlhf_kernels; once.main([]); print(rlhf_kernels.__file__)"
+    path = os.pathsep.join(map(str, (tmp_path / "installed", ROOT)))
+    output = native_build.run([sys.executable, "-c", FORGET_CHECKOUT + code], cwd=tmp_path, PYTHONPATH=path)
+    assert str(tmp_path) in output.splitlines()[-1]
+
+
+# ---- instruction sets ------------------------------------------------------------------------------------------------
+
+ORDER = (
+    ["portable", "neon"]
+    if platform.machine() == "aarch64"
+    else ["portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
+)
+
+
+@needs_native
+def test_sets_rise_and_the_best_is_used():
+    sets = native.isas()
+    assert sets == ORDER[: len(sets)]
+    code = "from rlhf_kernels import native; print(native.isa(), *native.isas())"
+    assert native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="").split() == [sets[-1], *sets]
+
+
+@needs_native
+def test_the_environment_holds_a_process_to_a_set(monkeypatch):
+    before = native.isa()
+    with native.use_isa(before):  # which puts back what was in use
+        for name in native.isas():
+            monkeypatch.setenv("RLHF_ENGINE_ISA", name)
+            assert native._load() == (native.extension(), None)
+            assert native.isa() == name
+        monkeypatch.setenv("RLHF_ENGINE_ISA", "auto")
+        native._load()
+        assert native.isa() == native.isas()[-1]
+
+
+@needs_native
+def test_a_block_ends_with_the_set_that_it_found():
+    before = native.isa()
+    with native.use_isa("portable"):
+        assert native.isa() == "portable"
+        with pytest.raises(ZeroDivisionError), native.use_isa(native.isas()[-1]):
+            raise ZeroDivisionError
+        assert native.isa() == "portable"
+    assert native.isa() == before
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["avx1024", "AVX2", "", " portable", "neon" if ORDER[-1] != "neon" else "avx2"])
+def test_an_unknown_set_is_refused_with_those_that_are_there(name):
+    """A set of another architecture is unknown, too; what was in use stays in use."""
+    before = native.isa()
+    expected = re.escape(f"isa: expected {', '.join(['auto', *native.isas()])}, got {name}")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        native.extension().set_isa(name)
+    with pytest.raises(ValueError, match=f"^{expected}$"), native.use_isa(name):
+        pass
+    assert native.isa() == before
+
+
+@needs_native
+def test_a_set_that_this_cpu_lacks_is_refused():
+    absent = ORDER[len(native.isas()) :]
+    if not absent:
+        pytest.skip("this CPU has every instruction set of its architecture")
+    with pytest.raises(ValueError, match=f"^isa: expected auto, portable.*, got {absent[0]}$"):
+        native.extension().set_isa(absent[0])
+
+
+@needs_native
+def test_an_unknown_set_in_the_environment_ends_the_import():
+    code = """
+try:
+    import rlhf_kernels.native
+except ValueError as error:
+    print(error)
+"""
+    listed = ", ".join(["auto", *native.isas()])
+    output = native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="sse9")
+    assert output.strip() == f"RLHF_ENGINE_ISA: isa: expected {listed}, got sse9"

@@ -1,0 +1,82 @@
+"""Builds of csrc/cpu for the tests, without Python bindings: objects once per compiler and flags, then any driver.
+
+A driver is `native_<name>_main.cpp` beside this file. Every driver links the same objects.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
+DRIVERS = ("block", "decode_attention", "decode_step", "gae", "gather_logprob", "head", "lora", "ppo_loss")
+"""Drivers that check themselves and print `CLEAN`."""
+CLEAN = "native code is clean"
+
+
+def sources() -> list[Path]:
+    """All of csrc/cpu."""
+    return [path for folder in ("cpu", "cpu/variants") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+
+
+def needs(*tools: str) -> None:
+    """Skip the running test if a program is absent."""
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+
+
+def run(command: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """csrc/cpu as objects of one compiler."""
+
+    command: list[str]  # compiler and flags
+    objects: list[Path]
+    folder: Path
+
+    def driver(self, name: str) -> Path:
+        """The program `native_<name>_main.cpp`."""
+        return self.program(ROOT / f"tests/kernels/native_{name}_main.cpp")
+
+    def program(self, source: Path, *flags: str) -> Path:
+        """`source` as a program, linked with all of csrc/cpu."""
+        target = self.folder / source.stem
+        if not target.exists():
+            run([*self.command, *flags, source, *self.objects, "-o", target])
+        return target
+
+
+def build(folder: Path, compiler: str, *flags: str) -> Build:
+    """Compile csrc/cpu with `compiler` into `folder`; skips the running test if compiler or a library is absent."""
+    needs(compiler)
+    command = [compiler, *FLAGS, *flags]
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    tried = subprocess.run([*command, str(probe), "-o", str(folder / "probe")], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"{compiler} {' '.join(flags)} cannot link here: {tried.stderr.strip().splitlines()[-1]}")
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.parent.name}_{source.stem}.o"
+        run([*command, "-c", source, "-o", target])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return Build(command=command, objects=list(pool.map(compile_one, sources())), folder=folder)

@@ -1,0 +1,137 @@
+"""Other compilers and other CPUs: csrc/cpu built by gcc and clang, run under emulators, and for aarch64.
+
+Every test here compiles csrc/cpu or runs an emulator, so all of them are `long`. A test whose tool is absent is skipped
+and names the tool. Debian has them in clang, libomp-dev, qemu-user and g++-aarch64-linux-gnu.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rlhf_kernels import native
+
+from . import native_cases
+from .native_build import CLEAN, DRIVERS, ROOT, Build, build, needs, run
+
+pytestmark = pytest.mark.long
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 CPU")
+
+# Optimised less than the extension: compiling is most of the work here.
+OPENMP, NO_OPENMP = ("-O1", "-fopenmp"), ("-O1", "-Wno-unknown-pragmas")
+HOST_BUILDS = {
+    "gcc": ("g++", *OPENMP),
+    "gcc_without_openmp": ("g++", *NO_OPENMP),
+    "clang": ("clang++", *OPENMP),
+    "clang_without_openmp": ("clang++", *NO_OPENMP),
+}
+AARCH64 = ("aarch64-linux-gnu-g++", "-O3", "-fopenmp", "-static")  # static: no aarch64 libraries are looked for
+
+# Models of qemu and the instruction sets that the native code must find there. Emulators have no AVX-512.
+X86_CPUS = {
+    "qemu64": ["portable"],  # SSE3, which is less than torch needs
+    "Nehalem": ["portable"],  # SSE4.2
+    "SandyBridge": ["portable"],  # AVX without AVX2
+    "Haswell": ["portable", "avx2"],
+    "EPYC-Milan": ["portable", "avx2"],
+}
+AARCH64_CPUS = ("cortex-a72", "max")  # ARMv8.0, and all that the emulator knows
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Build]:
+    """Objects of csrc/cpu for a compiler and flags, made once."""
+    made: dict[tuple[str, ...], Build] = {}
+
+    def get(*command: str) -> Build:
+        if command not in made:
+            made[command] = build(tmp_path_factory.mktemp("csrc_cpu"), *command)
+        return made[command]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def case_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cases of every op with their answers in float64."""
+    path = tmp_path_factory.mktemp("cases") / "cases"
+    native_cases.write(path)
+    return path
+
+
+def sets_of(output: str) -> list[str]:
+    """The instruction sets that `native_cases_main` names in its first line."""
+    name, *sets = output.splitlines()[0].split()
+    assert name == "sets"
+    return sets
+
+
+@on_x86
+@pytest.mark.parametrize("name", HOST_BUILDS)
+def test_every_compiler_agrees_with_float64(built, case_file, name):
+    """On every instruction set of this machine, by the tiers; then two drivers whose threads wait for each other."""
+    made = built(*HOST_BUILDS[name])
+    output = run([made.driver("cases"), case_file])
+    if native.missing() is None:
+        assert sets_of(output) == native.isas()
+    for driver in ("decode_step", "head"):
+        assert run([made.driver(driver)]).strip() == CLEAN
+
+
+@on_x86
+def test_the_cases_find_a_wrong_answer(built, case_file, tmp_path):
+    """One digit of one answer is another: the program must name it."""
+    program = built(*HOST_BUILDS["gcc"]).driver("cases")
+    content = case_file.read_bytes()
+    entry = re.search(rb"want dA1 [^\n]*\n", content)
+    assert entry is not None
+    at = entry.end() + 8 * 40 + 6  # the exponent's bits of one number
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+    with pytest.raises(AssertionError, match=r"FAILED portable lora \S+: dA1"):
+        run([program, wrong])
+
+
+@on_x86
+@pytest.mark.parametrize("cpu", X86_CPUS)
+def test_no_illegal_instruction(built, case_file, cpu):
+    """Every op by the tiers on older CPUs. The emulator ends a process at an instruction that its model lacks."""
+    needs("qemu-x86_64")
+    program = built(*HOST_BUILDS["gcc"]).driver("cases")
+    assert sets_of(run(["qemu-x86_64", "-cpu", cpu, program, case_file])) == X86_CPUS[cpu]
+
+
+@on_x86
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("cpu", [cpu for cpu in X86_CPUS if cpu != "qemu64"])
+def test_no_illegal_instruction_in_the_extension(cpu):
+    """The installed extension under torch, as setup.py compiles it; torch itself does not run on qemu64."""
+    needs("qemu-x86_64")
+    environment = {"OMP_NUM_THREADS": "1"}
+    if cpu == "Nehalem":
+        environment["OPENBLAS_CORETYPE"] = cpu  # numpy's library takes qemu's Nehalem for a Haswell
+    sets = X86_CPUS[cpu]
+    command = ["qemu-x86_64", "-cpu", cpu, sys.executable, "-m", "tests.kernels.native_once", *sets]
+    output = run(command, cwd=ROOT, **environment)
+    for name in sets:
+        assert f"{name} agrees with the reference in linear_logprob" in output
+
+
+@pytest.mark.parametrize("cpu", AARCH64_CPUS)
+def test_aarch64_agrees_with_float64(built, case_file, cpu):
+    """Every op by the tiers, with the answers of this machine."""
+    needs("qemu-aarch64")
+    output = run(["qemu-aarch64", "-cpu", cpu, built(*AARCH64).driver("cases"), case_file])
+    assert sets_of(output) == ["portable", "neon"]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_drivers_on_aarch64(built, driver):
+    """The drivers that check themselves, ragged sizes and refusals included."""
+    needs("qemu-aarch64")
+    program = built(*AARCH64).driver(driver)
+    assert run(["qemu-aarch64", "-cpu", AARCH64_CPUS[0], program]).strip() == CLEAN
