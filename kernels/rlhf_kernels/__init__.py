@@ -8,6 +8,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
@@ -37,6 +38,7 @@ __all__ = [
     "decode_delta_",
     "gae",
     "gather_logprob",
+    "linear",
     "linear_logprob",
     "linear_logprob_pair",
     "linear_ppo_loss",

@@ -15,6 +15,7 @@ OPS = (
     "linear_logprob_pair",
     "gather_logprob",
     "linear_ppo_loss",
+    "linear",
     "lora",
     "block",
     "ppo_losses",

@@ -58,6 +58,8 @@ def _own_op(name: str, args: Sequence[Any], device_type: str) -> int:
         return _lora(name, args, device_type)
     if base in ("linear_logprob", "linear_ppo_loss"):
         return _head(name, args, device_type)
+    if base == "linear":
+        return _linear(args, backward=base != name)
     return 0  # the losses of values per token: nothing that grows with the model
 
 
@@ -85,7 +87,8 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
         return summed + tile * 4 + (tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0) + gradient
     if backend == "cpu":
         e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 else 4
-        packed = _up(n, _NATIVE_PANEL) * h * e + _NATIVE_BLOCK * h * e * (2 if ahead or second else 1)
+        blocks = 2  # of W: one is multiplied with while the next is packed
+        packed = _up(n, _NATIVE_PANEL) * h * e + blocks * _NATIVE_BLOCK * h * e * (2 if ahead or second else 1)
         scratch = torch.get_num_threads() * _NATIVE_ROWS * h * e
         own_sums = _up(n, _NATIVE_PANEL) * h * 4 if ahead or second else 0
         gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
@@ -104,6 +107,19 @@ def _triton_tile(n_rows: int, n_vocab: int) -> tuple[int, int]:
         else:
             columns //= 2
     return rows, columns
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+_LINEAR_FEW, _LINEAR_ROWS, _LINEAR_COLUMNS = 32, 768, 64  # csrc/cpu/linear_body.inc.h: few rows, a block of C
+
+
+def _linear(args: Sequence[Any], *, backward: bool) -> int:
+    """The own product: all rows of one operand as tiles, and per thread a block of sums."""
+    rows, weight = args[0], args[2 if backward else 1]
+    n, depth = rows.numel() // max(rows.shape[-1], 1), weight.shape[0 if backward else 1]
+    sums = min(_up(n, 32), _LINEAR_ROWS) * _LINEAR_COLUMNS * 4
+    return _up(n, 32) * depth * 4 + (0 if n <= _LINEAR_FEW else torch.get_num_threads() * sums)
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------

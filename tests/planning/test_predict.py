@@ -185,10 +185,11 @@ def test_layers_that_differ_are_not_extrapolated():
 
 def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
     plan = setting()
-    exact = {phase: Planner("hydra_ppo", plan).peak(phase, 72) for phase in PHASES}
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 48)
+    # so many rows that no peak lies where a kernel's tiles, whose size rows do not change, are most of it
+    exact = {phase: Planner("hydra_ppo", plan).peak(phase, 144) for phase in PHASES}
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 96)
     for phase in PHASES:
-        assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact[phase], rel=0.005), phase
+        assert Planner("hydra_ppo", plan).peak(phase, 144) == pytest.approx(exact[phase], rel=0.005), phase
 
 
 @pytest.mark.parametrize("phase", ["inference", "update"])

@@ -38,8 +38,9 @@ def _(x, weight, bias, backend):  # type: ignore[no-untyped-def]
 
 @eager.custom_op("rlhf_kernels::linear_backward")
 def _backward_op(
-    dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool, backend: str
+    dy: Tensor, x: Tensor | None, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool, backend: str
 ) -> list[Tensor]:
+    """x is read for dW alone."""
     implementation = registry.implementation("linear", backend)
     grads = []
     if need_x:
@@ -53,14 +54,15 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(dy, x, weight, need_x, need_weight, need_bias, backend):  # type: ignore[no-untyped-def]
-    shapes = [(x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias)]
-    return [x.new_empty(shape) for shape, need in shapes if need]
+    dx = (*dy.shape[:-1], weight.shape[1])
+    shapes = [(dx, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias)]
+    return [dy.new_empty(shape) for shape, need in shapes if need]
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight, _, backend = inputs
-    ctx.save_for_backward(x if weight.requires_grad else x.new_empty(0), weight)  # only dW reads x
-    ctx.backend, ctx.shape = backend, x.shape
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+    ctx.backend = backend
 
 
 def _backward(ctx, dy):  # type: ignore[no-untyped-def]

@@ -1,0 +1,207 @@
+"""`linear`: against float64 on every set, bits of a row in any company, hostile memory, gradients, bad input."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rlhf_kernels import Segments, lora_linear, native, registry
+from rlhf_kernels.kernel_table import Entry, KernelTable
+from rlhf_kernels.linear import linear
+from rlhf_kernels.linear import native as cpu
+from rlhf_kernels.testing import assert_ok, tier1, tier3
+
+ISAS = native.isas() if native.missing() is None else []
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+# N, K, M: a few rows and many, whole tiles and ragged ones, a single column, several blocks of rows and of columns
+SHAPES = [(1, 32, 64), (5, 33, 70), (32, 64, 65), (33, 96, 100), (77, 130, 31), (200, 257, 129), (800, 40, 70), (3, 1, 1)]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    with native.use_isa(request.param):
+        yield request.param
+
+
+def make(n, k, m, dtype, seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: (scale * torch.randn(*shape, generator=g)).to(dtype)  # noqa: E731
+    return draw(n, k), draw(m, k), draw(m), draw(n, m)
+
+
+def products(implementation, x, weight, bias, dy):
+    return (
+        implementation.forward(x, weight, bias),
+        implementation.input_gradient(dy, weight),
+        implementation.weight_gradient(dy, x),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "scale"), [(FP32, 1.0), (FP32, 1e-3), (BF16, 1.0), (FP16, 0.1)], ids=str)
+def test_tiers(isa, dtype, scale, shape):
+    from rlhf_kernels.linear import reference
+
+    x, weight, bias, dy = make(*shape, dtype, scale=scale)
+    exact = products(reference, *(t.double() for t in (x, weight, bias, dy)))
+    # in fp16 torch's own products may sum in fp16: theirs are taken from float32, rounded once
+    wide = products(reference, *(t.float() for t in (x, weight, bias, dy)))
+    for name, ours, truth, plain in zip(
+        ("y", "dx", "dW"), products(cpu, x, weight, bias, dy), exact, wide, strict=True
+    ):
+        assert ours.dtype == dtype
+        tier = tier1 if dtype == FP32 else tier3
+        assert_ok(tier(ours, truth, plain.to(dtype)), name)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("k", [31, 96], ids=str)
+def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype, k):
+    """Few rows take another way through W than many, with the same bits."""
+    x, weight, bias, dy = make(130, k, 70, dtype)
+    y, dx = cpu.forward(x, weight, bias), cpu.input_gradient(dy, weight)
+    order = torch.randperm(130)
+    assert torch.equal(cpu.forward(x[order], weight, bias), y[order])
+    for rows in (slice(0, 1), slice(3, 30), slice(7, 39), slice(7, 60), slice(120, 130)):
+        assert torch.equal(cpu.forward(x[rows], weight, bias), y[rows])
+        assert torch.equal(cpu.input_gradient(dy[rows], weight), dx[rows])
+
+
+def test_bits_do_not_depend_on_threads(isa):
+    x, weight, bias, dy = make(900, 160, 300, FP32)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append((*products(cpu, x, weight, bias, dy), cpu.forward(x[:20], weight, bias)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "n"), itertools.product([FP32, BF16, FP16], [9, 40]), ids=str)
+def test_strided_and_surrounded_by_nan(isa, dtype, n):
+    """Rows of every matrix with NaN before, between and behind them; a turned x and a turned weight."""
+    x, weight, bias, dy = make(n, 45, 37, dtype)
+
+    def spread(t):
+        wide = torch.full((t.shape[0] + 2, t.shape[1] + 5), torch.nan, dtype=dtype)
+        wide[1:-1, 3:-2] = t
+        return wide[1:-1, 3:-2]
+
+    def turned(t):
+        return t.t().contiguous().t()
+
+    expected = products(cpu, x, weight, bias, dy)
+    for change in (spread, turned):
+        for ours, want in zip(products(cpu, change(x), change(weight), bias, change(dy)), expected, strict=True):
+            assert torch.equal(ours, want)
+
+
+def test_a_nan_or_infinity_stays_in_its_row(isa):
+    x, weight, bias, _ = make(40, 33, 20, FP32)
+    clean = cpu.forward(x, weight, bias)
+    for n, value in ((2, torch.nan), (39, torch.inf)):
+        x[n, 5] = value
+    for rows in (slice(0, 40), slice(0, 3)):  # many, and a few
+        y = cpu.forward(x[rows], weight, bias)
+        others = [i for i in range(y.shape[0]) if i not in (2, 39)]
+        assert torch.equal(y[others], clean[rows][others])
+        assert not y[2].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (40, 0, 7), (5, 7, 0)], ids=str)
+def test_empty(isa, shape):
+    x, weight, bias, dy = make(*shape, FP32)
+    for ours, want in zip(
+        products(cpu, x, weight, bias, dy), (F.linear(x, weight, bias), dy @ weight, dy.t() @ x), strict=True
+    ):
+        assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_gradients_are_those_of_f_linear(backend, trained):
+    if backend == "cpu" and not ISAS:
+        pytest.skip(str(native.missing()))
+    leaves = []
+    for function in (lambda *a: linear(*a, backend=backend), F.linear):
+        x, weight, bias, dy = make(12, 24, 16, FP32)
+        x = x.view(3, 4, 24).requires_grad_()
+        weight.requires_grad_(trained)
+        bias.requires_grad_(trained)
+        function(x, weight, bias).backward(dy.view(3, 4, 16))
+        leaves.append((x.grad, weight.grad, bias.grad))
+    for ours, want in zip(*leaves, strict=True):
+        assert (ours is None) == (want is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+def test_a_frozen_weight_keeps_no_input_for_its_gradient():
+    x, weight, bias, _ = make(64, 32, 16, FP32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        linear(x.requires_grad_(), weight, bias, backend="cpu")
+    assert (16, 32) in kept
+    assert (64, 32) not in kept
+
+
+@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+def test_opcheck():
+    x, weight, bias, _ = make(6, 8, 4, FP32)
+    for frozen in (True, False):
+        given = (x.clone().requires_grad_(), weight.clone().requires_grad_(not frozen), bias, "cpu")
+        torch.library.opcheck(torch.ops.rlhf_kernels.linear.default, given)
+
+
+@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+def test_auto_takes_the_own_product_only_where_it_was_measured(monkeypatch):
+    x, weight, bias, _ = make(6, 8, 4, BF16)
+    assert registry.resolve("linear", "auto", x, weight.shape) == "reference"
+    ms = {"measured": {"cpu": 1.0, "reference": 8.0}}
+    entry = Entry("linear", native.isa(), "bfloat16", (4, 8), "cpu", ms)
+    registry.begin_run()
+    monkeypatch.setattr(registry, "_table", KernelTable(source="test", entries=(entry,)))
+    assert registry.resolve("linear", "auto", x, weight.shape) == "cpu"
+    assert registry.resolve("linear", "auto", x.float(), weight.shape) == "reference"
+    # off rows of lora_linear are those of linear, whoever multiplies
+    A, B = [torch.randn(2, 8)], [torch.randn(4, 2)]
+    y = lora_linear(x, weight, bias, A, B, [1.0], Segments(starts=(0, 3), ends=(3, 6), slots=(-1, 0)))
+    assert torch.equal(y[:3], linear(x, weight, bias)[:3])
+    assert torch.equal(y[:3], cpu.forward(x, weight, bias)[:3])
+
+
+def test_autocast_is_that_of_f_linear():
+    x, weight, bias, _ = make(6, 8, 4, FP32)
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(linear(x, weight, bias, backend="reference"), F.linear(x, weight, bias))
+        if ISAS:
+            assert linear(x, weight, bias, backend="cpu").dtype == BF16
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x, w, b: (x.int(), w, b), TypeError, "x: expected a floating tensor, got torch.int32"),
+        (lambda x, w, b: (x[..., :3], w, b), ValueError, r"weight: expected shape \[M, 3\], got \(4, 8\)"),
+        (lambda x, w, b: (x, w[0], b), ValueError, r"weight: expected shape \[M, 8\], got \(8,\)"),
+        (lambda x, w, b: (x, w, b[:3]), ValueError, r"bias: expected shape \[4\], got \(3,\)"),
+        (lambda x, w, b: (x, w.double(), b), TypeError, "weight: expected torch.float32 on cpu like x"),
+        (lambda x, w, b: (x, w, b.to("meta")), TypeError, "bias: expected torch.float32 on cpu like x"),
+    ],
+)
+def test_bad_input(change, error, message):
+    x, weight, bias, _ = make(6, 8, 4, FP32)
+    with pytest.raises(error, match=message):
+        linear(*change(x, weight, bias))
+
+
+@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+def test_float64_is_the_references():
+    x, weight, bias, _ = make(6, 8, 4, FP64)
+    with pytest.raises(registry.BackendUnavailableError, match="not in torch.float64"):
+        linear(x, weight, bias, backend="cpu")
