@@ -766,6 +766,7 @@ _BASE_DROPPED = "y = F.linear(F.dropout(x, max(lanes.p)), weight, bias).contiguo
 _BASE_FP64 = (
     "y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()"
 )
+_PRODUCT = "y = product_for(x, weight).forward(x, weight, bias)"
 LORA = [
     Mutation(
         "dropout on the base path",
@@ -932,32 +933,34 @@ LORA = [
         "dropout on the base path",
         CPU,
         _LORA_NATIVE,
-        _BASE,
-        _BASE_DROPPED,
+        _PRODUCT,
+        "y = product_for(x, weight).forward(torch.dropout(x, max(lanes.p), True), weight, bias)",
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
         "dropout on the base path of dx",
         CPU,
         _LORA_NATIVE,
-        "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
+        "dx_rows = base.input_gradient(dy_rows, weight) ",
+        "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lanes.p), True) ",
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
         "off rows by another GEMM",
         CPU,
         _LORA_NATIVE,
-        _BASE,
-        _BASE_FP64,
+        _PRODUCT,
+        "wide = x.double(), weight.double(), None if bias is None else bias.double()\n"
+        "        y = torch.nn.functional.linear(*wide).to(x.dtype)",
         ("test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
     ),
     Mutation(
         "dW of a frozen base",
         CPU,
         _LORA_NATIVE,
-        "        if need_weight:\n            grads.append(dy_rows.T @ x_rows)",
-        "        d_weight = dy_rows.T @ x_rows\n        if need_weight:\n            grads.append(d_weight)",
+        "        if need_weight:\n            grads.append(base.weight_gradient(dy_rows, x_rows))",
+        "        d_weight = base.weight_gradient(dy_rows, x_rows)\n"
+        "        if need_weight:\n            grads.append(d_weight)",
         ("test_lora_native.py::test_nothing_is_computed_for_what_is_frozen",),
     ),
     Mutation(
