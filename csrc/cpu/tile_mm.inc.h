@@ -30,10 +30,12 @@ RLHF_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; 
 // Scratch memory of one call. Nothing of the standard library's containers: what of them is compiled here, for this
 // instruction set, the linker may put elsewhere.
 struct Memory {
-    void* blocks[16];
+    static constexpr int kMost = 32;
+    void* blocks[kMost];
     int count = 0;
     template <typename T>
     T* take(int64_t elements) {
+        if (count == kMost) throw std::bad_alloc();
         const size_t bytes = round_up(elements * static_cast<int64_t>(sizeof(T)) + 64, 64);
         blocks[count] = std::aligned_alloc(64, bytes);
         if (blocks[count] == nullptr) throw std::bad_alloc();

@@ -14,7 +14,16 @@ from rlhf_kernels.testing import assert_ok, tier1, tier3
 ISAS = native.isas() if native.missing() is None else []
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # N, K, M: a few rows and many, whole tiles and ragged ones, a single column, several blocks of rows and of columns
-SHAPES = [(1, 32, 64), (5, 33, 70), (32, 64, 65), (33, 96, 100), (77, 130, 31), (200, 257, 129), (800, 40, 70), (3, 1, 1)]
+SHAPES = [
+    (1, 32, 64),
+    (5, 33, 70),
+    (32, 64, 65),
+    (33, 96, 100),
+    (77, 130, 31),
+    (200, 257, 129),
+    (800, 40, 70),
+    (3, 1, 1),
+]
 
 
 @pytest.fixture(params=ISAS)

@@ -186,6 +186,7 @@ def test_layers_that_differ_are_not_extrapolated():
 def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
     plan = setting()
     # so many rows that no peak lies where a kernel's tiles, whose size rows do not change, are most of it
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 144)
     exact = {phase: Planner("hydra_ppo", plan).peak(phase, 144) for phase in PHASES}
     monkeypatch.setattr(predict, "_TRACED_ROWS", 96)
     for phase in PHASES:
