@@ -229,6 +229,7 @@ def test_the_status_is_that_of_the_registry():
         "decode_step": {"cpu"},
         "gae": {"cpu", "cuda", "triton"},
         "gather_logprob": {"cpu", "triton"},
+        "linear": {"cpu"},
         "linear_logprob": {"cpu", "triton"},
         "linear_logprob_pair": {"cpu", "triton"},
         "linear_ppo_loss": {"cpu", "triton"},

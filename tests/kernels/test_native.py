@@ -107,24 +107,28 @@ def test_the_gil_is_released():
     n = 1 << 24  # tens of milliseconds of work
     x, mask, out = torch.zeros(n), torch.ones(n, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
     moments = native.function("masked_moments", torch.float32)
-    started, finished = threading.Event(), threading.Event()
 
-    def work():
-        started.set()
-        moments(x.data_ptr(), mask.data_ptr(), n, 1, out.data_ptr())
-        finished.set()
+    def runs_meanwhile():
+        started, finished = threading.Event(), threading.Event()
+
+        def work():
+            started.set()
+            moments(x.data_ptr(), mask.data_ptr(), n, 1, out.data_ptr())
+            finished.set()
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        started.wait()
+        meanwhile = not finished.is_set()  # with the lock held throughout, this line always comes after the work
+        worker.join()
+        return meanwhile
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(10.0)  # the lock is not taken from a thread; it has to be given up
     try:
-        worker = threading.Thread(target=work)
-        worker.start()
-        started.wait()
-        ran_meanwhile = not finished.is_set()  # with the lock held throughout, this line comes after the work
-        worker.join()
+        assert any(runs_meanwhile() for _ in range(50))  # a busy machine may give this thread no core for a while
     finally:
         sys.setswitchinterval(interval)
-    assert ran_meanwhile
     assert out.tolist() == [n, 0.0, 0.0]
 
 
@@ -302,10 +306,10 @@ def test_the_environment_holds_a_process_to_a_set(monkeypatch):
         for name in native.isas():
             monkeypatch.setenv("RLHF_ENGINE_ISA", name)
             assert native._load() == (native.extension(), None)
-            assert native.isa() == name
+            assert native.extension().isa() == name
         monkeypatch.setenv("RLHF_ENGINE_ISA", "auto")
         native._load()
-        assert native.isa() == native.isas()[-1]
+        assert native.extension().isa() == native.isas()[-1]
 
 
 @needs_native
