@@ -76,7 +76,7 @@ def test_every_op_has_cases_whose_reference_is_within_its_bound(op, dtype):
     cases = tiny(op, dtype)
     assert len({case.name for case in cases}) == len(cases) >= 2
     for case in cases:
-        result = measure(case)
+        result = measure(case, rounds=2)  # that there are times, not what they are
         records = {record["backend"]: record for record in result.records()}
         assert tuple(records["reference"])[: len(KEYS)] == KEYS
         assert result.floor_ms > 0

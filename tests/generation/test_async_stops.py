@@ -45,17 +45,28 @@ sys.exit(cli.main(sys.argv[3:]))
 """
 
 
+OPTIONS = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A run that was never stopped."""
+    return steps_of(model, tmp_path_factory.mktemp("whole") / "run", **OPTIONS)[0]
+
+
 @pytest.mark.parametrize(
     "how",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
     ids=["ctrl_c", "term", "kill"],
 )
-def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
+def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(model, whole, tmp_path, how):
     asked = how != signal.SIGKILL  # it ends its step, publication included
-    model = write_model(tmp_path / "model")
-    options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
-    whole, _ = steps_of(model, tmp_path / "whole", **options)
-    config = train_config(model, tmp_path / "parts", **options)
+    config = train_config(model, tmp_path / "parts", **OPTIONS)
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
     marker = tmp_path / "publishing"
@@ -72,5 +83,5 @@ def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(tmp_path, how):
         process.send_signal(how)
         assert process.wait(50) == (128 + how if asked else -how)
     assert RlTrainer(config).state.step == (3 if asked else 2)  # what had been published whole and saved
-    resumed, _ = steps_of(model, tmp_path / "parts", **options)
+    resumed, _ = steps_of(model, tmp_path / "parts", **OPTIONS)
     assert same(trained(whole), trained(resumed))

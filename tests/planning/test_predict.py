@@ -218,7 +218,7 @@ def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
 @pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
 def test_the_largest_batch_fits_and_one_more_does_not(method, monkeypatch):
     plan = setting(token_budget=200)  # lanes of Hydra share a traversal up to 6 sequences only
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 16)
+    monkeypatch.setattr(predict, "_TRACED_ROWS", 8)
     planner = Planner(method, plan)
     for extra in (300_000, 5_000_000):
         budget = planner.resident + extra
