@@ -130,7 +130,10 @@ def test_it_generates_from_the_distribution_that_it_trains_on(base):
     model = make(base, "4bit")
     rollout = generate(model, [[5, 9, 11], [8, 12]], SamplingConfig(max_completion_length=9, eos_token_ids=(2,)))
     again = model.score(rollout.batch, ("actor",)).logprobs_M
-    torch.testing.assert_close(rollout.logprobs_M, again, rtol=0, atol=1e-4)
+    # 4-bit linears round to bfloat16 inside: where sums are taken in another order, a rounding may fall the other way
+    torch.testing.assert_close(rollout.logprobs_M, again, rtol=0, atol=5e-3)
+    off = model.score(rollout.batch, ("reference",)).logprobs_M
+    assert (rollout.logprobs_M - off).abs().max() > 5e-2
 
 
 def test_a_saved_quantised_model_loads_quantised(base, tmp_path):
