@@ -89,10 +89,17 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _native_where_it_serves() -> Iterator[None]:
+    """`auto` takes the native code where it serves, whatever was measured; also in what a module's tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_table", KernelTable(source="none", entries=()))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _choices_of_no_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`auto` takes the native code where it serves, whatever was measured, and keeps nothing of another test's run."""
-    monkeypatch.setattr(registry, "_table", KernelTable(source="none", entries=()))
+def _choices_of_no_run() -> Iterator[None]:
+    """Nothing is kept of what another test's run has chosen."""
     yield
     registry.begin_run()
 
