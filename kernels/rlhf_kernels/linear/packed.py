@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -90,6 +91,15 @@ def size(dtype: torch.dtype, k: int, m: int) -> int:
     if dtype not in types or native.missing() is not None:
         return 0
     return native.extension().linear_packed_bytes(types[dtype], k, m)
+
+
+def planned(weights: Iterable[tuple[torch.dtype, int, int]]) -> int:
+    """Bytes that copies of weights (dtype, K, M) take within the budget, which are met in this order."""
+    limit, total = budget(), 0
+    for weight in weights:
+        needed = size(*weight)
+        total += needed if total + needed <= limit else 0
+    return total
 
 
 def of(weight: Tensor, type_: int, address: int, stride: int) -> Tensor | None:
