@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.decode_attention import reference as attention
 from rlhf_kernels.logits import TILE_ELEMENTS, HeadOptions
 from rlhf_kernels.sample import reference as sampling
@@ -89,7 +89,7 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
         e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 else 4
         blocks = 2  # of W: one is multiplied with while the next is packed
         packed = _up(n, _NATIVE_PANEL) * h * e + blocks * _NATIVE_BLOCK * h * e * (2 if ahead or second else 1)
-        scratch = torch.get_num_threads() * _NATIVE_ROWS * h * e
+        scratch = native.threads() * _NATIVE_ROWS * h * e
         own_sums = _up(n, _NATIVE_PANEL) * h * 4 if ahead or second else 0
         gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
         return max(summed + packed + scratch + own_sums - (n * h * 4 if summed else 0), summed + gathered)
@@ -119,7 +119,7 @@ def _linear(args: Sequence[Any], *, backward: bool) -> int:
     rows, weight = args[0], args[2 if backward else 1]
     n, depth = rows.numel() // max(rows.shape[-1], 1), weight.shape[0 if backward else 1]
     sums = min(_up(n, 32), _LINEAR_ROWS) * _LINEAR_COLUMNS * 4
-    return _up(n, 32) * depth * 4 + (0 if n <= _LINEAR_FEW else torch.get_num_threads() * sums)
+    return _up(n, 32) * depth * 4 + (0 if n <= _LINEAR_FEW else native.threads() * sums)
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
         return 2 * n_on * rank * 4 + shares
     if backend == "cpu":
         sums = (k + m) * _up(rank, 16) * 4
-        return sums * (len(A) + torch.get_num_threads()) if backward else sums
+        return sums * (len(A) + native.threads()) if backward else sums
     wide = 0 if x.element_size() == 4 else 4
     return n_on * (k + m) * wide + n_on * rank * 8
 

@@ -15,6 +15,7 @@ _ROWS = "csrc/cpu/lane_rows.inc.h"
 _SHARE = "csrc/cpu/share.inc.h"
 _TEAM = "csrc/cpu/team.cpp"
 _HEAD = "csrc/cpu/head_body.inc.h"
+_CORES = "kernels/rlhf_kernels/cores.py"
 _PHILOX = "csrc/cpu/philox.h"
 _ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
 
@@ -359,6 +360,38 @@ THREADS = [
         "",
         _OVERTAKING,
         _PORTABLE,
+    ),
+    Mutation(
+        "quota rounded down",
+        CPU,
+        _CORES,
+        "math.ceil(",
+        "math.floor(",
+        ("test_cores.py::test_a_quota_is_rounded_up_and_the_mask_is_a_limit",),
+    ),
+    Mutation(
+        "cgroups around the own one not read",
+        CPU,
+        _CORES,
+        "(below, *below.parents)",
+        "(below,)",
+        ("test_cores.py::test_quotas_of_made_up_cgroups",),
+    ),
+    Mutation(
+        "torch.set_num_threads does not count as chosen",
+        CPU,
+        _CORES,
+        " or found not in _torch_defaults()",
+        "",
+        ("test_cores.py::test_a_quota_limits_what_nobody_has_chosen",),
+    ),
+    Mutation(
+        "teams of torch's size",
+        CPU,
+        _CORES,
+        "        return found\n    return _usable()\n",
+        "        return found\n    return found\n",
+        ("test_cores.py::test_a_team_is_no_larger_than_the_quota",),
     ),
 ]
 
