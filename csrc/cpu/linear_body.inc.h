@@ -205,7 +205,7 @@ static void multiply_few(const Product& p) {
     Stored* scratch = memory.take<Stored>(threads * kStrip * depth * KT);
     const auto work = [&](Member& me) {
         const TileScope scope;
-        share(me, halves * depth, [&](int64_t i) {
+        steal(me, halves * depth, [&](int64_t i) {
             pack_tile<false>(p.a, p.a_turned, i / depth * 16, p.rows, i % depth * KT, p.depth, columns + i * kTileElements);
         });
         steal(me, strips, [&](int64_t i) { multiply_strip(p, columns, i, scratch + me.thread * kStrip * depth * KT); });

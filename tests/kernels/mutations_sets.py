@@ -30,6 +30,7 @@ _TOKENS = ("test_sample_native.py::test_tokens_are_the_references",)
 _BF16_BITS = ("test_lora_native.py::test_bf16_results_are_rounded_to_even_and_nan_stays",)
 _OVERTAKING = ("test_head_native.py::test_no_piece_overtakes_what_it_builds_on",)
 _STEP_THREADS = ("test_decode_step.py::test_bits_do_not_depend_on_threads",)
+_LATE = ("test_native.py::test_a_late_or_slow_thread_holds_up_one_piece",)
 
 SETS = [
     Mutation(
@@ -360,6 +361,23 @@ THREADS = [
         "",
         _OVERTAKING,
         _PORTABLE,
+    ),
+    Mutation(
+        "nobody takes over what a late thread leaves",
+        CPU,
+        _SHARE,
+        "offset < me.threads; ++offset",
+        "offset < 1; ++offset",
+        _LATE,
+    ),
+    Mutation(
+        "a thread takes its whole share at once",
+        CPU,
+        _SHARE,
+        "        for (int64_t i; (i = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < size;) body(begin + i);\n",
+        "        int64_t i = __atomic_fetch_add(counter, size, __ATOMIC_RELAXED);\n"
+        "        for (; i < size; ++i) body(begin + i);\n",
+        _LATE,
     ),
     Mutation(
         "quota rounded down",
