@@ -159,7 +159,7 @@ def test_a_quota_is_rounded_up_and_the_mask_is_a_limit(affinity, quota, usable):
 
 def test_what_the_system_says_here():
     found = cores.find()
-    assert found.affinity == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert found.affinity == (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     assert f"{found.affinity} core" in str(found)
     assert str(cores.Cores(64, 1.5)) == "64 cores, a quota of 1.5"
 
