@@ -217,7 +217,7 @@ def test_float64_is_the_references():
         linear(x, weight, bias, backend="cpu")
 
 
-# ---- packed copies of frozen weights ----------------------------------------------------------------------------------
+# ---- packed copies of frozen weights ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
