@@ -171,7 +171,7 @@ int main() {
             check_values(isa, 33, 64, 31, type, 1);
             check_values(isa, 17, 300, 231, type, 3);   // few rows, work enough for threads
             check_values(isa, 45, 290, 175, type, 3);   // many, and several pieces of the depth
-            check_values(isa, 801, 33, 81, type, 2);    // several blocks of rows
+            check_values(isa, 801, 17, 33, type, 1);    // several blocks of rows
             check_bits(isa, type);
         }
     }
