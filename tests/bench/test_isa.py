@@ -44,7 +44,7 @@ def test_every_set_has_the_variables_of_the_libraries(no_variables):
     }
     assert isa.variables("neon") == {"RLHF_ENGINE_ISA": "neon"}
     assert isa.isa_of_peers("avx512") == "avx512", "nothing holds them"
-    for name in isa.SETS[:-1]:
+    for name in [name for name in isa.SETS if not name.startswith("neon")]:
         for variable, value in isa.variables(name).items():
             no_variables.setenv(variable, value)
         assert isa.is_held(name)
