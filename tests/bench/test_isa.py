@@ -54,6 +54,11 @@ def test_every_set_has_the_variables_of_the_libraries(no_variables):
     assert isa.isa_of_peers("avx512") is None, "a mixture"
 
 
+def test_every_set_of_the_native_code_can_be_named():
+    variants = Path(__file__).parents[2] / "csrc/cpu/variants"
+    assert {path.stem for path in variants.glob("*.cpp")} == set(isa.SETS)
+
+
 @needs_native
 def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, capfd):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
