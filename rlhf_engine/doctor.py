@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels.linear import packed
 
 from rlhf_engine import __version__
 from rlhf_engine.report import summary_table
@@ -38,6 +39,7 @@ def examine() -> dict[str, Any]:
             "source": registry.table().source,
             "machine": registry.table().machines.get(native.isa() or ""),
         },
+        "packed_weights_mib": packed.budget() // 2**20,
         "ops": {
             str(dtype).removeprefix("torch."): registry.report(device, dtype)
             for dtype in (torch.float32, torch.bfloat16)
@@ -57,6 +59,10 @@ def print_examination(found: dict[str, Any]) -> None:
     table = found["kernel_table"]
     measured = f"measured on {table['machine']}" if table["machine"] else "nothing measured for this instruction set"
     console.print(f"kernel table: {table['source']}, {measured}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"packed copies of frozen weights: up to {found['packed_weights_mib']} MiB ({packed.ENVIRONMENT_VARIABLE})",
+        highlight=False,
+    )
     for dtype, ops in found["ops"].items():
         for why in dict.fromkeys(row["why"] for row in ops.values()):
             names = ", ".join(op for op, row in ops.items() if row["why"] == why)

@@ -20,10 +20,21 @@ void define_linear(pybind11::module_& m) {
                        matrix(y, y_stride, type), N, K, M, threads);
     }, NoGil());
     m.def("linear_input_gradient", [](int type, Address dy, int64_t dy_stride, Address weight, int64_t weight_stride,
-                                      Address dx, int64_t dx_stride, int64_t N, int64_t K, int64_t M, int threads) {
-        linear_input_gradient(matrix(dy, dy_stride, type), matrix(weight, weight_stride, type),
+                                      Address packed, Address dx, int64_t dx_stride, int64_t N, int64_t K, int64_t M,
+                                      int threads) {
+        linear_input_gradient(matrix(dy, dy_stride, type), matrix(weight, weight_stride, type), at<const void>(packed),
                               matrix(dx, dx_stride, type), N, K, M, threads);
     }, NoGil());
+    m.def("linear_packed_bytes", [](int type, int64_t K, int64_t M) {
+        return linear_packed_bytes(static_cast<Type>(type), K, M);
+    });
+    m.def("linear_pack", [](int type, Address weight, int64_t weight_stride, Address packed, int64_t K, int64_t M,
+                            int threads) {
+        linear_pack(matrix(weight, weight_stride, type), at<void>(packed), K, M, threads);
+    }, NoGil());
+    m.def("linear_is_packed", [](int type, Address weight, int64_t weight_stride, Address packed, int64_t K, int64_t M) {
+        return linear_is_packed(matrix(weight, weight_stride, type), at<const void>(packed), K, M);
+    });
     m.def("linear_weight_gradient", [](int type, Address dy, int64_t dy_stride, Address x, int64_t x_stride, Address dw,
                                        int64_t dw_stride, int64_t N, int64_t K, int64_t M, int threads) {
         linear_weight_gradient(matrix(dy, dy_stride, type), matrix(x, x_stride, type), matrix(dw, dw_stride, type), N, K,

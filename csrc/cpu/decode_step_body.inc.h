@@ -160,7 +160,8 @@ RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Som
                                  const Strip& strip, int64_t half, int64_t sides, const Element* columns, float* sums) {
     const int64_t depth = ceil_div(linear.in, KT);
     const Element* b = columns + half * depth * kTileElements;
-    (sides == 2 ? strip_products<2> : strip_products<1>)(strip.w, strip.stride, b, depth, sums);
+    (sides == 2 ? strip_products<2, Stored> : strip_products<1, Stored>)(strip.w, strip.stride, kStrip, b,
+                                                                        depth * kTileElements, depth, sums, false);
     for (int64_t side = 0; side < sides; ++side) {
         float* mine = sums + side * kStrip * 16;
         round_strip(strip, linear.bias, mine);

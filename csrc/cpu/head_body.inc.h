@@ -54,11 +54,6 @@ static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& ex
     std::memset(out + H + count, 0, (padded - H - count) * sizeof(Out));
 }
 
-// One row of an A operand: 64 bytes into each tile along k. `tiles` is the row of tiles.
-RLHF_INLINE void put_a(const Element* from, int64_t row, int64_t depth, Element* tiles) {
-    for (int64_t t = 0; t < depth; ++t) std::memcpy(tiles + t * kTileElements + row * KT, from + t * KT, 64);
-}
-
 // Two rows `k`, `k + 1` (k even) of a B operand whose columns are `width`; tiles along k are `depth` for each 16 columns.
 RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64_t width, int64_t depth,
                        Element* tiles) {
@@ -76,29 +71,53 @@ RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64
     }
 }
 
-// Rows [first, first + 2) of the block that starts at v0; rows from `count` on are zeros.
-static void pack_weight_rows(const Head& head, const Sizes& sizes, int64_t v0, int64_t count, int64_t first,
-                             int64_t depth_v, Element* scratch, Element* as_a, Element* as_b) {
-    for (int64_t i = 0; i < 2; ++i) {
-        Element* row = scratch + i * sizes.padded_K;
-        if (first + i < count) {
-            fetch_wide(head.weight, v0 + first + i, head.H, head.extra_weight, v0 + first + i, head.extra,
-                       sizes.padded_K, row);
-        } else {
-            std::memset(row, 0, sizes.padded_K * sizeof(Element));
-        }
-        const int64_t v = first + i;
-        put_a(row, v % 16, sizes.depth_K, as_a + (v / 16) * sizes.depth_K * kTileElements);
-    }
-    if (as_b) put_b(scratch, scratch + sizes.padded_K, first, sizes.padded_K, depth_v, as_b);
-}
+// Rows of W for the products with hidden: where they lie if they are whole tiles of operands, else a copy with zeros around
+// it. Two blocks have copies at a time; where W is read in place only its last strip may be ragged and have one.
+struct Rows {
+    const Matrix& weight;
+    bool in_place;
+    int64_t V, stride;  // of a copy: rows a whole page apart would share a cache line
+    Element* copies;
 
-// Rows [first, first + 32) of the block.
-static void pack_weight_strip(const Head& head, const Sizes& sizes, int64_t v0, int64_t count, int64_t first,
-                              Element* scratch, Element* as_a, Element* as_b) {
+    Rows(const Head& head, const Sizes& sizes, Memory& memory)
+        : weight(head.weight), in_place(as_operands(head) && head.extra == 0 && sizes.K == sizes.padded_K),
+          V(head.V), stride(sizes.padded_K + KT) {
+        copies = memory.take<Element>((in_place ? kStrip : 2 * kBlock) * stride);
+    }
+    static bool as_operands(const Head& head) { return (head.weight.type == Type::bfloat16) == (sizeof(Element) == 2); }
+    bool copied(int64_t strip) const { return !in_place || strip + kStrip > V; }
+    Element* copy(int64_t v) const {  // v: row of W
+        return copies + (in_place ? v % kStrip : v / kBlock % 2 * kBlock + v % kBlock) * stride;
+    }
+    struct Some {
+        const Element* w;
+        int64_t stride;
+    };
+    Some strip(int64_t v) const {
+        if (copied(v)) return {copy(v), stride};
+        return {static_cast<const Element*>(weight.data) + v * weight.stride, weight.stride};
+    }
+};
+
+// Rows [first, first + 32) of the block that starts at v0; rows from `count` on are zeros.
+static void pack_weight_strip(const Head& head, const Sizes& sizes, const Rows& rows, int64_t v0, int64_t count,
+                              int64_t first, Element* as_b) {
     const int64_t depth_v = round_up(count, 32) / KT;
-    for (int64_t v = first; v < first + 32; v += 2) {
-        pack_weight_rows(head, sizes, v0, count, v, depth_v, scratch, as_a, as_b);
+    if (rows.copied(v0 + first)) {
+        for (int64_t v = first; v < first + kStrip; ++v) {
+            Element* row = rows.copy(v0 + first) + (v - first) * rows.stride;
+            if (v < count) {
+                fetch_wide(head.weight, v0 + v, head.H, head.extra_weight, v0 + v, head.extra, sizes.padded_K, row);
+            } else {
+                std::memset(row, 0, sizes.padded_K * sizeof(Element));
+            }
+        }
+    }
+    if (!as_b) return;
+    const Rows::Some strip = rows.strip(v0 + first);
+    for (int64_t v = 0; v < kStrip; v += 2) {
+        const Element* even = strip.w + v * strip.stride;
+        put_b(even, even + strip.stride, first + v, sizes.padded_K, depth_v, as_b);
     }
 }
 
@@ -139,23 +158,23 @@ static void pack_hidden_rows(const Head& head, const Batch& batch, const Sizes& 
 
 // --- logits of a panel -----------------------------------------------------------------------------------------------
 
-// Logits lie as [v / 16][2 halves of the panel][16 v][16 n].
+// Logits lie as [v / 32][2 halves of the panel][32 v][16 n].
 RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
-    return logits + ((v / 16) * 2 + half) * kTileFloats + (v % 16) * 16;
+    return logits + ((v / kStrip) * 2 + half) * kStrip * 16 + (v % kStrip) * 16;
 }
 
-// Logits of `panels` panels, `logits_step` apart. The depth is taken in pieces so short that a strip of W stays in the
-// first-level cache for all panels; the order of additions is that of one piece.
-static void panel_products(const Element* weight, const Element* hidden, int64_t panels, int64_t padded_v,
+// Logits of `panels` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces so short
+// that a strip of W stays in the first-level cache for all panels; the order of additions is that of one piece.
+static void panel_products(const Rows& rows, int64_t v0, const Element* hidden, int64_t panels, int64_t padded_v,
                            int64_t depth_K, float* logits, int64_t logits_step) {
-    for (int64_t v = 0; v < padded_v; v += 32) {
+    for (int64_t v = 0; v < padded_v; v += kStrip) {
+        const Rows::Some strip = rows.strip(v0 + v);
         for (int64_t k = 0; k < depth_K; k += kDepthTiles) {
-            const Element* a = weight + ((v / 16) * depth_K + k) * kTileElements;
             const int64_t depth = depth_K - k < kDepthTiles ? depth_K - k : kDepthTiles;
             for (int64_t i = 0; i < panels; ++i) {
-                const Element* b = hidden + (2 * i * depth_K + k) * kTileElements;
-                multiply_2x2(a, a + depth_K * kTileElements, b, b + depth_K * kTileElements, depth,
-                             logit_row(logits + i * logits_step, v, 0), k > 0);
+                strip_products<2, Element>(strip.w + k * KT, strip.stride, kStrip,
+                                           hidden + (2 * i * depth_K + k) * kTileElements, depth_K * kTileElements, depth,
+                                           logit_row(logits + i * logits_step, v, 0), k > 0);
             }
         }
     }
@@ -469,14 +488,15 @@ struct Workspace {
 };
 
 static void forward_group(const ForwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                          const Element* as_a, const Element* as_b, const Element* columns,
+                          const Rows& rows, const Element* as_b, const Element* columns,
                           const Element* pair_columns, const Workspace& at) {
     const Sizes& sizes = call.sizes;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
     const int64_t skip = first * 2 * sizes.depth_K * kTileElements, skip_sums = first * sizes.padded_K * kPanel;
-    panel_products(as_a, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
+    panel_products(rows, v0, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
     if (call.pair) {
-        panel_products(as_a, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits, at.kLogits);
+        panel_products(rows, v0, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits,
+                       at.kLogits);
     }
     for (int64_t i = 0; i < panels; ++i) {
         forward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
@@ -605,7 +625,7 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
-    Element* as_a = memory.take<Element>(2 * block_elements);
+    const Rows rows(head, sizes, memory);
     Element* as_b = ahead ? memory.take<Element>(2 * block_elements) : nullptr;
     Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), false);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
@@ -629,13 +649,12 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
-            Element* a = as_a + block % 2 * block_elements;
             Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, v0, count, piece * 32, my_scratch, a, b);
+                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, b);
             } else {
                 const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                forward_group(call, first, panels, v0, count, a, b, columns, pair_columns, mine);
+                forward_group(call, first, panels, v0, count, rows, b, columns, pair_columns, mine);
             }
         });
         wait_for_team(me.team, me.threads);
@@ -772,14 +791,15 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
 }
 
 static void backward_group(const BackwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                           const Element* as_a, const Element* as_b, const Element* columns,
+                           const Rows& rows, const Element* as_b, const Element* columns,
                            const Element* pair_columns, const Workspace& at) {
     const Sizes& sizes = call.sizes;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
     const int64_t skip = first * 2 * sizes.depth_K * kTileElements;
-    panel_products(as_a, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
+    panel_products(rows, v0, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
     if (call.rows.kl) {
-        panel_products(as_a, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits, at.kLogits);
+        panel_products(rows, v0, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits,
+                       at.kLogits);
     }
     for (int64_t i = 0; i < panels; ++i) {
         backward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
@@ -862,7 +882,7 @@ static void run_backward(const Head& head, const Batch& batch, const LogitGradie
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
-    Element* as_a = memory.take<Element>(2 * block_elements);
+    const Rows rows(head, sizes, memory);
     Element* as_b = sums.hidden ? memory.take<Element>(2 * block_elements) : nullptr;
     const bool after = sums.weight || sums.bias;
     Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), after);
@@ -892,16 +912,15 @@ static void run_backward(const Head& head, const Batch& batch, const LogitGradie
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
-            Element* a = as_a + block % 2 * block_elements;
             Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
             BackwardCall here = call;
             if (here.across) here.across += block % 2 * across_elements;
             if (here.bias_part) here.bias_part += block % 2 * sizes.panels * kBlock;
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, v0, count, piece * 32, my_scratch, a, b);
+                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, b);
             } else if (phase == kPanels) {
                 const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                backward_group(here, first, panels, v0, count, a, b, columns, pair_columns, mine);
+                backward_group(here, first, panels, v0, count, rows, b, columns, pair_columns, mine);
             } else {
                 const int64_t v = piece * 32;
                 if (sums.weight) weight_strip(here, v0, count, v, hidden_rows, strips + me.thread * 32 * sizes.padded_K);

@@ -218,7 +218,8 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
         for (int64_t half = 0; half < call.halves; half += 2) {
             const Element* b = call.columns + half * sizes.depth_K * kTileElements;
             const bool two = half + 1 < call.halves;
-            (two ? strip_products<2> : strip_products<1>)(w, stride, b, sizes.depth_K, logits);
+            (two ? strip_products<2, Stored> : strip_products<1, Stored>)(w, stride, kStrip, b, sizes.depth_K * kTileElements,
+                                                                          sizes.depth_K, logits, false);
             for (int64_t side = 0; side < (two ? 2 : 1); ++side) {
                 draw_half(call, call.options[half + side], v0, count, logits + side * kStrip * 16, states[half + side]);
             }

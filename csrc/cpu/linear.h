@@ -12,26 +12,39 @@ namespace rlhf::cpu {
 void linear_forward(const Matrix& x, const Matrix& weight, const void* bias, const Matrix& y, int64_t N, int64_t K,
                     int64_t M, int threads);
 
-// dx [N, K] = dy [N, M] W.
-void linear_input_gradient(const Matrix& dy, const Matrix& weight, const Matrix& dx, int64_t N, int64_t K, int64_t M,
-                           int threads);
+// dx [N, K] = dy [N, M] W. packed: what linear_pack made of W, or null.
+void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const Matrix& dx, int64_t N,
+                           int64_t K, int64_t M, int threads);
 
 // dW [M, K] = dyᵀ x.
 void linear_weight_gradient(const Matrix& dy, const Matrix& x, const Matrix& dw, int64_t N, int64_t K, int64_t M,
                             int threads);
 
-// The same as compiled for each instruction set, after the checks. C [rows, columns] = A [rows, depth] B [depth,
-// columns] + bias, where A and B are as they lie in memory or turned.
+// Bytes of a frozen W [M, K] as dx takes it, or 0 where W would have to be converted besides. The instruction set decides.
+int64_t linear_packed_bytes(Type type, int64_t K, int64_t M);
+
+// packed: linear_packed_bytes at a multiple of 64.
+void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int threads);
+
+// Does a sample of W's elements have the bits that are in `packed`?
+bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M);
+
+// The same as compiled for each instruction set, after the checks: sums over the depth of products of every strip row with
+// every lane, plus bias. A side that is not turned lies as [its items, depth], a turned one as [depth, its items]; c lies as
+// [strip rows, lanes], or turned.
 struct Product {
-    Matrix a, b, c;
-    bool a_turned, b_turned;  // a lies as [depth, rows], b as [columns, depth]
-    const void* bias;         // [columns] of c's type, or null
-    int64_t rows, columns, depth;
+    Matrix strips, lanes, c;
+    bool strips_turned, lanes_turned, c_turned;
+    const void* bias;    // [strip rows] of c's type, or null
+    const void* packed;  // all lanes as tiles, or null
+    int64_t n_strip_rows, n_lanes, depth;
     int threads;
 };
 #define RLHF_DECLARE_LINEAR                         \
     void multiply_float32(const Product& product);  \
-    void multiply_bfloat16(const Product& product);
+    void multiply_bfloat16(const Product& product); \
+    void pack_float32(const Product& product, void* packed);  \
+    void pack_bfloat16(const Product& product, void* packed);
 RLHF_IN_EVERY_SET(RLHF_DECLARE_LINEAR)
 #undef RLHF_DECLARE_LINEAR
 

@@ -1,10 +1,11 @@
-// linear.h for one instruction set. Both operands become tiles of tile_mm.inc.h: all of A once per call, B block by block
-// by whoever multiplies with it. A few rows meet B as in decoding, strip by strip where it lies.
+// linear.h for one instruction set. Lanes are packed as columns of tiles of tile_mm.inc.h, sixteen to a column; strips of
+// the other side meet them as in decoding, where they lie or from a copy in scratch. The depth is taken in pieces so short
+// that a column of one stays in the first-level cache, and a strip meets so many columns at a time as stay in the second.
 
-constexpr int64_t kFewRows = 32;       // for which packing B costs more than it saves
-constexpr int64_t kRowBlock = 768;     // rows of C at most that share a packed block of B
-constexpr int64_t kColumnBlock = 64;   // columns of C
-constexpr int64_t kPieceTiles = 8;     // of the depth at a time: two columns of them stay in the first-level cache
+constexpr int64_t kPieceTiles = 16;       // of the depth: a column of them is 16 KiB
+constexpr int64_t kColumns = 16;          // columns of tiles that a strip meets, at most
+constexpr int64_t kPackedTiles = 1 << 11;  // columns that are packed at a time: 2 MiB
+constexpr int64_t kPieceStride = kPieceTiles * KT + KT;  // of a strip in scratch: rows a whole page apart share a cache line
 constexpr int64_t kSerialWork = 1 << 21;  // products of about 20 microseconds
 
 // KT operands from element `from` of row `row` on, `count` of which exist, as 32-bit words; zeros behind.
@@ -33,19 +34,15 @@ RLHF_INLINE u32x16 load_words(const Matrix& m, int64_t row, int64_t from, int64_
 #endif
 }
 
-// A tile of sixteen items (rows of A, columns of B) from `item` on and KT of the depth from `k` on. Words of it are rows
-// of an item in an A tile and rows of the depth in a B tile; in memory an item is a row of m, or a column if `turned`.
-template <bool AS_A>
+// Sixteen items from `item` on and KT of the depth from `k` on, zeros where there are none: words [item][word of the depth]
+// or, if `across`, [word of the depth][item], `stride` words apart.
 RLHF_INLINE void pack_tile(const Matrix& m, bool turned, int64_t item, int64_t items, int64_t k, int64_t depth,
-                           Element* tile) {
-    if (item >= items) {
-        std::memset(tile, 0, 1024);
-        return;
-    }
+                           bool across, Element* tile, int64_t stride) {
+    uint32_t* out = reinterpret_cast<uint32_t*>(tile);
     u32x16 words[16] = {};
     if (!turned) {
         for (int64_t i = 0; i < 16 && item + i < items; ++i) words[i] = load_words(m, item + i, k, depth - k);
-    } else {
+    } else if (item < items) {
         for (int64_t j = 0; j < 16; ++j) {
 #if RLHF_TILE_BF16
             u16x16 pair[2] = {};
@@ -59,15 +56,14 @@ RLHF_INLINE void pack_tile(const Matrix& m, bool turned, int64_t item, int64_t i
 #endif
         }
     }
-    uint32_t* out = reinterpret_cast<uint32_t*>(tile);
-    if (AS_A == turned) {
-        transpose16(words, out, 16);
+    if (across != turned) {
+        transpose16(words, out, stride);
     } else {
-        for (int64_t i = 0; i < 16; ++i) store_words16(out + 16 * i, words[i]);
+        for (int64_t i = 0; i < 16; ++i) store_words16(out + stride * i, words[i]);
     }
 }
 
-// Sixteen sums, `count` of which exist, plus bias, rounded into C.
+// Sixteen sums, `count` of which exist, plus bias, rounded into a row of what lies in memory as C.
 RLHF_INLINE void store_sums(const Product& p, int64_t row, int64_t column, int64_t count, f32x16 sums) {
     if (p.bias) {
         const Matrix bias{p.bias, 0, p.c.type};
@@ -92,128 +88,106 @@ RLHF_INLINE void store_sums(const Product& p, int64_t row, int64_t column, int64
     else std::memcpy(to, &narrow, 2 * count);
 }
 
-// ---- many rows ------------------------------------------------------------------------------------------------------
-
-// What one thread multiplies with: a block of B [kColumnBlock / 16][kPieceTiles] tiles, and sums [rows / 32][columns /
-// 32][4 tiles].
-struct BlockMemory {
-    Element* b;
-    float* sums;
-};
-
-// C of rows [row, row_end) and kColumnBlock columns from `column` on. tiles: A [rows / 16][depth tiles].
-static void multiply_block(const Product& p, const Element* tiles, int64_t row, int64_t row_end, int64_t column,
-                           const BlockMemory& mine) {
-    const int64_t depth = ceil_div(p.depth, KT), column_end = column + kColumnBlock;
-    const int64_t pairs = ceil_div((p.columns < column_end ? p.columns : column_end) - column, 32);
+// Strip `number` times `columns` columns of tiles; the first of their lanes is `lane`. scratch: kStrip rows of a piece;
+// sums [columns][kStrip][16].
+static void multiply_strip(const Product& p, int64_t number, const Element* tiles, int64_t lane, int64_t columns,
+                           Element* scratch, float* sums) {
+    const int64_t depth = ceil_div(p.depth, KT), first = number * kStrip;
+    const int64_t rows = p.n_strip_rows - first < kStrip ? p.n_strip_rows - first : kStrip;
+    const bool as_stored = p.strips.type == (RLHF_STORED_BF16 ? Type::bfloat16 : Type::float32);
+    // A copy is worth its cost where numbers are converted for more than one column.
+    const bool in_place = as_stored && !p.strips_turned && rows == kStrip && p.depth % KT == 0 &&
+                          (sizeof(Stored) == sizeof(Element) || columns == 1);
     for (int64_t t = 0; t == 0 || t < depth; t += kPieceTiles) {  // without depth the sums are zeros
         const int64_t some = depth - t < kPieceTiles ? depth - t : kPieceTiles;
-        for (int64_t c = 0; c < 2 * pairs; ++c) {
-            for (int64_t i = 0; i < some; ++i) {
-                pack_tile<false>(p.b, !p.b_turned, column + 16 * c, p.columns, (t + i) * KT, p.depth,
-                                 mine.b + (c * kPieceTiles + i) * kTileElements);
+        const auto multiply = [&](const auto* w, int64_t stride) __attribute__((always_inline)) {
+            using Weight = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+            int64_t c = 0;
+            for (; c + 2 <= columns; c += 2) {
+                strip_products<2, Weight>(w, stride, rows, tiles + (c * depth + t) * kTileElements, depth * kTileElements,
+                                          some, sums + c * kStrip * 16, t > 0);
+            }
+            if (c == columns) return;
+            strip_products<1, Weight>(w, stride, rows, tiles + (c * depth + t) * kTileElements, depth * kTileElements,
+                                      some, sums + c * kStrip * 16, t > 0);
+        };
+        if (in_place) {
+            multiply(static_cast<const Stored*>(p.strips.data) + first * p.strips.stride + t * KT, p.strips.stride);
+            continue;
+        }
+        for (int64_t i = 0; i < some; ++i) {
+            for (int64_t v = 0; v < kStrip; v += 16) {
+                pack_tile(p.strips, p.strips_turned, first + v, p.n_strip_rows, (t + i) * KT, p.depth, false,
+                          scratch + v * kPieceStride + i * KT, kPieceStride * sizeof(Element) / 4);
             }
         }
-        for (int64_t pair = 0; pair < pairs; ++pair) {
-            const Element* b = mine.b + 2 * pair * kPieceTiles * kTileElements;
-            for (int64_t r = row; r < row_end; r += 32) {
-                const Element* a = tiles + (r / 16 * depth + t) * kTileElements;
-                multiply_2x2(a, a + depth * kTileElements, b, b + kPieceTiles * kTileElements, some,
-                             mine.sums + ((r - row) / 32 * pairs + pair) * 4 * kTileFloats, t > 0);
-            }
-        }
+        multiply(static_cast<const Element*>(scratch), kPieceStride);
     }
-    for (int64_t r = row; r < row_end && r < p.rows; ++r) {
-        for (int64_t c = column; c < column + 32 * pairs && c < p.columns; c += 16) {
-            const int64_t in_row = (r - row) % 32, in_column = (c - column) % 32;
-            const float* tile = mine.sums + ((r - row) / 32 * pairs + (c - column) / 32) * 4 * kTileFloats +
-                                (in_row / 16 * 2 + in_column / 16) * kTileFloats;
-            store_sums(p, r, c, p.columns - c, load16(tile + in_row % 16 * 16));
+    if (!p.c_turned) {
+        for (int64_t v = 0; v < rows; ++v) {
+            for (int64_t c = 0; c < columns; ++c) {
+                store_sums(p, first + v, lane + c * 16, p.n_lanes - lane - c * 16, load16(sums + (c * kStrip + v) * 16));
+            }
+        }
+        return;
+    }
+    alignas(64) float turned[16 * 16];
+    for (int64_t c = 0; c < columns; ++c) {
+        for (int64_t v = 0; v < rows; v += 16) {
+            u32x16 lanes[16];
+            for (int64_t i = 0; i < 16; ++i) lanes[i] = load_words16(sums + (c * kStrip + v + i) * 16);
+            transpose16(lanes, reinterpret_cast<uint32_t*>(turned), 16);
+            for (int64_t i = 0; i < 16 && lane + c * 16 + i < p.n_lanes; ++i) {
+                store_sums(p, lane + c * 16 + i, first + v, p.n_strip_rows - first - v, load16(turned + i * 16));
+            }
         }
     }
 }
 
-static void multiply_many(const Product& p) {
-    const int64_t depth = ceil_div(p.depth, KT), padded = round_up(p.rows, 32);
-    const int64_t block = round_up(ceil_div(padded, ceil_div(padded, kRowBlock)), 32), row_blocks = ceil_div(padded, block);
-    const int64_t items = row_blocks * ceil_div(p.columns, kColumnBlock);
-    const int threads = p.rows * p.columns * p.depth < kSerialWork ? 1 : p.threads;
-    Memory memory;
-    Element* tiles = memory.take<Element>(padded / 16 * depth * kTileElements);
-    Element* b = memory.take<Element>(threads * (kColumnBlock / 16) * kPieceTiles * kTileElements);
-    float* sums = memory.take<float>(threads * block * kColumnBlock);
+// Columns [from, from + count) of the lanes as tiles [count][depth tiles].
+static void pack_columns(const Product& p, int64_t from, int64_t count, Element* tiles, Member& me) {
+    const int64_t depth = ceil_div(p.depth, KT), pieces = ceil_div(depth, kPieceTiles);
+    const int64_t across = p.lanes_turned ? kColumns : 1;  // a thread takes what lies side by side in memory
+    steal(me, ceil_div(count, across) * pieces, [&](int64_t i) {
+        const int64_t c = i / pieces * across, t = i % pieces * kPieceTiles;
+        for (int64_t k = t; k < t + kPieceTiles && k < depth; ++k) {
+            for (int64_t j = c; j < c + across && j < count; ++j) {
+                pack_tile(p.lanes, p.lanes_turned, (from + j) * 16, p.n_lanes, k * KT, p.depth, true,
+                          tiles + (j * depth + k) * kTileElements, 16);
+            }
+        }
+    });
+}
+
+static void run_pack(const Product& p, void* packed) {
+    const int threads = p.n_lanes * p.depth < kSerialWork / 16 ? 1 : p.threads;
     const auto work = [&](Member& me) {
-        const TileScope scope;
-        const BlockMemory mine{b + me.thread * (kColumnBlock / 16) * kPieceTiles * kTileElements,
-                               sums + me.thread * block * kColumnBlock};
-        steal(me, padded / 16, [&](int64_t i) {
-            for (int64_t t = 0; t < depth; ++t) {
-                pack_tile<true>(p.a, p.a_turned, i * 16, p.rows, t * KT, p.depth, tiles + (i * depth + t) * kTileElements);
-            }
-        });
-        steal(me, items, [&](int64_t i) {
-            const int64_t row = i % row_blocks * block, end = row + block < padded ? row + block : padded;
-            multiply_block(p, tiles, row, end, i / row_blocks * kColumnBlock, mine);
-        });
-    };
-    run_together(threads, work);
-}
-
-// ---- a few rows -----------------------------------------------------------------------------------------------------
-
-// Strip `number` of W times all rows. scratch: kStrip rows of W, the depth in whole tiles.
-static void multiply_strip(const Product& p, const Element* columns, int64_t number, Stored* scratch) {
-    const int64_t depth = ceil_div(p.depth, KT);
-    const bool as_stored = (p.b.type == Type::bfloat16) == (RLHF_STORED_BF16 != 0) && p.b.type != Type::float16;
-    Strip strip{scratch, depth * KT, number * kStrip, p.columns - number * kStrip};
-    if (strip.count > kStrip) strip.count = kStrip;
-    if (as_stored) {
-        strip = strip_of(p.b.data, p.b.stride, p.columns, p.depth, number, scratch);
-    } else {
-        for (int64_t v = 0; v < kStrip; ++v) {
-            for (int64_t t = 0; t < depth; ++t) {
-                u32x16 words = {};
-                if (v < strip.count) words = load_words(p.b, strip.first + v, t * KT, p.depth - t * KT);
-                store_words16(scratch + v * depth * KT + t * KT, words);
-            }
-        }
-    }
-    alignas(64) float sums[2 * kStrip * 16], turned[16 * 16];
-    const int64_t halves = ceil_div(p.rows, 16);
-    for (int64_t half = 0; half < halves; half += 2) {
-        const int64_t sides = half + 1 < halves ? 2 : 1;
-        (sides == 2 ? strip_products<2> : strip_products<1>)(strip.w, strip.stride, columns + half * depth * kTileElements,
-                                                             depth, sums);
-        for (int64_t side = 0; side < sides; ++side) {
-            for (int64_t c = 0; c < strip.count; c += 16) {
-                u32x16 lanes[16];
-                for (int64_t i = 0; i < 16; ++i) lanes[i] = load_words16(sums + (side * kStrip + c + i) * 16);
-                transpose16(lanes, reinterpret_cast<uint32_t*>(turned), 16);
-                for (int64_t i = 0; i < 16 && (half + side) * 16 + i < p.rows; ++i) {
-                    store_sums(p, (half + side) * 16 + i, strip.first + c, strip.count - c, load16(turned + i * 16));
-                }
-            }
-        }
-    }
-}
-
-static void multiply_few(const Product& p) {
-    const int64_t depth = ceil_div(p.depth, KT), halves = ceil_div(p.rows, 16), strips = ceil_div(p.columns, kStrip);
-    const int threads = halves * 16 * p.columns * p.depth < kSerialWork ? 1 : p.threads;
-    Memory memory;
-    Element* columns = memory.take<Element>(halves * depth * kTileElements);
-    Stored* scratch = memory.take<Stored>(threads * kStrip * depth * KT);
-    const auto work = [&](Member& me) {
-        const TileScope scope;
-        share(me, halves * depth, [&](int64_t i) {
-            pack_tile<false>(p.a, p.a_turned, i / depth * 16, p.rows, i % depth * KT, p.depth, columns + i * kTileElements);
-        });
-        steal(me, strips, [&](int64_t i) { multiply_strip(p, columns, i, scratch + me.thread * kStrip * depth * KT); });
+        pack_columns(p, 0, ceil_div(p.n_lanes, 16), static_cast<Element*>(packed), me);
     };
     run_together(threads, work);
 }
 
 static void run_multiply(const Product& p) {
-    if (p.rows <= kFewRows && p.b_turned) multiply_few(p);
-    else multiply_many(p);
+    const int64_t depth = ceil_div(p.depth, KT), columns = ceil_div(p.n_lanes, 16), strips = ceil_div(p.n_strip_rows, kStrip);
+    const int64_t fitting = depth == 0 ? columns : round_up(ceil_div(kPackedTiles, depth), kColumns);
+    const int64_t at_once = p.packed || fitting > columns ? columns : fitting;
+    const int threads = p.n_strip_rows * columns * 16 * p.depth < kSerialWork ? 1 : p.threads;
+    Memory memory;
+    Element* packed = p.packed ? nullptr : memory.take<Element>(at_once * depth * kTileElements);
+    Element* scratch = memory.take<Element>(threads * kStrip * kPieceStride);
+    float* sums = memory.take<float>(threads * kColumns * kStrip * 16);
+    const auto work = [&](Member& me) {
+        const TileScope scope;
+        for (int64_t from = 0; from < columns; from += at_once) {
+            const int64_t some = columns - from < at_once ? columns - from : at_once;
+            if (!p.packed) pack_columns(p, from, some, packed, me);
+            const Element* tiles = p.packed ? static_cast<const Element*>(p.packed) : packed;
+            steal(me, strips * ceil_div(some, kColumns), [&](int64_t i) {
+                const int64_t c = i / strips * kColumns, count = some - c < kColumns ? some - c : kColumns;
+                multiply_strip(p, i % strips, tiles + c * depth * kTileElements, (from + c) * 16, count,
+                               scratch + me.thread * kStrip * kPieceStride, sums + me.thread * kColumns * kStrip * 16);
+            });
+        }
+    };
+    run_together(threads, work);
 }

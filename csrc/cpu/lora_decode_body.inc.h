@@ -55,7 +55,8 @@ static void decode_strip(const DecodeCall& call, int64_t number, Stored* scratch
     for (int64_t half = 0; half < call.halves; half += 2) {
         const Element* b = call.columns + half * call.K * 16;
         const int64_t sides = half + 1 < call.halves ? 2 : 1;
-        (sides == 2 ? strip_products<2> : strip_products<1>)(strip.w, strip.stride, b, call.K / KT, sums);
+        (sides == 2 ? strip_products<2, Stored> : strip_products<1, Stored>)(strip.w, strip.stride, kStrip, b,
+                                                                            call.K * 16, call.K / KT, sums, false);
         for (int64_t side = 0; side < sides; ++side) {
             float* mine = sums + side * kStrip * 16;
             round_strip(strip, call.bias, mine);

@@ -4,9 +4,13 @@
 
 constexpr int64_t kStrip = 32;  // rows of W
 
+// strip_products: logits [COLUMNS][kStrip][16] (+)= a strip of W whose rows lie `stride` elements apart, times COLUMNS
+// columns of `depth` tiles, b_stride elements apart. Rows from `rows` on, which must be there, may be left out.
+
 // The next rows of W into the second-level cache, as products take these: many short rows side by side are more streams
 // than the processor foresees.
-RLHF_INLINE void prefetch_rows([[maybe_unused]] const Stored* w, [[maybe_unused]] int64_t stride,
+template <typename Weight>
+RLHF_INLINE void prefetch_rows([[maybe_unused]] const Weight* w, [[maybe_unused]] int64_t stride,
                                [[maybe_unused]] int64_t rows) {
 #if defined(RLHF_AVX512) || defined(RLHF_AVX2)
     for (int64_t r = 0; r < rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(w + r * stride), _MM_HINT_T1);
@@ -14,13 +18,23 @@ RLHF_INLINE void prefetch_rows([[maybe_unused]] const Stored* w, [[maybe_unused]
 }
 
 #if RLHF_TILE_AMX
-// logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
-template <int COLUMNS>
-static void strip_products(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+template <int COLUMNS, typename Weight>
+static void strip_products(const Weight* w, int64_t stride, int64_t rows, const Element* b, int64_t b_stride,
+                           int64_t depth, float* logits, bool accumulate) {
+    (void)rows;  // all of them cost what one does
+    if (accumulate) {
+        _tile_loadd(0, logits, 64);
+        _tile_loadd(1, logits + kTileFloats, 64);
+        if (COLUMNS == 2) {
+            _tile_loadd(2, logits + 2 * kTileFloats, 64);
+            _tile_loadd(3, logits + 3 * kTileFloats, 64);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t t = 0; t < depth; ++t) {
         prefetch_rows(w + kStrip * stride + t * KT, stride, kStrip);
         _tile_loadd(4, w + t * KT, stride * 2);
@@ -29,7 +43,7 @@ static void strip_products(const Stored* w, int64_t stride, const Element* b, in
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 5, 6);
         if (COLUMNS == 2) {
-            _tile_loadd(7, b + (depth + t) * kTileElements, 64);
+            _tile_loadd(7, b + b_stride + t * kTileElements, 64);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -42,11 +56,12 @@ static void strip_products(const Stored* w, int64_t stride, const Element* b, in
     }
 }
 #else
-// Rows of W that are summed together, by the columns of tiles they meet.
+// Rows of W that are summed together, by the columns of tiles they meet; 0: one column at a time, where sums of two with
+// their operands would not fit into the registers.
 #if defined(RLHF_AVX512)
 constexpr int kStripRows[3] = {0, 16, 8};
 #elif defined(RLHF_AVX2)
-constexpr int kStripRows[3] = {0, 6, 3};
+constexpr int kStripRows[3] = {0, 6, 0};
 #elif defined(RLHF_NEON)
 constexpr int kStripRows[3] = {0, 5, 2};
 #else
@@ -55,18 +70,24 @@ constexpr int kStripRows[3] = {0, 2, 1};
 
 // ROWS rows of W times COLUMNS columns of tiles. Elements of W are broadcast where they lie; bf16 ones become floats two
 // at a time where the set has no product of bf16.
-template <int ROWS, int COLUMNS>
-RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
+template <int ROWS, int COLUMNS, typename Weight>
+RLHF_INLINE void strip_rows(const Weight* w, int64_t stride, const Element* b, int64_t b_stride, int64_t depth,
+                            float* logits, bool accumulate) {
     constexpr int kAcross = COLUMNS * kVectors;
-    constexpr bool kConverts = sizeof(Stored) != sizeof(Element);
+    constexpr bool kConverts = sizeof(Weight) != sizeof(Element);
     constexpr int kSteps = kConverts ? 2 : 1;  // of the depth at a time
     const auto at = [logits](int r, int j) __attribute__((always_inline)) {
         return logits + j / kVectors * kStrip * 16 + r * 16 + j % kVectors * kLanes;
     };
-    f32v sums[ROWS][kAcross] = {};
+    f32v sums[ROWS][kAcross];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kAcross; ++j) sums[r][j] = accumulate ? loadv(at(r, j)) : splatv(0.0f);
+    }
     for (int64_t t = 0; t < depth; ++t) {
-        const Stored* row = w + t * KT;
-        if (KT * sizeof(Stored) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
+        const Weight* row = w + t * KT;
+        if (KT * sizeof(Weight) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
         f32v tile_sums[ROWS][kAcross] = {};
         auto& into = kSumsPerTile ? tile_sums : sums;
 #pragma GCC unroll 2
@@ -76,7 +97,7 @@ RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, i
             for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 8
                 for (int j = 0; j < kAcross; ++j) {
-                    const Element* tile = b + (j / kVectors * depth + t) * kTileElements;
+                    const Element* tile = b + j / kVectors * b_stride + t * kTileElements;
                     x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
                 }
             }
@@ -112,14 +133,22 @@ RLHF_INLINE void strip_rows(const Stored* w, int64_t stride, const Element* b, i
     }
 }
 
-// logits [COLUMNS][kStrip][16] of a strip whose rows lie `stride` elements apart; b: [COLUMNS][depth] tiles.
-template <int COLUMNS>
-static void strip_products(const Stored* w, int64_t stride, const Element* b, int64_t depth, float* logits) {
-    constexpr int kRows = kStripRows[COLUMNS], kRest = kStrip % kRows;
-    int64_t v = 0;
-    for (; v + kRows <= kStrip; v += kRows) {
-        strip_rows<kRows, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);
+template <int COLUMNS, typename Weight>
+static void strip_products(const Weight* w, int64_t stride, int64_t rows, const Element* b, int64_t b_stride,
+                           int64_t depth, float* logits, bool accumulate) {
+    constexpr int kRows = kStripRows[COLUMNS], kRest = kRows == 0 ? 0 : kStrip % (kRows + !kRows);
+    if constexpr (kRows == 0) {
+        strip_products<1>(w, stride, rows, b, b_stride, depth, logits, accumulate);
+        strip_products<1>(w, stride, rows, b + b_stride, b_stride, depth, logits + kStrip * 16, accumulate);
+    } else {
+        int64_t v = 0;
+        for (; v < rows && v + kRows <= kStrip; v += kRows) {
+            strip_rows<kRows, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);
+        }
+        if constexpr (kRest > 0) {
+            if (v >= rows) return;
+            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);
+        }
     }
-    if constexpr (kRest > 0) strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);
 }
 #endif

@@ -98,6 +98,11 @@ def isas() -> list[str]:
     return _extension.isas()
 
 
+def multiplies_bf16() -> bool:
+    """Whether the instruction set in use has products of bf16; elsewhere bf16 becomes fp32 on the way to registers."""
+    return "bf16" in (_isa or "")
+
+
 def threads() -> int:
     """How many threads native code may use: as many as torch (`torch.set_num_threads`, `OMP_NUM_THREADS`)."""
     return torch.get_num_threads()

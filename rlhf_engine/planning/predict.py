@@ -5,6 +5,7 @@ adapter parameter; counted on a model without data:
 
     frozen_weights, trained_weights   Σ P over backbones, less the LM head where no role reads it
     adapters    n_slots · S · a             heads   2 (d + 1) · 4
+    packed_weights    copies of frozen linears that their input gradients keep on a CPU, within their budget
     gradients   trained parameters in their own dtype      optimizer   2 moments likewise, 4 bytes a tensor for its step
 
 Peaks, each = what is resident in the phase + the traced peak of what the phase allocates:
@@ -23,10 +24,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from rlhf_kernels.linear import packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_engine.hydra import METHODS, HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.gated import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
@@ -41,6 +44,7 @@ from rlhf_engine.planning.phases import (
     trace_update,
 )
 from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
+from rlhf_engine.planning.workspace import backend_of
 from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.step import PREFILL_TOKENS
 
@@ -112,6 +116,13 @@ class Planner:
             else:
                 frozen += shape.weight_bytes
         any_shape = next(iter(shapes.values()))
+        behind = {r.backbone for r in self.roles.values() if r.trainable and r.slot is not None}  # gradients pass these
+        frozen_linears = [
+            linear
+            for name in backbones
+            if name in behind and not base_is_trained(self.roles, name)
+            for linear in shapes[needs_lm_head(self.roles, name)].linears
+        ]
         slot_bytes = any_shape.slot_parameters * self.setting.adapter_dtype.itemsize
         head_bytes = 4 * (any_shape.hidden_size + 1)
         moved = trained + slot_bytes * sum(slots.values()) + head_bytes * sum(heads.values())
@@ -121,6 +132,7 @@ class Planner:
             "trained_weights": trained,
             "adapters": slot_bytes * len(slots),
             "heads": head_bytes * len(heads),
+            "packed_weights": self._packed(frozen_linears),
             "gradients": moved,
             "optimizer": 2 * moved + 4 * trained_tensors,
         }
@@ -128,8 +140,16 @@ class Planner:
     @property
     def resident(self) -> int:
         """Bytes that stay through all phases."""
-        parts = ("frozen_weights", "trained_weights", "adapters", "heads", "optimizer")
+        parts = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights", "optimizer")
         return sum(self.state_bytes[part] for part in parts)
+
+    def _packed(self, linears: list[tuple[int, int]]) -> int:
+        """Bytes of what `rlhf_kernels.linear.packed` keeps for such weights [M, K], the last of which is met first."""
+        if self.setting.device_type != "cpu":
+            return 0
+        dtype = self.setting.dtype
+        own = [shape for shape in linears if backend_of("linear", "cpu", dtype, shape) == "cpu"]
+        return packed.planned((dtype, k, m) for m, k in reversed(own))
 
     def _shape(self, lm_head: bool) -> _Shape:
         if ("shape", lm_head) not in self._shared:
@@ -155,6 +175,7 @@ class Planner:
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_tensors=len(list(slot.parameters())),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
+                linears=tuple(tuple(m.weight.shape) for m in backbone.modules() if isinstance(m, GatedLinear)),
             )
 
     # ---- peaks -----------------------------------------------------------------------------------------------------
@@ -303,6 +324,8 @@ class _Shape:
     slot_tensors: int
     native_step: bool
     """Whether rollouts are expected to go through it."""
+    linears: tuple[tuple[int, int], ...]
+    """Shapes of the weights of gated linears, in the model's order."""
 
 
 def largest_fitting(peak: Callable[[int], int], budget: int, *, above: int = 0) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rlhf_kernels.linear import packed
 
 from rlhf_engine.config import PlanConfig, parse_size
 from rlhf_engine.devices import DTYPES
@@ -25,6 +26,7 @@ _STATE_NAMES = {
     "trained_weights": "trained backbones",
     "adapters": "adapters",
     "heads": "scalar heads",
+    "packed_weights": "packed weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
 }
@@ -149,7 +151,11 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
             + (", which float32 does not get." if config.dtype == "float32" else ".")
         )
     else:
-        lines.append("Not in here: the interpreter and its libraries, and packed copies that matrix libraries make.")
+        lines.append(
+            f"Packed weights: copies that our own products keep, up to {packed.budget() / 2**20:.0f} MiB "
+            f"({packed.ENVIRONMENT_VARIABLE}). Not in here: the interpreter and its libraries, and packed copies that "
+            "matrix libraries make."
+        )
     for prediction in predictions:
         if prediction.method == "full_ppo":
             lines.append(_conventional(prediction, config))
@@ -212,6 +218,7 @@ def stack(prediction: Prediction, phase: str) -> dict[str, int]:
         "frozen backbones": state["frozen_weights"],
         "trained backbones": state["trained_weights"],
         "adapters and heads": state["adapters"] + state["heads"],
+        "packed weights": state["packed_weights"],
         "optimizer state": state["optimizer"],
         "gradients": state["gradients"] if update else 0,
         "KV cache": prediction.kv_cache_bytes if phase == "generation" else 0,

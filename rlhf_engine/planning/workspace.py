@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import native, registry
 from rlhf_kernels.decode_attention import reference as attention
 from rlhf_kernels.logits import TILE_ELEMENTS, HeadOptions
 from rlhf_kernels.sample import reference as sampling
@@ -86,9 +86,10 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
         gradient = (n * h * e + columns * h * 4 if "weight" in needs else 0) if second else 0
         return summed + tile * 4 + (tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0) + gradient
     if backend == "cpu":
-        e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 else 4
-        blocks = 2  # of W: one is multiplied with while the next is packed
-        packed = _up(n, _NATIVE_PANEL) * h * e + blocks * _NATIVE_BLOCK * h * e * (2 if ahead or second else 1)
+        e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 and native.multiplies_bf16() else 4
+        block = 2 * _NATIVE_BLOCK * h * e  # of W: one is multiplied with while the next is packed
+        rows = 0 if weight.element_size() == e and h % 32 == 0 else block  # as they are multiplied with hidden
+        packed = _up(n, _NATIVE_PANEL) * h * e + rows + (block if ahead or second else 0)
         scratch = torch.get_num_threads() * _NATIVE_ROWS * h * e
         own_sums = _up(n, _NATIVE_PANEL) * h * 4 if ahead or second else 0
         gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
@@ -111,15 +112,21 @@ def _triton_tile(n_rows: int, n_vocab: int) -> tuple[int, int]:
 
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
-_LINEAR_FEW, _LINEAR_ROWS, _LINEAR_COLUMNS = 32, 768, 64  # csrc/cpu/linear_body.inc.h: few rows, a block of C
+_LINEAR_COLUMNS, _LINEAR_PACKED, _LINEAR_STRIP = 16, 2048, 32  # csrc/cpu/linear_body.inc.h: columns of sixteen lanes
 
 
 def _linear(args: Sequence[Any], *, backward: bool) -> int:
-    """The own product: all rows of one operand as tiles, and per thread a block of sums."""
+    """The own product: lanes of one side as tiles, and per thread a strip of the other side and its sums.
+
+    x is packed forward, W backward. The tiles of a weight that is kept packed are counted as state besides.
+    """
     rows, weight = args[0], args[2 if backward else 1]
-    n, depth = rows.numel() // max(rows.shape[-1], 1), weight.shape[0 if backward else 1]
-    sums = min(_up(n, 32), _LINEAR_ROWS) * _LINEAR_COLUMNS * 4
-    return _up(n, 32) * depth * 4 + (0 if n <= _LINEAR_FEW else torch.get_num_threads() * sums)
+    n, (m, k) = rows.numel() // max(rows.shape[-1], 1), weight.shape
+    lanes, depth = (k, m) if backward else (n, k)
+    tiles = max(_up(depth, 16) // 16, 1)
+    at_once = min(_up(lanes, 16) // 16, _up(-(-_LINEAR_PACKED // tiles), _LINEAR_COLUMNS))
+    scratch = _LINEAR_STRIP * (_LINEAR_COLUMNS + 1) * 64 + _LINEAR_COLUMNS * _LINEAR_STRIP * 64
+    return at_once * tiles * 1024 + torch.get_num_threads() * scratch
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------

@@ -96,6 +96,20 @@ void check(const Array& got, const Sum& sum, const char* what, const std::string
     require(std::memcmp(got.memory.get(), want.memory.get(), got.bytes()) == 0, what, where);
 }
 
+// dx of a packed weight has the bits of `dx`, where this instruction set keeps such a copy.
+void check_packed(const Array& dy, const Array& w, const Array& dx, int threads, const std::string& where) {
+    const int64_t N = dy.rows, M = w.rows, K = w.columns, bytes = linear_packed_bytes(w.type, K, M);
+    if (bytes == 0) return;
+    const std::unique_ptr<void, decltype(&std::free)> packed(std::aligned_alloc(64, bytes), std::free);
+    const Array other(N, K, dx.stride - K, dx.type);
+    linear_pack(w.from(0), packed.get(), K, M, threads);
+    require(linear_is_packed(w.from(0), packed.get(), K, M), "a packed weight", where);
+    linear_input_gradient(dy.from(0), w.from(0), packed.get(), other.from(0), N, K, M, threads);
+    require(other.has_bits_of(dx, 0, N), "dx of a packed weight", where);
+    static_cast<char*>(packed.get())[0] ^= 1;
+    require(!linear_is_packed(w.from(0), packed.get(), K, M), "a packed weight that has changed", where);
+}
+
 void check_values(const std::string& isa, int64_t N, int64_t K, int64_t M, Type type, int threads) {
     const std::string where = place(isa, N, K, M, type);
     const Array x = Array(N, K, 3, type).filled(8), w = Array(M, K, 1, type).filled(8), b = Array(1, M, 0, type).filled(8);
@@ -103,8 +117,9 @@ void check_values(const std::string& isa, int64_t N, int64_t K, int64_t M, Type 
     const Array y(N, M, 5, type), plain(N, M, 0, type), dx(N, K, 7, type), dw(M, K, 3, type);
     linear_forward(x.from(0), w.from(0), b.memory.get(), y.from(0), N, K, M, threads);
     linear_forward(x.from(0), w.from(0), nullptr, plain.from(0), N, K, M, threads);
-    linear_input_gradient(dy.from(0), w.from(0), dx.from(0), N, K, M, threads);
+    linear_input_gradient(dy.from(0), w.from(0), nullptr, dx.from(0), N, K, M, threads);
     linear_weight_gradient(dy.from(0), x.from(0), dw.from(0), N, K, M, threads);
+    check_packed(dy, w, dx, threads, where);
     const auto product = [&](int64_t n, int64_t m) {
         float sum = 0;
         for (int64_t k = 0; k < K; ++k) sum += x.get(n, k) * w.get(m, k);
@@ -132,12 +147,12 @@ void check_bits(const std::string& isa, Type type) {
     const Array b = Array(1, M, 0, type).filled(40), dy = Array(N, M, 2, type).filled(40);
     const Array y(N, M, 0, type), dx(N, K, 0, type), dw(M, K, 0, type), other(M, K, 0, type);
     linear_forward(x.from(0), w.from(0), b.memory.get(), y.from(0), N, K, M, 1);
-    linear_input_gradient(dy.from(0), w.from(0), dx.from(0), N, K, M, 1);
+    linear_input_gradient(dy.from(0), w.from(0), nullptr, dx.from(0), N, K, M, 1);
     linear_weight_gradient(dy.from(0), x.from(0), dw.from(0), N, K, M, 1);
     for (const auto& [first, count] : parts) {
         const Array some(count, M, 0, type), dsome(count, K, 0, type);
         linear_forward(x.from(first), w.from(0), b.memory.get(), some.from(0), count, K, M, 3);
-        linear_input_gradient(dy.from(first), w.from(0), dsome.from(0), count, K, M, 3);
+        linear_input_gradient(dy.from(first), w.from(0), nullptr, dsome.from(0), count, K, M, 3);
         require(some.has_bits_of(y, first, count), "bits of y", where + ", rows from " + std::to_string(first));
         require(dsome.has_bits_of(dx, first, count), "bits of dx", where + ", rows from " + std::to_string(first));
     }
@@ -180,7 +195,7 @@ int main() {
     check_refusal([&] { linear_forward(narrow.from(0), x.from(0), nullptr, y.from(0), 2, 3, 2, 1); }, "x: expected");
     check_refusal([&] { linear_forward(x.from(0), nothing, nullptr, y.from(0), 2, 3, 2, 1); }, "weight: expected");
     check_refusal([&] { linear_forward(x.from(0), x.from(0), nullptr, y.from(0), -2, 3, 2, 1); }, "N: expected");
-    check_refusal([&] { linear_input_gradient(y.from(0), x.from(0), nothing, 2, 3, 2, 1); }, "dx: expected");
+    check_refusal([&] { linear_input_gradient(y.from(0), x.from(0), nullptr, nothing, 2, 3, 2, 1); }, "dx: expected");
     check_refusal([&] { linear_weight_gradient(y.from(0), x.from(0), x.from(0), 2, 3, 2, 0); }, "threads: expected");
     std::puts("native code is clean");
 }

@@ -9,6 +9,7 @@ from rlhf_kernels import Segments, lora_linear, native, registry
 from rlhf_kernels.kernel_table import Entry, KernelTable
 from rlhf_kernels.linear import linear
 from rlhf_kernels.linear import native as cpu
+from rlhf_kernels.linear import packed
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 ISAS = native.isas() if native.missing() is None else []
@@ -22,6 +23,7 @@ SHAPES = [
     (77, 130, 31),
     (200, 257, 129),
     (800, 40, 70),
+    (40, 800, 1000),
     (3, 1, 1),
 ]
 
@@ -214,3 +216,96 @@ def test_float64_is_the_references():
     x, weight, bias, _ = make(6, 8, 4, FP64)
     with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
         linear(x, weight, bias, backend="cpu")
+
+
+# ---- packed copies of frozen weights ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keep():
+    """A budget for copies, none of which outlives the test."""
+    packed.set_budget(2**24)
+    yield packed
+    packed.set_budget(None)
+
+
+needs_native = pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 33, 70), (40, 96, 300), (200, 257, 129), (40, 800, 1000)], ids=str)
+def test_a_kept_copy_changes_no_bit(isa, keep, dtype, shape):
+    _, weight, _, dy = make(*shape, dtype)
+    per_call = cpu.input_gradient(dy, weight)
+    size = packed.size(dtype, shape[1], shape[2])
+    for rows in (slice(None), slice(None), slice(0, 3)):  # the second call makes the copy, the third finds it
+        assert torch.equal(cpu.input_gradient(dy[rows], weight), per_call[rows])
+    assert packed.held() == size
+    assert (size > 0) == (dtype == FP32 or (dtype == BF16 and native.multiplies_bf16()))
+
+
+@needs_native
+def test_copies_stay_within_their_budget(keep):
+    _, first, _, dy = make(8, 64, 48, FP32)
+    second = first + 1
+    packed.set_budget(packed.size(FP32, 64, 48))
+    for weight in (first, second, first, second):
+        assert torch.equal(cpu.input_gradient(dy, weight), cpu.input_gradient(dy, weight.clone()))
+    assert packed.held() == packed.size(FP32, 64, 48) == packed.planned([(FP32, 64, 48)] * 2)
+    packed.set_budget(0)
+    for _ in range(3):
+        cpu.input_gradient(dy, first)
+    assert packed.held() == 0
+
+
+@needs_native
+@pytest.mark.parametrize("change", ["in place", "through data", "another tensor"])
+def test_a_changed_weight_is_packed_anew(keep, change):
+    _, weight, _, dy = make(8, 64, 48, FP32)
+    for _ in range(3):
+        cpu.input_gradient(dy, weight)
+    if change == "in place":
+        weight[7, 9] += 1.0
+    elif change == "through data":
+        weight.data.add_(1.0)
+    else:
+        weight = weight + 1.0
+    for _ in range(3):
+        assert torch.equal(cpu.input_gradient(dy, weight), cpu.input_gradient(dy, weight.clone()))
+
+
+@needs_native
+def test_a_copy_goes_with_its_weight_and_trained_ones_have_none(keep):
+    _, weight, _, dy = make(8, 64, 48, FP32)
+    for _ in range(2):
+        cpu.input_gradient(dy, weight)
+    assert packed.held() > 0
+    del weight
+    for _ in range(2):
+        cpu.input_gradient(dy, torch.zeros(48, 64, requires_grad=True))
+    cpu.input_gradient(dy, torch.zeros(48, 64))  # whoever comes next makes room
+    assert packed.held() == 0
+    with torch.inference_mode():
+        inference = torch.zeros(48, 64)
+        for _ in range(3):
+            cpu.input_gradient(dy, inference)
+    assert packed.held() == 0
+
+
+@needs_native
+def test_a_sample_of_every_part_of_a_copy_is_compared(keep):
+    """What a write through Tensor.data changes as a whole is seen wherever it lies."""
+    _, weight, _, dy = make(8, 640, 640, FP32)
+    for _ in range(2):
+        cpu.input_gradient(dy, weight)
+    for rows, columns in itertools.product(range(0, 640, 160), repeat=2):
+        weight.data[rows : rows + 160, columns : columns + 160] += 1.0
+        assert torch.equal(cpu.input_gradient(dy, weight), cpu.input_gradient(dy, weight.clone()))
+
+
+def test_a_bad_budget(monkeypatch):
+    with pytest.raises(ValueError, match="bytes_: expected a number from 0 on or None, got -1"):
+        packed.set_budget(-1)
+    monkeypatch.setenv(packed.ENVIRONMENT_VARIABLE, "much")
+    with pytest.raises(ValueError, match=f"{packed.ENVIRONMENT_VARIABLE}: expected a number of MiB from 0 on, got 'mu"):
+        packed.budget()

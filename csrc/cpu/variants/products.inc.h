@@ -43,6 +43,9 @@ const HeadFunctions& RLHF_OF_TYPE(head_, RLHF_STORED)() {
 }
 
 void RLHF_OF_TYPE(multiply_, RLHF_STORED)(const Product& product) { RLHF_STORED::linear::run_multiply(product); }
+void RLHF_OF_TYPE(pack_, RLHF_STORED)(const Product& product, void* packed) {
+    RLHF_STORED::linear::run_pack(product, packed);
+}
 }  // namespace rlhf::cpu::RLHF_SET
 
 namespace rlhf::cpu::lora::RLHF_SET {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels import native
+from rlhf_kernels.linear import packed
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -38,13 +39,15 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dx [.., K] = dy [.., M] W."""
+    """dx [.., K] = dy [.., M] W; a frozen W is packed once, see `packed`."""
     (M, K), dtype = weight.shape, dy.dtype
     dx = dy.new_empty((*dy.shape[:-1], K))
     rows, W = _rows(dy), _unit_inner_stride(weight)
+    address, stride = native.rows("weight", W, dtype)
+    kept = packed.of(weight, _TYPES[dtype], address, stride) if W is weight else None
     native.extension().linear_input_gradient(
-        _TYPES[dtype], *native.rows("dy", rows, dtype), *native.rows("weight", W, dtype), dx.data_ptr(), K,
-        rows.shape[0], K, M, native.threads(),
+        _TYPES[dtype], *native.rows("dy", rows, dtype), address, stride, 0 if kept is None else kept.data_ptr(),
+        dx.data_ptr(), K, rows.shape[0], K, M, native.threads(),
     )  # fmt: skip
     return dx
 
