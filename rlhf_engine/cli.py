@@ -94,9 +94,9 @@ def _as_request_errors() -> Any:
 
 
 def _prepare(kernels: str) -> None:
-    """Process-wide settings: kernel backend, memory, quiet libraries."""
+    """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
     with _as_request_errors():  # the environment may name an instruction set or a kernel table that is not there
-        from rlhf_kernels import registry
+        from rlhf_kernels import cores, registry
     from transformers.utils import logging
 
     from rlhf_engine.devices import keep_freed_memory
@@ -105,6 +105,9 @@ def _prepare(kernels: str) -> None:
     logging.disable_progress_bar()
     registry.set_default_backend(kernels)
     keep_freed_memory()
+    note = cores.limit_threads()
+    if note is not None and launched_rank() == 0:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _check_kernels(kernels: str, device_type: str, dtype: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is here: versions, device, native extension, which backend serves which op, and how to get what is missing."""
+"""What is here: versions, device, threads, extension, which backend serves which op, how to get what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels import cores, kernel_table, native, registry
 from rlhf_kernels.linear import packed
 
 from rlhf_engine import __version__
@@ -33,6 +33,7 @@ def examine() -> dict[str, Any]:
         "version": __version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
+        "cpu": {**cores.find()._asdict(), "threads": native.threads()},
         "versions": {name: _version(name) for name in _CORE},
         "native_extension": native.missing() or f"available, instruction set {native.isa()}",
         "kernel_table": {
@@ -53,6 +54,9 @@ def print_examination(found: dict[str, Any]) -> None:
     console = Console()
     console.print(f"rlhf-engine {found['version']}, Python {found['python']}, {found['device']}", highlight=False)
     console.print(", ".join(f"{n} {v or 'missing'}" for n, v in found["versions"].items()), highlight=False)
+    cpu = dict(found["cpu"])
+    n_threads = cpu.pop("threads")
+    console.print(f"CPU: {cores.Cores(**cpu)}, {n_threads} threads", highlight=False)
     console.print(f"native C++ extension: {found['native_extension']}", highlight=False)
     rows = {op: (row["auto"], found["ops"]["bfloat16"][op]["auto"]) for op, row in found["ops"]["float32"].items()}
     console.print(summary_table("Kernel backend per op (auto)", ("float32", "bfloat16"), rows))

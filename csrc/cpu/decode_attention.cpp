@@ -16,22 +16,12 @@
 
 #include "common/check.h"
 #include "cpu/decode_attention_rows.h"
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "cpu/team.h"
 
 namespace rlhf::cpu {
 namespace {
 
 constexpr int64_t kSerialProducts = 1 << 19;  // of a tenth of a millisecond: too few to wait for a second core
-
-int thread_number() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 int64_t first_position(int64_t length, int64_t window) { return window ? std::max<int64_t>(0, length - window) : 0; }
 

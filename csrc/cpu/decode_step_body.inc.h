@@ -140,7 +140,7 @@ static void finish_rows(const StepCall& call, int64_t half) {
 static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in, const Element* columns,
                          const Own& own) {
     if (!call.adapted) return;
-    share(own.member, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
+    steal(own.member, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
         const int64_t half = item / parts.count;
         const ShrinkPart& part = parts.at[item % parts.count];
         if (!call.present[half * call.n_slots + part.slot]) return;
@@ -345,7 +345,7 @@ static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
     norm_rows(call, weights.input_norm, own.columns);
     shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns, own);
     steal(own.member, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
-    share(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
+    steal(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
     steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });
     pack_attended(call, own.columns);
     shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns, own);
@@ -363,9 +363,9 @@ static void run_step(const StepCall& call) {
     const auto work = [&call](Member& member) {
         const TileScope scope;
         const Own own = own_memory(call, member);
-        share(member, call.halves, [&](int64_t half) { begin_rows(call, half, own); });
+        steal(member, call.halves, [&](int64_t half) { begin_rows(call, half, own); });
         for (int64_t layer = 0; layer < call.n_layers; ++layer) run_layer(call, layer, own);
-        share(member, call.halves, [&](int64_t half) { finish_rows(call, half); });
+        steal(member, call.halves, [&](int64_t half) { finish_rows(call, half); });
     };
     run_together(call.threads, work);
 }

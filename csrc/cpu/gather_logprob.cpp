@@ -21,15 +21,18 @@ namespace {
 
 // Below this many elements the work takes about a tenth of a millisecond: too little to wait for a second core.
 constexpr int64_t kSerialElements = 1 << 18;
+// So many elements or more are taken at a time: beside them, taking costs nothing.
+constexpr int64_t kTogether = 1 << 12;
 
 // body(row, scratch) for every row; scratch holds `scratch_size` elements for one thread.
 template <typename S, typename Body>
 void for_rows(int64_t rows, int64_t vocab, int threads, int64_t scratch_size, Body body) {
     [[maybe_unused]] const bool parallel = threads > 1 && rows > 1 && rows * vocab >= kSerialElements;
+    [[maybe_unused]] const int64_t together = std::max<int64_t>(1, kTogether / vocab);
 #pragma omp parallel num_threads(threads) if (parallel)
     {
         std::vector<S> scratch(scratch_size);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, together)
         for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());
     }
 }

@@ -269,13 +269,13 @@ static void run_sample(const Head& head, const Batch& batch, const Draws& draws,
     const auto work = [&](Member& me) {
         const TileScope scope;
         Element* mine = scratch + me.thread * kStrip * sizes.padded_K;
-        share(me, call.halves, [&](int64_t half) {
+        steal(me, call.halves, [&](int64_t half) {
             pack_hidden_columns(head, batch, batch.hidden, true, sizes, half * 16, mine,
                                 columns + half * sizes.depth_K * kTileElements);
             options[half] = half_options(call, half);
         });
         steal(me, chunks, [&](int64_t i) { sample_chunk(call, i, reinterpret_cast<Stored*>(mine)); });
-        share(me, batch.n, [&](int64_t n) { finish_draw(call, chunks, n); });
+        steal(me, batch.n, [&](int64_t n) { finish_draw(call, chunks, n); });
     };
     run_together(threads, work);
 }

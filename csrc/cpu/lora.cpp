@@ -25,6 +25,7 @@
 
 #include "common/check.h"
 #include "cpu/lora_kernels.h"
+#include "cpu/team.h"
 
 namespace rlhf::cpu::lora {
 namespace {
@@ -223,10 +224,8 @@ void forward(Matrix x, Matrix y, bool add, int64_t K, int64_t M, const std::vect
                  nullptr, arena.at<void>(mine.kernel));
     };
     const int64_t count = blocks.size();
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int t = 0; t < threads; ++t) {
-        for (int64_t i = count * t / threads; i < count * (t + 1) / threads; ++i) block_at(blocks[i], scratch[t]);
-    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < count; ++i) block_at(blocks[i], scratch[thread_number()]);
 }
 
 void backward(Matrix dy, Matrix x, Matrix dx, int64_t K, int64_t M, const std::vector<Slot>& slots,

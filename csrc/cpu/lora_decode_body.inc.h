@@ -86,8 +86,8 @@ static void run_decode(const DecodeArguments& arguments) {
     const auto work = [&](Member& me) {
         const TileScope scope;
         Stored* mine = scratch + me.thread * kStrip * call.K;
-        share(me, call.halves, [&](int64_t half) { pack_rows(call, half); });
-        share(me, call.halves * shares, [&](int64_t item) {
+        steal(me, call.halves, [&](int64_t half) { pack_rows(call, half); });
+        steal(me, call.halves * shares, [&](int64_t item) {
             const int64_t part = item % shares;
             shrink_rows(call, item / shares, call.ranks * part / shares, call.ranks * (part + 1) / shares);
         });

@@ -5,15 +5,8 @@ RLHF_INLINE void run_together(int threads, const Work& work) {
     run_team(threads, [](const void* context, Member& member) { (*static_cast<const Work*>(context))(member); }, &work);
 }
 
-// body(i) for i in [0, count), of which every member does its share; all is done when it returns.
-template <typename Body>
-RLHF_INLINE void share(Member& me, int64_t count, const Body& body) {
-    const int64_t end = count * (me.thread + 1) / me.threads;
-    for (int64_t i = count * me.thread / me.threads; i < end; ++i) body(i);
-    if (me.threads > 1) wait_for_team(me.team, me.threads);
-}
-
-// The same, and who is done with its share goes on with what others have left of theirs.
+// body(i) for i in [0, count), each by one member; all is done when it returns. A member begins with its share and goes on
+// with what others have left of theirs, so that a slow core or one that is taken away holds up one piece, not a share.
 template <typename Body>
 RLHF_INLINE void steal(Member& me, int64_t count, const Body& body) {
     if (me.threads == 1) {

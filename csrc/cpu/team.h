@@ -23,6 +23,9 @@ struct Member {
     int32_t loop = 0;  // which of `taken` the next loop uses
 };
 
+// Number of the calling thread within an OpenMP region.
+int thread_number();
+
 // work(context, member) on up to `threads` threads, the caller's among them; returns when all are done.
 void run_team(int threads, void (*work)(const void* context, Member& member), const void* context);
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from rlhf_kernels import cores
+
 _DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -104,8 +106,8 @@ def multiplies_bf16() -> bool:
 
 
 def threads() -> int:
-    """How many threads native code may use: as many as torch (`torch.set_num_threads`, `OMP_NUM_THREADS`)."""
-    return torch.get_num_threads()
+    """Return how many threads native code may use: as many as torch, within the quota of the CPU (see `cores`)."""
+    return cores.threads()
 
 
 def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:

@@ -43,8 +43,12 @@ def is_held(isa: str) -> bool:
     return all(os.environ.get(name) == value for name, value in variables(isa).items())
 
 
-def run_held(isa: str, argv: Sequence[str]) -> int:
+def run_held(isa: str, argv: Sequence[str], *, program: Sequence[str] = ("-m", "rlhf_engine.cli")) -> int:
     """Run a command of `rlhf-engine` in a process held to a set; its exit code.
+
+    Args:
+        argv: the command's arguments.
+        program: what the interpreter runs instead, a script of bench/, say.
 
     Raises:
         ValueError: the native code has no such set on this machine.
@@ -55,5 +59,5 @@ def run_held(isa: str, argv: Sequence[str]) -> int:
         raise ValueError(f"isa: expected it unset without the native extension, got {isa!r}: {native.missing()}")
     if isa not in native.isas():
         raise ValueError(f"isa: expected one of {', '.join(native.isas())}, which this machine has, got {isa!r}")
-    command = [sys.executable, "-m", "rlhf_engine.cli", *argv]
+    command = [sys.executable, *program, *argv]
     return subprocess.run(command, env={**os.environ, **variables(isa)}, check=False).returncode

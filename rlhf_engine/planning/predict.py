@@ -175,7 +175,9 @@ class Planner:
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_tensors=len(list(slot.parameters())),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
-                linears=tuple(tuple(m.weight.shape) for m in backbone.modules() if isinstance(m, GatedLinear)),
+                linears=tuple(
+                    (m.out_features, m.in_features) for m in backbone.modules() if isinstance(m, GatedLinear)
+                ),
             )
 
     # ---- peaks -----------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def _head(name: str, args: Sequence[Any], device_type: str) -> int:
         block = 2 * _NATIVE_BLOCK * h * e  # of W: one is multiplied with while the next is packed
         rows = 0 if weight.element_size() == e and h % 32 == 0 else block  # as they are multiplied with hidden
         packed = _up(n, _NATIVE_PANEL) * h * e + rows + (block if ahead or second else 0)
-        scratch = torch.get_num_threads() * _NATIVE_ROWS * h * e
+        scratch = native.threads() * _NATIVE_ROWS * h * e
         own_sums = _up(n, _NATIVE_PANEL) * h * 4 if ahead or second else 0
         gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
         return max(summed + packed + scratch + own_sums - (n * h * 4 if summed else 0), summed + gathered)
@@ -126,7 +126,7 @@ def _linear(args: Sequence[Any], *, backward: bool) -> int:
     tiles = max(_up(depth, 16) // 16, 1)
     at_once = min(_up(lanes, 16) // 16, _up(-(-_LINEAR_PACKED // tiles), _LINEAR_COLUMNS))
     scratch = _LINEAR_STRIP * (_LINEAR_COLUMNS + 1) * 64 + _LINEAR_COLUMNS * _LINEAR_STRIP * 64
-    return at_once * tiles * 1024 + torch.get_num_threads() * scratch
+    return at_once * tiles * 1024 + native.threads() * scratch
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _lora(name: str, args: Sequence[Any], device_type: str) -> int:
         return 2 * n_on * rank * 4 + shares
     if backend == "cpu":
         sums = (k + m) * _up(rank, 16) * 4
-        return sums * (len(A) + torch.get_num_threads()) if backward else sums
+        return sums * (len(A) + native.threads()) if backward else sums
     wide = 0 if x.element_size() == 4 else 4
     return n_on * (k + m) * wide + n_on * rank * 8
 

@@ -13,13 +13,14 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import cores, registry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -181,7 +182,8 @@ def begin_kernels(resume: Path | None) -> None:
     """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
 
     The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It
-    is process-wide: the run that began last has it.
+    is process-wide: the run that began last has it. So is the number of threads, which is lowered to what a CPU quota
+    allows (`rlhf_kernels.cores`).
 
     Args:
         resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
@@ -189,6 +191,9 @@ def begin_kernels(resume: Path | None) -> None:
     Raises:
         ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name.
     """
+    note = cores.limit_threads()
+    if note is not None:
+        warnings.warn(note, stacklevel=3)
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
         registry.begin_run()

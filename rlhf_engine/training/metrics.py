@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rlhf_kernels import native
+from rlhf_kernels import cores, native
 
 import rlhf_engine
 
@@ -112,7 +112,7 @@ def run_record(
 
     config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.registry.report(...)`.
     """
-    device = torch.device(device)
+    device, cpu = torch.device(device), cores.find()
     options = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -128,7 +128,8 @@ def run_record(
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_instruction_set": native.isa(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": cpu.affinity,
+        "cpu_quota": cpu.quota,
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "kernel_backends": {op: dict(row) if isinstance(row, Mapping) else row for op, row in backends.items()},

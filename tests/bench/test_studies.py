@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from rlhf_kernels import native
 
+from rlhf_engine.bench import isa
+from tests.bench.test_bench import load_script
 from tests.conftest import SHARED
 from tests.training.test_data import write_model, write_prompts, write_reward
 
@@ -169,6 +175,74 @@ def test_ppo_beside_remax(tmp_path):
     assert 0.4 < remax["state"] / ppo["state"] < 0.52  # one adapter and no head, of two and one
     assert remax["beyond_base"] < ppo["beyond_base"]
     assert "| remax / ppo |" in shown
+
+
+def busy_records(path: Path) -> dict[tuple[str, int], dict]:
+    return {(r["arm"], r["busy"]): r for r in map(json.loads, path.read_text().splitlines())}
+
+
+def test_busy_neighbours(tmp_path, capsys):
+    busy = load_script("busy")
+    assert busy.main(["--tiny", "--rounds", "3", "--json", str(tmp_path / "a.jsonl")]) == 0
+    found = busy_records(tmp_path / "a.jsonl")
+    arms = [*([busy.OURS] if native.missing() is None else []), *busy.PEERS, busy.GEMMS]
+    here = [arm for arm in arms if hasattr(torch.nn.functional, "linear_cross_entropy") or "linear_cross" not in arm]
+    assert set(found) == {(arm, n) for arm in here for n in (0, 1, 2)}
+    for (arm, n), record in found.items():
+        assert (record["case"], record["dtype"], record["rounds"]) == ("frozen/24x16x97", "float32", 3)
+        assert (record["order"], len(record["samples_ms"])) == (here, 3)
+        assert record["ms"] == sorted(record["samples_ms"])[1]
+        assert record["slowdown"] == record["ms"] / found[arm, 0]["ms"]
+        assert (record["threads"], record["isa"]) == (torch.get_num_threads(), native.isa()), (arm, n)
+        assert record["command"].startswith("python bench/busy.py --tiny --rounds 3 --json ")
+        assert set(record["missing"]) == {arm for arm in (busy.OURS, *busy.PEERS) if arm not in here}
+    shown = capsys.readouterr().out
+    assert "frozen/24x16x97 float32" in shown
+    assert all(arm in shown for arm in here)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="without it there is one set")
+def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
+    """In a process that is held to the set, which appends."""
+    for name in isa.variables("portable"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    options = ["--tiny", "--busy", "0", "--dtype", "bf16", "--isa", "portable", "--json", str(tmp_path / "a.jsonl")]
+    busy = load_script("busy")
+    (tmp_path / "a.jsonl").write_text('{"arm": "earlier", "busy": 0}\n')
+    assert busy.main(options) == 0
+    found = busy_records(tmp_path / "a.jsonl")
+    assert len(found) == 1 + len(busy.PEERS) + 2
+    del found["earlier", 0]
+    assert {(r["isa"], r["isa_of_peers"], r["dtype"]) for r in found.values()} == {("portable", "portable", "bfloat16")}
+
+
+def test_neighbours_are_busy_while_they_are_asked_for():
+    busy = load_script("busy")
+    with busy.neighbours(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "4x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x5'"),
+        (["--sizes", "4x0x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x0x5'"),
+        (["--rounds", "0"], "argument --rounds: expected a whole number of at least 1, got '0'"),
+        (["--busy", "-1"], "argument --busy: expected"),
+        (["--json", "none/a.jsonl"], "busy: json: expected a path that can be written, got"),
+        (["--isa", "neon"] if platform.machine() == "x86_64" else ["--isa", "amx_bf16"], "busy: isa: expected"),
+    ],
+)
+def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = load_script("busy").main(["--tiny", *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from rlhf_engine.bench import kernel_table as measuring
 from rlhf_engine.cli import main
 from rlhf_engine.report import format_value
 from rlhf_engine.training.metrics import read_metrics
+from tests.kernels.test_cores import HOST, host_with_quota, on_host
 from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward, write_rows
 
 
@@ -116,10 +117,42 @@ def test_doctor(capsys):
     assert set(found["ops"]) == {"float32", "bfloat16"}
     assert found["ops"]["float32"]["lora"]["reference"] == "available"
     assert {"source", "machine"} == set(found["kernel_table"])
+    assert found["cpu"]["threads"] >= 1
     assert all(row["why"] for ops in found["ops"].values() for row in ops.values())
     expected = "doctor: expected no options, --json or --measure [PATH], got "
     assert refused(capsys, "doctor", "--jsn").endswith(f"{expected}['--jsn']")
     assert refused(capsys, "doctor", "--json", "x").endswith(f"{expected}['--json', 'x']")
+
+
+def test_a_quota_below_the_cores_lowers_the_threads_and_is_said(tmp_path):
+    """A command, and a run that starts without one, on a made-up host of 64 cores that allows a core and a half."""
+    root = host_with_quota(tmp_path)
+    found = on_host(HOST + "from rlhf_engine.cli import main\nmain(['doctor', '--json'])", root, 64)
+    assert found["cpu"] == {"affinity": 64, "quota": 1.5, "threads": 2}
+    code = HOST + (
+        "import contextlib, io\nfrom rlhf_engine.cli import main\n"
+        "out, err = io.StringIO(), io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "    code = main(['doctor'])\n"
+        "print(json.dumps([code, torch.get_num_threads(), out.getvalue(), err.getvalue()]))"
+    )
+    code, threads, out, err = on_host(code, root, 64)
+    assert (code, threads) == (0, 2)
+    assert "\nCPU: 64 cores, a quota of 1.5, 2 threads\n" in out
+    note = "2 CPU threads instead of 64: 64 cores, a quota of 1.5; OMP_NUM_THREADS chooses another number"
+    assert err == f"note: {note}\n"
+    code = HOST + (
+        "import warnings\nfrom rlhf_engine.training.checkpoint import begin_kernels\n"
+        "from rlhf_engine.training.metrics import run_record\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    begin_kernels(None)\n"
+        "    begin_kernels(None)\n"
+        "record = run_record(config={}, command=[], backends={})\n"
+        "kept = [record[name] for name in ('cpu_cores', 'cpu_quota', 'torch_threads')]\n"
+        "print(json.dumps([kept, [str(w.message) for w in caught]]))"
+    )
+    assert on_host(code, root, 64) == [[64, 1.5, 2], [note]]
+    assert on_host(code, root, 7) == [[64, 1.5, 7], []], "who has chosen a number keeps it"
 
 
 def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):

@@ -1756,7 +1756,7 @@ DECODE_STEP = [
         "rows attend before those behind them have entered",
         CPU,
         _STEP_CPP,
-        "    share(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });\n"
+        "    steal(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });\n"
         "    steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });\n",
         "    for (int64_t i = items; i-- > 0;) {\n"
         "        enter_rows(call, layer, i, own);\n"

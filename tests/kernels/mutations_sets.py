@@ -16,6 +16,7 @@ _SHARE = "csrc/cpu/share.inc.h"
 _TEAM = "csrc/cpu/team.cpp"
 _HEAD = "csrc/cpu/head_body.inc.h"
 _LINEAR = "csrc/cpu/linear_body.inc.h"
+_CORES = "kernels/rlhf_kernels/cores.py"
 _PHILOX = "csrc/cpu/philox.h"
 _ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
 
@@ -31,6 +32,7 @@ _BF16_BITS = ("test_lora_native.py::test_bf16_results_are_rounded_to_even_and_na
 _OVERTAKING = ("test_head_native.py::test_no_piece_overtakes_what_it_builds_on",)
 _LINEAR_TIERS = ("test_linear.py::test_tiers",)
 _STEP_THREADS = ("test_decode_step.py::test_bits_do_not_depend_on_threads",)
+_LATE = ("test_native.py::test_a_late_or_slow_thread_holds_up_one_piece",)
 
 SETS = [
     Mutation(
@@ -361,6 +363,55 @@ THREADS = [
         "",
         _OVERTAKING,
         _PORTABLE,
+    ),
+    Mutation(
+        "nobody takes over what a late thread leaves",
+        CPU,
+        _SHARE,
+        "offset < me.threads; ++offset",
+        "offset < 1; ++offset",
+        _LATE,
+    ),
+    Mutation(
+        "a thread takes its whole share at once",
+        CPU,
+        _SHARE,
+        "        for (int64_t i; (i = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < size;) body(begin + i);\n",
+        "        int64_t i = __atomic_fetch_add(counter, size, __ATOMIC_RELAXED);\n"
+        "        for (; i < size; ++i) body(begin + i);\n",
+        _LATE,
+    ),
+    Mutation(
+        "quota rounded down",
+        CPU,
+        _CORES,
+        "math.ceil(",
+        "math.floor(",
+        ("test_cores.py::test_a_quota_is_rounded_up_and_the_mask_is_a_limit",),
+    ),
+    Mutation(
+        "cgroups around the own one not read",
+        CPU,
+        _CORES,
+        "(below, *below.parents)",
+        "(below,)",
+        ("test_cores.py::test_quotas_of_made_up_cgroups",),
+    ),
+    Mutation(
+        "torch.set_num_threads does not count as chosen",
+        CPU,
+        _CORES,
+        " or found not in _torch_defaults()",
+        "",
+        ("test_cores.py::test_a_quota_limits_what_nobody_has_chosen",),
+    ),
+    Mutation(
+        "teams of torch's size",
+        CPU,
+        _CORES,
+        "        return found\n    return _usable()\n",
+        "        return found\n    return found\n",
+        ("test_cores.py::test_a_team_is_no_larger_than_the_quota",),
     ),
 ]
 

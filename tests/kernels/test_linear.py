@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from rlhf_kernels import Segments, lora_linear, native, registry
 from rlhf_kernels.kernel_table import Entry, KernelTable
-from rlhf_kernels.linear import linear
+from rlhf_kernels.linear import linear, packed
 from rlhf_kernels.linear import native as cpu
-from rlhf_kernels.linear import packed
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 ISAS = native.isas() if native.missing() is None else []
@@ -218,7 +217,7 @@ def test_float64_is_the_references():
         linear(x, weight, bias, backend="cpu")
 
 
-# ---- packed copies of frozen weights ----------------------------------------------------------------------------------
+# ---- packed copies of frozen weights ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

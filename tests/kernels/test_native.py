@@ -193,6 +193,17 @@ def test_cpp_under_sanitizers(sanitized, name):
     assert native_build.run([sanitized.driver(name)]).strip() == native_build.CLEAN
 
 
+@pytest.mark.parametrize("openmp", [True, False])
+def test_a_late_or_slow_thread_holds_up_one_piece(tmp_path, openmp):
+    """The driver of teams needs one file of csrc/cpu, so that it is compiled alone."""
+    native_build.needs("g++")
+    program = tmp_path / "team"
+    sources = (ROOT / "tests/kernels/native_team_main.cpp", ROOT / "csrc/cpu/team.cpp")
+    flags = ["-O1", "-fopenmp"] if openmp else ["-O1", "-Wno-unknown-pragmas"]
+    native_build.run(["g++", *native_build.FLAGS, *flags, *sources, "-o", program])
+    assert native_build.run([program]).strip() == native_build.CLEAN
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """What a build reads, in a folder of its own: building leaves files behind."""

@@ -7,6 +7,9 @@ import dataclasses
 
 import pytest
 import torch
+from rlhf_kernels import native, registry
+from rlhf_kernels.kernel_table import Entry, KernelTable
+from rlhf_kernels.linear import packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -102,6 +105,32 @@ def test_state_follows_the_table_of_the_paper(method):
     assert found["adapters"] == 4 * slots * slot
     assert found["heads"] == 4 * 2 * (c.hidden_size + 1)
     assert found["gradients"] == found["trained_weights"] + found["adapters"] + found["heads"] // 2
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_packed_weights_are_the_copies_that_updates_keep(monkeypatch):
+    """All but those of q, k and v of the first layer, through which no gradient goes on."""
+    ms = {"made up": {"cpu": 1.0, "reference": 8.0}}
+    entry = Entry("linear", native.isa(), "float32", (64, 64), "cpu", ms)
+    registry.begin_run()
+    monkeypatch.setattr(registry, "_table", KernelTable(source="test", entries=(entry,)))
+    packed.set_budget(2**26)
+    plan = setting()
+    model = build_model("hydra_ppo", plan, plan.config.num_hidden_layers)
+    batch = PackedBatch.from_lists([[3] * plan.prompt_length] * 4, [[4] * plan.completion_length] * 4)
+    try:
+        for _ in range(2):
+            losses(model, batch).backward()
+        first = next(m for m in model.modules() if type(m).__name__ == "LlamaAttention")
+        unmet = sum(
+            packed.size(torch.float32, m.in_features, m.out_features)
+            for m in (first.q_proj, first.k_proj, first.v_proj)
+        )
+        assert Planner("hydra_ppo", plan).state_bytes["packed_weights"] == packed.held() + unmet > unmet
+        packed.set_budget(unmet)
+        assert 0 < Planner("hydra_ppo", plan).state_bytes["packed_weights"] <= unmet
+    finally:
+        packed.set_budget(None)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -126,10 +126,12 @@ def of(weight: Tensor, type_: int, address: int, stride: int) -> Tensor | None:
                 del _kept[dead]
             _kept[key] = _Entry(StorageWeakRef(weight.untyped_storage()), weight._version, None)
             return None
-        current = entry.version == weight._version
-        if entry.tiles is not None and current:
-            if extension.linear_is_packed(type_, address, stride, entry.tiles.data_ptr(), K, M):
-                return entry.tiles
+        if (
+            entry.tiles is not None
+            and entry.version == weight._version
+            and extension.linear_is_packed(type_, address, stride, entry.tiles.data_ptr(), K, M)
+        ):
+            return entry.tiles
         entry.version = weight._version
         if entry.tiles is None:
             needed = size(weight.dtype, K, M)

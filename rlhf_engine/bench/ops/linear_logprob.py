@@ -49,6 +49,11 @@ def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
     ]
 
 
+def frozen_case(s: HeadSize, dtype: torch.dtype) -> Case:
+    """Forward and backward with a frozen head on a CPU, for a study with sizes of its own."""
+    return _case(MODES[1], s, "cpu", dtype)
+
+
 def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case:
     def make(device: torch.device) -> Tensors:
         inputs, generator = make_head(s, dtype, device)
