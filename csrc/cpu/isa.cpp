@@ -10,6 +10,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 namespace rlhf::cpu {
@@ -25,6 +31,19 @@ bool has_portable() { return true; }
 
 #if defined(__aarch64__)
 bool has_neon() { return true; }  // part of the architecture
+
+bool has_neon_bf16() {
+#if defined(__linux__)
+    constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16
+    return getauxval(AT_HWCAP2) & kBf16;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found;
+#else
+    return false;
+#endif
+}
 #elif defined(__x86_64__)
 bool has_avx2() {
     unsigned a, b, c, d;
@@ -107,6 +126,8 @@ const char* name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 bool multiplies_bf16() {
 #if defined(__x86_64__)
     return current_isa() >= Isa::avx512_bf16;
+#elif defined(__aarch64__)
+    return current_isa() >= Isa::neon_bf16;
 #else
     return false;
 #endif

@@ -12,7 +12,7 @@
     DO(portable, __VA_ARGS__) DO(avx2, __VA_ARGS__) DO(avx512, __VA_ARGS__) DO(avx512_bf16, __VA_ARGS__) \
     DO(amx_bf16, __VA_ARGS__)
 #elif defined(__aarch64__)
-#define RLHF_EACH_SET(DO, ...) DO(portable, __VA_ARGS__) DO(neon, __VA_ARGS__)
+#define RLHF_EACH_SET(DO, ...) DO(portable, __VA_ARGS__) DO(neon, __VA_ARGS__) DO(neon_bf16, __VA_ARGS__)
 #else
 #define RLHF_EACH_SET(DO, ...) DO(portable, __VA_ARGS__)
 #endif

@@ -2,7 +2,8 @@
 // A lane keeps its place whatever the set, so code above this file knows lanes only.
 //
 // Included by the files of variants/ alone, which choose the target and say what it has (RLHF_AVX512, RLHF_AVX512_BF16,
-// RLHF_AVX2, RLHF_NEON). Everything here is `static inline`, so nothing compiled for one target is linked into another.
+// RLHF_AVX2, RLHF_NEON, RLHF_NEON_BF16). Everything here is `static inline`, so nothing compiled for one target is linked
+// into another.
 #pragma once
 
 #include <cstdint>

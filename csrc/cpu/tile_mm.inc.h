@@ -116,19 +116,24 @@ struct TileScope {
 #else
 #if RLHF_TILE_BF16
 // A vector of pairs along k.
-typedef __m512bh Operand;
+typedef u32v Operand;
 RLHF_INLINE Operand load_operand(const Element* at) {
     Operand x;
-    std::memcpy(&x, at, 64);
+    std::memcpy(&x, at, sizeof x);
     return x;
 }
 RLHF_INLINE Operand broadcast(const Element* at) {
-    int32_t pair;
-    std::memcpy(&pair, at, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
+    uint32_t pair;
+    std::memcpy(&pair, at, sizeof pair);
+    return Operand{} + pair;
 }
 RLHF_INLINE f32v add_product(Operand w, Operand x, f32v sum) {
-    return (f32v)_mm512_dpbf16_ps((__m512)sum, w, x);
+#if defined(RLHF_NEON_BF16)
+    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(w), "w"(x));  // older clang has no vbfdotq_f32 here
+    return sum;
+#else
+    return (f32v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#endif
 }
 #else
 typedef f32v Operand;

@@ -21,8 +21,8 @@ _CAPS = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
     "amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512_E4"),
 }
-"""What torch, oneDNN and MKL call a set; neon has nothing to hold them to."""
-SETS = (*_CAPS, "neon")
+"""What torch, oneDNN and MKL call a set; on aarch64 there is nothing to hold them to."""
+SETS = (*_CAPS, "neon", "neon_bf16")
 
 
 def variables(isa: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""More seeded bugs for `test_mutations.py`: what instruction sets and threads share. For the records see `mutations`.
+"""More seeded bugs for `test_mutations.py`: `linear`, and what instruction sets and threads share. See `mutations`.
 
 A bug in code of one set is compiled into that set, and its test is skipped on a CPU that lacks it.
 """
@@ -15,6 +15,7 @@ _ROWS = "csrc/cpu/lane_rows.inc.h"
 _SHARE = "csrc/cpu/share.inc.h"
 _TEAM = "csrc/cpu/team.cpp"
 _HEAD = "csrc/cpu/head_body.inc.h"
+_LINEAR = "csrc/cpu/linear_body.inc.h"
 _CORES = "kernels/rlhf_kernels/cores.py"
 _PHILOX = "csrc/cpu/philox.h"
 _ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
@@ -29,6 +30,7 @@ _DECODING_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
 _TOKENS = ("test_sample_native.py::test_tokens_are_the_references",)
 _BF16_BITS = ("test_lora_native.py::test_bf16_results_are_rounded_to_even_and_nan_stays",)
 _OVERTAKING = ("test_head_native.py::test_no_piece_overtakes_what_it_builds_on",)
+_LINEAR_TIERS = ("test_linear.py::test_tiers",)
 _STEP_THREADS = ("test_decode_step.py::test_bits_do_not_depend_on_threads",)
 _LATE = ("test_native.py::test_a_late_or_slow_thread_holds_up_one_piece",)
 
@@ -413,8 +415,153 @@ THREADS = [
     ),
 ]
 
+LINEAR = [
+    Mutation(
+        "bias of the first columns everywhere",
+        CPU,
+        _LINEAR,
+        "load_words(bias, 0, column, count)",
+        "load_words(bias, 0, 0, count)",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "bf16 bias of the first columns everywhere",
+        CPU,
+        _LINEAR,
+        "static_cast<const uint16_t*>(p.bias) + column,",
+        "static_cast<const uint16_t*>(p.bias),",
+        _LINEAR_TIERS,
+        _AVX512_BF16,
+    ),
+    Mutation(
+        "a product rounded before its bias",
+        CPU,
+        _LINEAR,
+        "        sums += as_float(load_words(bias",
+        "        if (p.c.type == Type::bfloat16) sums = round_bf16(sums);\n        sums += as_float(load_words(bias",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "last of the depth left out where an operand is turned",
+        CPU,
+        _LINEAR,
+        "if (k + j < depth) words[j]",
+        "if (k + j + 1 < depth) words[j]",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "an odd depth takes the row behind it",
+        CPU,
+        _LINEAR,
+        "k + 2 * j + side < depth",
+        "k + 2 * j < depth",
+        ("test_linear.py::test_strided_and_surrounded_by_nan",),
+        _AVX512_BF16,
+    ),
+    Mutation(
+        "halves of a pair along the depth swapped",
+        CPU,
+        _LINEAR,
+        "words[j] = widen(pair[0]) | (widen(pair[1]) << 16);",
+        "words[j] = widen(pair[1]) | (widen(pair[0]) << 16);",
+        _LINEAR_TIERS,
+        _AVX512_BF16,
+    ),
+    Mutation(
+        "every block of lanes is the first",
+        CPU,
+        _LINEAR,
+        "tiles + c * depth * kTileElements, (from + c) * 16, count,",
+        "tiles, (from + c) * 16, count,",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "sums of earlier pieces of the depth lost",
+        CPU,
+        _LINEAR,
+        "\n                                      some, sums + c * kStrip * 16, t > 0);",
+        "\n                                      some, sums + c * kStrip * 16, false);",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "more than sixteen rows sum every piece of the depth by itself",
+        CPU,
+        _LINEAR,
+        "                strip_products<2, Weight>(w, stride, rows, tiles + (c * depth + t) * kTileElements, "
+        "depth * kTileElements,\n"
+        "                                          some, sums + c * kStrip * 16, t > 0);",
+        "                alignas(64) float piece[2 * kStrip * 16];\n"
+        "                strip_products<2, Weight>(w, stride, rows, tiles + (c * depth + t) * kTileElements, "
+        "depth * kTileElements,\n"
+        "                                          some, piece, false);\n"
+        "                float* to = sums + c * kStrip * 16;\n"
+        "                for (int64_t i = 0; i < 2 * kStrip * 16; ++i) to[i] = t > 0 ? to[i] + piece[i] : piece[i];",
+        ("test_linear.py::test_bits_of_a_row_depend_on_that_row_alone",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "a ragged depth read where it lies",
+        CPU,
+        _LINEAR,
+        "rows == kStrip && p.depth % KT == 0 &&",
+        "rows == kStrip &&",
+        ("test_linear.py::test_strided_and_surrounded_by_nan",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "every sixteen lanes are the first",
+        CPU,
+        _LINEAR,
+        "load_words16(sums + (c * kStrip + v + i) * 16)",
+        "load_words16(sums + (v + i) * 16)",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "every strip that is copied is the first",
+        CPU,
+        _LINEAR,
+        "pack_tile(p.strips, p.strips_turned, first + v,",
+        "pack_tile(p.strips, p.strips_turned, v,",
+        _LINEAR_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a team leaves the last strip to nobody",
+        CPU,
+        _LINEAR,
+        "steal(me, strips * ceil_div(some, kColumns), [&]",
+        "steal(me, strips * ceil_div(some, kColumns) - (me.threads > 1), [&]",
+        ("test_linear.py::test_bits_do_not_depend_on_threads",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "no bias without depth",
+        CPU,
+        "csrc/cpu/linear.cpp",
+        "if (product.n_strip_rows == 0 || product.n_lanes == 0) return;",
+        "if (product.n_strip_rows == 0 || product.n_lanes == 0 || product.depth == 0) return;",
+        ("test_linear.py::test_empty",),
+        ("cpu/linear.cpp",),
+    ),
+    Mutation(
+        "forward without bias",
+        CPU,
+        "csrc/cpu/linear.cpp",
+        "false, true, bias, nullptr, M, N, K, threads});",
+        "false, true, nullptr, nullptr, M, N, K, threads});",
+        _LINEAR_TIERS,
+        ("cpu/linear.cpp",),
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
-    for op, mutations in {"instruction sets": SETS, "threads": THREADS}.items()
+    for op, mutations in {"instruction sets": SETS, "threads": THREADS, "linear": LINEAR}.items()
     for mutation in mutations
 ]

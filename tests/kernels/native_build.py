@@ -17,7 +17,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
-DRIVERS = ("block", "decode_attention", "decode_step", "gae", "gather_logprob", "head", "lora", "ppo_loss", "team")
+DRIVERS = (
+    "block",
+    "decode_attention",
+    "decode_step",
+    "gae",
+    "gather_logprob",
+    "head",
+    "linear",
+    "lora",
+    "ppo_loss",
+    "team",
+)
 """Drivers that check themselves and print `CLEAN`."""
 CLEAN = "native code is clean"
 

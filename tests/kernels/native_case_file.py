@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NONE = math.inf
 
 

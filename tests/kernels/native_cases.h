@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "common/half.h"
+
 struct Array {
     std::string type;
     std::vector<int64_t> shape;
@@ -25,7 +27,7 @@ struct Array {
         return product;
     }
     int64_t element() const {
-        return type == "bool" ? 1 : type == "bfloat16" ? 2 : type == "float32" ? 4 : 8;
+        return type == "bool" ? 1 : type == "bfloat16" || type == "float16" ? 2 : type == "float32" ? 4 : 8;
     }
     template <typename T>
     T as(int64_t i) const {
@@ -37,10 +39,8 @@ struct Array {
         if (type == "float32") return as<float>(i);
         if (type == "float64") return as<double>(i);
         if (type == "int64") return double(as<int64_t>(i));
-        const uint32_t bits = uint32_t(as<uint16_t>(i)) << 16;
-        float x;
-        std::memcpy(&x, &bits, sizeof x);
-        return x;
+        if (type == "float16") return rlhf::to_float(as<rlhf::Float16>(i));
+        return rlhf::to_float(as<rlhf::BFloat16>(i));
     }
 };
 
@@ -121,7 +121,7 @@ private:
                 }
                 if (!std::isfinite(x)) return kNever;
                 const double error = std::abs(x - exact);
-                const double epsilon = got.type == "bfloat16" ? 0x1p-7 : 0x1p-23;
+                const double epsilon = got.type == "bfloat16" ? 0x1p-7 : got.type == "float16" ? 0x1p-10 : 0x1p-23;
                 const double size = std::max(std::abs(exact), 0x1p-126);
                 largest = std::max(largest, error);
                 ulp = std::max(ulp, error / (std::exp2(std::floor(std::log2(size))) * epsilon));

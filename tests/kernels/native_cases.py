@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from . import native_case_file
-from .native_case_file import BF16, FP32, Case
-from .native_cases_products import decode_step_case, head_case, lora_case, lora_decode_case, sample_case
+from .native_case_file import BF16, FP16, FP32, Case
+from .native_cases_products import decode_step_case, head_case, linear_case, lora_case, lora_decode_case, sample_case
 from .native_cases_rows import (
     block_cases,
     decode_attention_case,
@@ -47,6 +47,10 @@ def cases(seed: int) -> Iterator[Case]:
         yield decode_step_case(dtype, label, seed)
         yield gather_logprob_case(g, dtype, label)
         yield from block_cases(g, dtype, label)
+    for dtype in (FP32, BF16, FP16):
+        label = f"{str(dtype).removeprefix('torch.')}-seed{seed}"
+        yield linear_case(g, dtype, f"few-rows-{label}", (19, 301, 229))
+        yield linear_case(g, dtype, f"many-rows-{label}", (41, 301, 177))
     yield ppo_loss_case(g, f"float32-seed{seed}")
     yield value_loss_case(g, f"float32-seed{seed}")
     yield gae_case(g, f"float32-seed{seed}")

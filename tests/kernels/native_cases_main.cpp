@@ -13,6 +13,7 @@
 #include "cpu/gather_logprob.h"
 #include "cpu/head.h"
 #include "cpu/isa.h"
+#include "cpu/linear.h"
 #include "cpu/lora.h"
 #include "cpu/lora_decode.h"
 #include "cpu/ppo_loss.h"
@@ -25,8 +26,11 @@ using namespace rlhf::cpu;
 
 constexpr int kThreads = 2;
 
+// A matrix of head.h, whose rows may be longer than what is read of them.
 Matrix head_matrix(Case& c, const std::string& name) {
-    return {c.data(name), c.size(name, 1), c.bf16(name) ? Type::bfloat16 : Type::float32};
+    const std::string& type = c.array(name).type;
+    return {c.data(name), c.size(name, 1),
+            type == "bfloat16" ? Type::bfloat16 : type == "float16" ? Type::float16 : Type::float32};
 }
 
 void head(Case& c) {
@@ -85,6 +89,19 @@ void gather_logprob_of(Case& c) {
 void gather_logprob(Case& c) {
     if (c.bf16("logits")) gather_logprob_of<Bfloat16>(c);
     else gather_logprob_of<float>(c);
+}
+
+// Rows of the inputs end in columns that do not count.
+void linear(Case& c) {
+    const Matrix x = head_matrix(c, "x"), weight = head_matrix(c, "weight"), dy = head_matrix(c, "dy");
+    const int64_t N = c.size("x", 0), M = c.size("weight", 0), K = int64_t(c.number("K"));
+    const auto result = [&](const char* name, int64_t columns) {
+        return Matrix{c.out(name, c.array("x").type), columns, x.type};
+    };
+    linear_forward(x, weight, c.data("bias"), result("y", M), N, K, M, kThreads);
+    linear_forward(x, weight, nullptr, result("y_without_bias", M), N, K, M, kThreads);
+    linear_input_gradient(dy, weight, nullptr, result("dx", K), N, K, M, kThreads);
+    linear_weight_gradient(dy, x, result("dW", K), N, K, M, kThreads);
 }
 
 // ---- adapters -------------------------------------------------------------------------------------------------------
@@ -321,6 +338,7 @@ const std::map<std::string, void (*)(Case&)> kOps = {
     {"head", head},
     {"sample", sample},
     {"gather_logprob", gather_logprob},
+    {"linear", linear},
     {"lora", lora_training},
     {"lora_decode", lora_decode},
     {"decode_attention", attention},

@@ -1,11 +1,13 @@
-"""Cases of the native ops that multiply with whole weights: sweeps of the vocabulary, adapters, a decoding step."""
+"""Cases of the native ops that multiply with whole weights: vocabulary, linears, adapters, a decoding step."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from rlhf_kernels.decode_step import LINEARS
+from rlhf_kernels.linear import reference as linear
 from rlhf_kernels.lora import reference as lora
 from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.philox import gumbel
@@ -122,6 +124,29 @@ def sample_case(g: torch.Generator, dtype: torch.dtype, label: str) -> Case:
 
     pairs = zip(("logprob", "entropy"), statistics(z[clear]), statistics(logits(FP32)[0]), strict=True)
     return Case("sample", label, t, n, {"token": within(token, 0)} | {k: tier1(x, plain) for k, x, plain in pairs})
+
+
+def linear_case(g: torch.Generator, dtype: torch.dtype, label: str, shape: tuple[int, int, int]) -> Case:
+    """Products of two threads over several pieces of the depth. Rows end in NaN that nobody may read."""
+    N, K, M = shape
+    dense = [randn(g, *sizes, dtype=dtype) for sizes in ((N, K), (M, K), (M,), (N, M))]
+
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
+        x, weight, bias, dy = (t.to(dtype) for t in dense)
+        return {
+            "y": linear.forward(x, weight, bias),
+            "y_without_bias": linear.forward(x, weight, None),
+            "dx": linear.input_gradient(dy, weight),
+            "dW": linear.weight_gradient(dy, x),
+        }
+
+    t = {
+        name: F.pad(x, (0, 3), value=math.nan)
+        for name, x in zip(("x", "weight", "dy"), dense[:2] + dense[3:], strict=True)
+    }
+    plain = answers(FP32)  # torch's own sums in fp16 may be fp16
+    wants = {name: rounded(x, plain[name].to(dtype)) for name, x in answers(FP64).items()}
+    return Case("linear", label, t | {"bias": dense[2]}, {"K": K}, wants)
 
 
 # ---- adapters and decoding -------------------------------------------------------------------------------------------

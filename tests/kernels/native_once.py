@@ -15,6 +15,7 @@ from rlhf_kernels.block import rms_norm, rotary, swiglu
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from .decode_step_cases import Call, Sizes, make_adapters, make_call, make_decoder, mapped
 
-FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Function = Callable[..., Sequence[Tensor | None]]
 _held = []
 
@@ -87,6 +88,13 @@ def vocabulary() -> None:
         assert torch.equal(drawn[0].token, drawn[1].token), "sample"
         torch.testing.assert_close(drawn[0].logprob, drawn[1].logprob)
     _held.append("sample")
+
+
+def linears() -> None:
+    for dtype in (FP32, BF16, FP16):
+        weight, bias = (torch.randn(45, 65) / 8).to(dtype), torch.randn(45).to(dtype)
+        for rows in (9, 40):  # a few, and many
+            hold("linear", lambda x, w, b: [linear(x, w, b)], torch.randn(rows, 65).to(dtype), weight, bias)
 
 
 def adapters() -> None:
@@ -164,7 +172,7 @@ def main(expected: Sequence[str]) -> None:
     for name in native.isas():
         torch.manual_seed(0)
         with native.use_isa(name):
-            for part in (vocabulary, adapters, decoding, elements):
+            for part in (vocabulary, linears, adapters, decoding, elements):
                 part()
         print(name, "agrees with the reference in", ", ".join(dict.fromkeys(_held)), flush=True)
 

@@ -29,7 +29,11 @@ HOST_BUILDS = {
     "clang": ("clang++", *OPENMP),
     "clang_without_openmp": ("clang++", *NO_OPENMP),
 }
-AARCH64 = ("aarch64-linux-gnu-g++", "-O3", "-fopenmp", "-static")  # static: no aarch64 libraries are looked for
+# Static, so that no aarch64 libraries are looked for; clang finds those of gcc, without libomp.
+AARCH64_BUILDS = {
+    "gcc": ("aarch64-linux-gnu-g++", "-O3", "-fopenmp", "-static"),
+    "clang": ("clang++", "--target=aarch64-linux-gnu", *NO_OPENMP, "-static"),
+}
 
 # Models of qemu and the instruction sets that the native code must find there. Emulators have no AVX-512.
 X86_CPUS = {
@@ -39,7 +43,10 @@ X86_CPUS = {
     "Haswell": ["portable", "avx2"],
     "EPYC-Milan": ["portable", "avx2"],
 }
-AARCH64_CPUS = ("cortex-a72", "max")  # ARMv8.0, and all that the emulator knows
+AARCH64_CPUS = {
+    "cortex-a72": ["portable", "neon"],  # ARMv8.0
+    "max": ["portable", "neon", "neon_bf16"],  # all that the emulator knows
+}
 
 
 @pytest.fixture(scope="session")
@@ -122,16 +129,17 @@ def test_no_illegal_instruction_in_the_extension(cpu):
 
 
 @pytest.mark.parametrize("cpu", AARCH64_CPUS)
-def test_aarch64_agrees_with_float64(built, case_file, cpu):
+@pytest.mark.parametrize("name", AARCH64_BUILDS)
+def test_aarch64_agrees_with_float64(built, case_file, name, cpu):
     """Every op by the tiers, with the answers of this machine."""
     needs("qemu-aarch64")
-    output = run(["qemu-aarch64", "-cpu", cpu, built(*AARCH64).driver("cases"), case_file])
-    assert sets_of(output) == ["portable", "neon"]
+    output = run(["qemu-aarch64", "-cpu", cpu, built(*AARCH64_BUILDS[name]).driver("cases"), case_file])
+    assert sets_of(output) == AARCH64_CPUS[cpu]
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_drivers_on_aarch64(built, driver):
-    """The drivers that check themselves, ragged sizes and refusals included."""
+    """The drivers that check themselves, ragged sizes and refusals included, on every set."""
     needs("qemu-aarch64")
-    program = built(*AARCH64).driver(driver)
-    assert run(["qemu-aarch64", "-cpu", AARCH64_CPUS[0], program]).strip() == CLEAN
+    program = built(*AARCH64_BUILDS["gcc"]).driver(driver)
+    assert run(["qemu-aarch64", "-cpu", "max", program]).strip() == CLEAN

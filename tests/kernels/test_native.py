@@ -145,15 +145,22 @@ def _run_copy(folder, code, extension=None):
     package = shutil.copytree(ROOT / "kernels" / "rlhf_kernels", folder / "rlhf_kernels", ignore=ignored)
     if extension is not None:
         (package / "_native.so").write_bytes(extension)
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", FORGET_CHECKOUT + code]
-    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return _run_beside(folder, code)
 
 
-def test_without_the_extension_the_reference_serves(tmp_path):
-    code = """
+def _run_beside(folder, code, *others):
+    """Standard output of `code`, for which packages are those in `folder`, then those in `others`."""
+    path = os.pathsep.join(map(str, (folder, *others)))
+    return native_build.run([sys.executable, "-c", FORGET_CHECKOUT + code], cwd=folder, PYTHONPATH=path)
+
+
+def _unpacked(wheel, folder):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+REFERENCE_SERVES = """
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.gae import gae
@@ -166,8 +173,11 @@ try:
 except registry.BackendUnavailableError as error:
     print(error)
 """
-    output = _run_copy(tmp_path, code)
-    assert output.startswith("backend='cpu' cannot serve gae: the native extension was not built; reinstall with")
+NOT_BUILT = "backend='cpu' cannot serve gae: the native extension was not built; reinstall with"
+
+
+def test_without_the_extension_the_reference_serves(tmp_path):
+    assert _run_copy(tmp_path, REFERENCE_SERVES).startswith(NOT_BUILT)
 
 
 def test_an_extension_that_does_not_load_says_why(tmp_path):
@@ -230,7 +240,7 @@ NO_COMPILER = {"CC": _FALSE, "CXX": _FALSE}
 
 @pytest.mark.parametrize("environment", [NO_COMPILER, {"RLHF_ENGINE_NATIVE": "0"}], ids=["no_compiler", "skipped"])
 @pytest.mark.parametrize("command", ["build_wheel", "build_editable"])
-def test_installs_without_a_compiler(checkout, command, environment):
+def test_installs_without_a_compiler(checkout, tmp_path, command, environment):
     pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
     wheel, log = _build(checkout, command, **environment)
     names = zipfile.ZipFile(wheel).namelist()
@@ -241,6 +251,9 @@ def test_installs_without_a_compiler(checkout, command, environment):
         assert not any(name.startswith(("kernels/", "tests/", "bench/", "csrc/")) for name in names)
         assert {"rlhf_kernels/csrc/cuda/gae.cu", "rlhf_kernels/csrc/common/affine_map.h"} <= set(names)
         assert "rlhf_kernels/kernel_table.json" in names
+        if environment is NO_COMPILER:
+            installed = _unpacked(wheel, tmp_path / "installed")
+            assert _run_beside(installed, REFERENCE_SERVES).startswith(NOT_BUILT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere OpenMP is never asked for")
@@ -278,25 +291,38 @@ def test_wheel_from_sdist_has_the_extension(checkout):
 
 @pytest.mark.long  # compiles the extension
 @pytest.mark.skipif(sys.platform != "linux", reason="names clang's own OpenMP library")
-def test_clang_builds_the_extension(checkout, tmp_path):
+@pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "without_openmp"])
+def test_clang_builds_the_extension(checkout, tmp_path, openmp):
+    """The wheel's extension agrees with the reference in every op, on every set of this machine."""
     pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
     native_build.needs("clang", "clang++")
-    wheel, log = _build(checkout, "build_wheel", CC="clang", CXX="clang++")
+    compilers = {"CC": "clang", "CXX": "clang++"}
+    if not openmp:  # clang as it is where its library is not installed
+        for variable, name in compilers.items():
+            compiler = tmp_path / name
+            compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1 ;; esac\nexec {name} "$@"\n')
+            compiler.chmod(0o755)
+            compilers[variable] = str(compiler)
+    wheel, log = _build(checkout, "build_wheel", **compilers)
     assert re.findall(r"csrc/\S+: (?:warning|error): .*", log) == []
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    (extension,) = (tmp_path / "installed/rlhf_kernels").glob("_native.*")
-    assert b"clang version" in extension.read_bytes()
+    one_thread = "native code will use one thread" in log
+    if openmp and one_thread:
+        pytest.skip("needs clang's OpenMP library, which is in libomp-dev")
+    assert one_thread == (not openmp)
+    installed = _unpacked(wheel, tmp_path / "installed")
+    (extension,) = (installed / "rlhf_kernels").glob("_native.*")
+    content = extension.read_bytes()
+    assert b"clang version" in content
+    assert (b"libomp.so" in content) == openmp
     code = "import tests.kernels.native_once as once, rlhf_kernels; once.main([]); print(rlhf_kernels.__file__)"
-    path = os.pathsep.join(map(str, (tmp_path / "installed", ROOT)))
-    output = native_build.run([sys.executable, "-c", FORGET_CHECKOUT + code], cwd=tmp_path, PYTHONPATH=path)
+    output = _run_beside(installed, code, ROOT)
     assert str(tmp_path) in output.splitlines()[-1]
 
 
 # ---- instruction sets ------------------------------------------------------------------------------------------------
 
 ORDER = (
-    ["portable", "neon"]
+    ["portable", "neon", "neon_bf16"]
     if platform.machine() == "aarch64"
     else ["portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 )
@@ -335,7 +361,7 @@ def test_a_block_ends_with_the_set_that_it_found():
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["avx1024", "AVX2", "", " portable", "neon" if ORDER[-1] != "neon" else "avx2"])
+@pytest.mark.parametrize("name", ["avx1024", "AVX2", "", " portable", "avx2" if "neon" in ORDER else "neon"])
 def test_an_unknown_set_is_refused_with_those_that_are_there(name):
     """A set of another architecture is unknown, too; what was in use stays in use."""
     before = native.isa()

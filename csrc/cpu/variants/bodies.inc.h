@@ -30,7 +30,7 @@ namespace rlhf::cpu::lora::RLHF_SET {
 
 #define RLHF_STORED bfloat16
 #define RLHF_STORED_BF16 1
-#if defined(RLHF_AVX512_BF16)
+#if defined(RLHF_AVX512_BF16) || defined(RLHF_NEON_BF16)
 #define RLHF_TILE_BF16 1
 #else
 #define RLHF_TILE_BF16 0
