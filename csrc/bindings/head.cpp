@@ -26,7 +26,7 @@ Matrix matrix(const py::tuple& t, size_t i) {
 
 Head head_of(const py::tuple& t) {
     return {matrix(t, 0), matrix(t, 3), pointer<const float>(t, 6), number(t, 7), number(t, 8), number(t, 9),
-            t[10].cast<float>(), t[11].cast<float>()};
+            t[10].cast<float>(), t[11].cast<float>(), pointer<const void>(t, 12)};
 }
 
 Batch batch_of(const py::tuple& t) {

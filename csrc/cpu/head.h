@@ -29,6 +29,7 @@ struct Head {
     int64_t H, extra, V;
     float softcap;  // 0: none
     float scale;
+    const void* packed = nullptr;  // linear_pack's copy of the weight, for products with it across; null: packed per call
 };
 
 struct Batch {

@@ -239,19 +239,43 @@ struct TileOut {
     }
 };
 
+// Rows of W as a B operand: column c of tiles is at tiles + c * stride. From the head's packed copy of the whole of W, or
+// packed per block; two blocks have memory at a time.
+struct Columns {
+    const Element* tiles;
+    int64_t stride;
+};
+
+struct ColumnMemory {
+    Element* blocks;
+    const Element* packed;
+    int64_t block_elements, depth_V;
+
+    ColumnMemory(const Head& head, const Sizes& sizes, const Rows& rows, bool wanted, Memory& memory)
+        : blocks(nullptr), packed(nullptr), block_elements(kBlock * sizes.padded_K), depth_V(ceil_div(head.V, KT)) {
+        if (wanted && rows.in_place && head.V % kStrip == 0) packed = static_cast<const Element*>(head.packed);
+        if (wanted && !packed) blocks = memory.take<Element>(2 * block_elements);
+    }
+    Element* to_pack(int64_t v0) const { return blocks ? blocks + v0 / kBlock % 2 * block_elements : nullptr; }
+    Columns block(int64_t v0, int64_t depth_v) const {
+        if (packed) return {packed + v0 / KT * kTileElements, depth_V * kTileElements};
+        return {to_pack(v0), depth_v * kTileElements};
+    }
+};
+
 // For each panel: sums [padded_K / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times the block's rows of W. fp32 operands
 // are summed within the block first: in one running sum of 10^5 terms the many small ones would be lost against the few
 // large ones. For bf16 operands that loss is far below their own rounding.
-static void add_products(const Element* p, int64_t p_step, const Element* as_b, int64_t panels, int64_t depth_v,
+static void add_products(const Element* p, int64_t p_step, const Columns& columns, int64_t panels, int64_t depth_v,
                          int64_t padded_K, bool first, float* sums) {
     alignas(64) float block[4 * kTileFloats];
     for (int64_t k = 0; k < padded_K / 32; ++k) {
-        const Element* b = as_b + k * 2 * depth_v * kTileElements;
+        const Element* b = columns.tiles + k * 2 * columns.stride;
         for (int64_t i = 0; i < panels; ++i) {
             const Element* a = p + i * p_step;
             float* to = sums + i * padded_K * kPanel + k * 4 * kTileFloats;
             const bool direct = first || RLHF_TILE_BF16;
-            multiply_2x2(a, a + depth_v * kTileElements, b, b + depth_v * kTileElements, depth_v, direct ? to : block,
+            multiply_2x2(a, a + depth_v * kTileElements, b, b + columns.stride, depth_v, direct ? to : block,
                          direct && !first);
             if (direct) continue;
             for (int64_t j = 0; j < 4 * kTileFloats; j += 16) store16(to + j, load16(to + j) + load16(block + j));
@@ -488,7 +512,7 @@ struct Workspace {
 };
 
 static void forward_group(const ForwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                          const Rows& rows, const Element* as_b, const Element* columns,
+                          const Rows& rows, const ColumnMemory& weight, const Element* columns,
                           const Element* pair_columns, const Workspace& at) {
     const Sizes& sizes = call.sizes;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
@@ -503,10 +527,10 @@ static void forward_group(const ForwardCall& call, int64_t first, int64_t panels
                       at.p + i * at.kP, at.q + i * at.kP);
     }
     if (call.sums) {
-        add_products(at.p, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0, call.sums + skip_sums);
+        add_products(at.p, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0, call.sums + skip_sums);
     }
     if (call.sums_kl) {
-        add_products(at.q, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0, call.sums_kl + skip_sums);
+        add_products(at.q, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0, call.sums_kl + skip_sums);
     }
 }
 
@@ -620,13 +644,12 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
     const Sizes& sizes = call.sizes;
     const bool ahead = expected.expected != nullptr;
     const int64_t column_elements = 2 * sizes.depth_K * kTileElements;  // of one panel
-    const int64_t block_elements = kBlock * sizes.padded_K;
     const int64_t group = group_size(sizes.panels, threads);
     Memory memory;
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
     const Rows rows(head, sizes, memory);
-    Element* as_b = ahead ? memory.take<Element>(2 * block_elements) : nullptr;
+    const ColumnMemory weight(head, sizes, rows, ahead, memory);
     Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), false);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
     Element* p = ahead ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
@@ -649,12 +672,11 @@ static void run_forward(const Head& head, const Batch& batch, const Statistics& 
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
-            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, b);
+                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, weight.to_pack(v0));
             } else {
                 const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                forward_group(call, first, panels, v0, count, rows, b, columns, pair_columns, mine);
+                forward_group(call, first, panels, v0, count, rows, weight, columns, pair_columns, mine);
             }
         });
         wait_for_team(me.team, me.threads);
@@ -791,7 +813,7 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
 }
 
 static void backward_group(const BackwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                           const Rows& rows, const Element* as_b, const Element* columns,
+                           const Rows& rows, const ColumnMemory& weight, const Element* columns,
                            const Element* pair_columns, const Workspace& at) {
     const Sizes& sizes = call.sizes;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
@@ -806,7 +828,7 @@ static void backward_group(const BackwardCall& call, int64_t first, int64_t pane
                        at.p + i * at.kP);
     }
     if (call.sums) {
-        add_products(at.p, at.kP, as_b, panels, depth_v, sizes.padded_K, v0 == 0,
+        add_products(at.p, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0,
                      call.sums + first * sizes.padded_K * kPanel);
     }
 }
@@ -874,7 +896,6 @@ static void run_backward(const Head& head, const Batch& batch, const LogitGradie
                       nullptr, nullptr, nullptr};
     const Sizes& sizes = call.sizes;
     const int64_t column_elements = 2 * sizes.depth_K * kTileElements;
-    const int64_t block_elements = kBlock * sizes.padded_K;
     const int64_t group = group_size(sizes.panels, threads);
     const Matrix pair_hidden{gradients.pair_hidden, gradients.pair_stride, batch.hidden.type};
     const bool pair = gradients.kl != nullptr;
@@ -883,7 +904,7 @@ static void run_backward(const Head& head, const Batch& batch, const LogitGradie
     Element* columns = memory.take<Element>(sizes.panels * column_elements);
     Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
     const Rows rows(head, sizes, memory);
-    Element* as_b = sums.hidden ? memory.take<Element>(2 * block_elements) : nullptr;
+    const ColumnMemory weight(head, sizes, rows, sums.hidden != nullptr, memory);
     const bool after = sums.weight || sums.bias;
     Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), after);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
@@ -912,15 +933,14 @@ static void run_backward(const Head& head, const Batch& batch, const LogitGradie
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
-            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;
             BackwardCall here = call;
             if (here.across) here.across += block % 2 * across_elements;
             if (here.bias_part) here.bias_part += block % 2 * sizes.panels * kBlock;
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, b);
+                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, weight.to_pack(v0));
             } else if (phase == kPanels) {
                 const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                backward_group(here, first, panels, v0, count, rows, b, columns, pair_columns, mine);
+                backward_group(here, first, panels, v0, count, rows, weight, columns, pair_columns, mine);
             } else {
                 const int64_t v = piece * 32;
                 if (sums.weight) weight_strip(here, v0, count, v, hidden_rows, strips + me.thread * 32 * sizes.padded_K);

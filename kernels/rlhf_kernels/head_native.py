@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import native
+from .linear import packed
 from .logits import HeadGrads, HeadOptions
 
 STATISTICS = ("logprob", "lse", "entropy", "is_top1", "mean_logit", "log_sum_sq_prob")
@@ -104,6 +105,7 @@ class HeadCall:
             o.softcap,
             o.logit_scale,
         )
+        self._may_keep = self.hidden.dtype == weight.dtype and self.weight is weight and self.extra == 0
         self.batch_args = (
             *_matrix("hidden", self.hidden),
             *_matrix("lora.A", self.extra_hidden),
@@ -112,6 +114,14 @@ class HeadCall:
             native.dense("temperature", self.temperature, torch.float32),
             native.dense("target", self.target, torch.int64),
         )
+
+    def _head(self, across: bool) -> tuple[float | int, ...]:
+        """The head for C++. across: its weight is multiplied with across, too; then a frozen one has a kept copy."""
+        kept = None
+        if across and self._may_keep and self.weight.shape[1] % 32 == 0 and self.weight.shape[0] % 32 == 0:
+            address, stride, type_ = self.head_args[:3]
+            kept = packed.of(self.weight, int(type_), int(address), int(stride))
+        return (*self.head_args, 0 if kept is None else kept.data_ptr())
 
     def _widen(self, A: Tensor, B: Tensor, scale: float) -> None:
         down = (self.hidden[self.rows].float() @ A.float().T).mul_(scale)
@@ -148,7 +158,7 @@ class HeadCall:
             name: torch.empty(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want
         }
         native.extension().head_forward(
-            self.head_args,
+            self._head(expected),
             self.batch_args,
             statistics,
             pair,
@@ -182,7 +192,7 @@ class HeadCall:
         bias = empty(n_vocab) if "bias" in needs else None
         other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
         native.extension().head_backward(
-            self.head_args,
+            self._head(need_hidden),
             self.batch_args,
             (*(_optional(name, rows.get(name)) for name in ROW_GRADIENTS), *_matrix("hidden_r", other)[:2]),
             _optional("d_hidden", wide),

@@ -46,7 +46,7 @@ def forward(
     token, logprob = torch.empty(n, dtype=torch.int64), torch.empty(n)
     entropy = torch.empty(n if with_entropy else 0)
     native.extension().head_sample(
-        call.head_args,
+        (*call.head_args, 0),
         call.batch_args,
         native.dense("seed", seed, torch.int64),
         native.dense("position", position, torch.int64),
