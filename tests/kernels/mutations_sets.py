@@ -339,10 +339,8 @@ THREADS = [
         "one packed block for two",
         CPU,
         _HEAD,
-        "            Element* a = as_a + block % 2 * block_elements;\n"
-        "            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;\n"
-        "            if (phase",
-        "            Element* a = as_a;\n            Element* b = as_b;\n            if (phase",
+        "            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;\n            if (phase",
+        "            Element* b = as_b;\n            if (phase",
         _OVERTAKING,
         _PORTABLE,
     ),
