@@ -75,7 +75,7 @@ SETS = [
         "rest rows of a strip dropped",
         CPU,
         _STRIPS,
-        "if constexpr (kRest > 0) strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);",
+        "            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);",
         "",
         _DECODING_TIERS,
         _AVX2,
