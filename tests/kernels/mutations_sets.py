@@ -75,7 +75,7 @@ SETS = [
         "rest rows of a strip dropped",
         CPU,
         _STRIPS,
-        "if constexpr (kRest > 0) strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, depth, logits + v * 16);",
+        "            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);",
         "",
         _DECODING_TIERS,
         _AVX2,
@@ -339,10 +339,8 @@ THREADS = [
         "one packed block for two",
         CPU,
         _HEAD,
-        "            Element* a = as_a + block % 2 * block_elements;\n"
-        "            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;\n"
-        "            if (phase",
-        "            Element* a = as_a;\n            Element* b = as_b;\n            if (phase",
+        "            Element* b = as_b ? as_b + block % 2 * block_elements : nullptr;\n            if (phase",
+        "            Element* b = as_b;\n            if (phase",
         _OVERTAKING,
         _PORTABLE,
     ),
