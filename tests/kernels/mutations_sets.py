@@ -75,7 +75,8 @@ SETS = [
         "rest rows of a strip dropped",
         CPU,
         _STRIPS,
-        "            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);",
+        "            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, "
+        "accumulate);",
         "",
         _DECODING_TIERS,
         _AVX2,
