@@ -10,7 +10,7 @@
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 512;
 constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block together
-constexpr int64_t kDepthTiles = 8;  // two rows of them, 16 KiB, stay in the first-level cache for all panels
+constexpr int64_t kDepthTiles = 16;  // a strip of them, 32 KiB, stays in the nearest caches for all panels
 constexpr float kSlack = 8.0f;
 constexpr float kLowest = -3.402823466e38f;
 constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
@@ -163,8 +163,8 @@ RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
     return logits + ((v / kStrip) * 2 + half) * kStrip * 16 + (v % kStrip) * 16;
 }
 
-// Logits of `panels` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces so short
-// that a strip of W stays in the first-level cache for all panels; the order of additions is that of one piece.
+// Logits of `panels` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces, so
+// that a strip of W stays in the nearest caches for all panels; the order of additions is that of one piece.
 static void panel_products(const Rows& rows, int64_t v0, const Element* hidden, int64_t panels, int64_t padded_v,
                            int64_t depth_K, float* logits, int64_t logits_step) {
     for (int64_t v = 0; v < padded_v; v += kStrip) {

@@ -1,7 +1,7 @@
 // The products of a linear layer.
 //
 // Contract. Matrices are float, bfloat16 or float16, all of one call of one type, with rows of any stride and dense
-// columns. Every element is one sum over the whole depth in rising order, kept in float and rounded once, bias included:
+// columns. Every element is a sum over the whole depth in one order, kept in float and rounded once, bias included:
 // its bits depend on its row and its column alone, not on how many rows there are, what stands beside it or the number of
 // threads. bfloat16 and float16 become floats on the way, which is exact; where the CPU has products of bfloat16, these
 // serve, two of the depth at a time. Without depth the sums are 0.

@@ -3,6 +3,7 @@
 // that a column of one stays in the first-level cache, and a strip meets so many columns at a time as stay in the second.
 
 constexpr int64_t kPieceTiles = 16;       // of the depth: a column of them is 16 KiB
+static_assert(kPieceTiles % kSumTiles == 0, "pieces end where sums do");
 constexpr int64_t kColumns = 16;          // columns of tiles that a strip meets, at most
 constexpr int64_t kPackedTiles = 1 << 11;  // columns that are packed at a time: 2 MiB
 constexpr int64_t kPieceStride = kPieceTiles * KT + KT;  // of a strip in scratch: rows a whole page apart share a cache line

@@ -4,6 +4,10 @@
 
 constexpr int64_t kStrip = 32;  // rows of W
 
+// Tiles of the depth that are summed by themselves before they are added to the others: one sum of thousands of products
+// would lose more to rounding than a library's. Whoever takes the depth in pieces takes a multiple, for the same bits.
+constexpr int64_t kSumTiles = kSumsPerTile ? 1 : 16;
+
 // strip_products: logits [COLUMNS][kStrip][16] (+)= a strip of W whose rows lie `stride` elements apart, times COLUMNS
 // columns of `depth` tiles, b_stride elements apart. Rows from `rows` on, which must be there, may be left out.
 
@@ -79,57 +83,48 @@ RLHF_INLINE void strip_rows(const Weight* w, int64_t stride, const Element* b, i
     const auto at = [logits](int r, int j) __attribute__((always_inline)) {
         return logits + j / kVectors * kStrip * 16 + r * 16 + j % kVectors * kLanes;
     };
-    f32v sums[ROWS][kAcross];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-        for (int j = 0; j < kAcross; ++j) sums[r][j] = accumulate ? loadv(at(r, j)) : splatv(0.0f);
-    }
-    for (int64_t t = 0; t < depth; ++t) {
-        const Weight* row = w + t * KT;
-        if (KT * sizeof(Weight) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
-        f32v tile_sums[ROWS][kAcross] = {};
-        auto& into = kSumsPerTile ? tile_sums : sums;
+    for (int64_t from = 0; from == 0 || from < depth; from += kSumTiles) {  // without depth the sums are zeros
+        f32v sums[ROWS][kAcross] = {};
+        for (int64_t t = from; t < depth && t < from + kSumTiles; ++t) {
+            const Weight* row = w + t * KT;
+            if (KT * sizeof(Weight) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
 #pragma GCC unroll 2
-        for (int k = 0; k < 16; k += kSteps) {
-            Operand x[kSteps][kAcross], y[kSteps];
-#pragma GCC unroll 2
-            for (int s = 0; s < kSteps; ++s) {
-#pragma GCC unroll 8
-                for (int j = 0; j < kAcross; ++j) {
-                    const Element* tile = b + j / kVectors * b_stride + t * kTileElements;
-                    x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
-                }
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                if constexpr (kConverts) {
-                    uint32_t pair;
-                    std::memcpy(&pair, row + r * stride + k, 4);
-                    const u32v both = u32v{} + pair;
-                    y[0] = (Operand)(both << 16);
-                    y[kSteps - 1] = (Operand)(both & 0xffff0000u);
-                } else {
-                    y[0] = broadcast(reinterpret_cast<const Element*>(row + r * stride) + k * kStepElements);
-                }
+            for (int k = 0; k < 16; k += kSteps) {
+                Operand x[kSteps][kAcross], y[kSteps];
 #pragma GCC unroll 2
                 for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 8
-                    for (int j = 0; j < kAcross; ++j) into[r][j] = add_product(y[s], x[s][j], into[r][j]);
+                    for (int j = 0; j < kAcross; ++j) {
+                        const Element* tile = b + j / kVectors * b_stride + t * kTileElements;
+                        x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
+                    }
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r) {
+                    if constexpr (kConverts) {
+                        uint32_t pair;
+                        std::memcpy(&pair, row + r * stride + k, 4);
+                        const u32v both = u32v{} + pair;
+                        y[0] = (Operand)(both << 16);
+                        y[kSteps - 1] = (Operand)(both & 0xffff0000u);
+                    } else {
+                        y[0] = broadcast(reinterpret_cast<const Element*>(row + r * stride) + k * kStepElements);
+                    }
+#pragma GCC unroll 2
+                    for (int s = 0; s < kSteps; ++s) {
+#pragma GCC unroll 8
+                        for (int j = 0; j < kAcross; ++j) sums[r][j] = add_product(y[s], x[s][j], sums[r][j]);
+                    }
                 }
             }
         }
-        if (!kSumsPerTile) continue;
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-            for (int j = 0; j < kAcross; ++j) sums[r][j] += tile_sums[r][j];
+            for (int j = 0; j < kAcross; ++j) {
+                storev(at(r, j), accumulate || from > 0 ? loadv(at(r, j)) + sums[r][j] : sums[r][j]);
+            }
         }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-        for (int j = 0; j < kAcross; ++j) storev(at(r, j), sums[r][j]);
     }
 }
 
