@@ -6,7 +6,11 @@ constexpr int64_t kStrip = 32;  // rows of W
 
 // Tiles of the depth that are summed by themselves before they are added to the others: one sum of thousands of products
 // would lose more to rounding than a library's. Whoever takes the depth in pieces takes a multiple, for the same bits.
+#if RLHF_TILE_AMX
+constexpr int64_t kSumTiles = 1;  // tile registers go on with their sums, whatever the pieces
+#else
 constexpr int64_t kSumTiles = kSumsPerTile ? 1 : 16;
+#endif
 
 // strip_products: logits [COLUMNS][kStrip][16] (+)= a strip of W whose rows lie `stride` elements apart, times COLUMNS
 // columns of `depth` tiles, b_stride elements apart. Rows from `rows` on, which must be there, may be left out.
