@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""The README's tables from recorded measurements.
+"""Tables of recorded measurements in the README and in docs/cpus.md.
 
     python bench/readme_table.py [--check] [RESULTS.jsonl]
 
-RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given. Of
-several records of a case the last one counts: a row per case, ours beside the fastest of the others. Between the marks
+RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given, for
+the README; docs/cpus.md has those of bench/results/avx2. Of several records of a case the last one counts: a row per
+case, ours beside the fastest of the others. Between the marks
 `<!-- table: bench/results/….md -->` and `<!-- /table -->` comes the first table of that file, as its benchmark wrote
-it. --check writes nothing and exits with 1 if the README differs.
+it. --check writes nothing and exits with 1 if a page differs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results" / "cpu" / "kernels" / "results.jsonl"
+CPUS = ROOT / "docs" / "cpus.md"
+AVX2 = ROOT / "bench" / "results" / "avx2" / "kernels" / "results.jsonl"
 BEGIN, END = "<!-- bench-table -->\n", "<!-- /bench-table -->"
 QUOTED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEADER = (
@@ -31,19 +34,21 @@ HEADER = (
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown rows of the `cpu` backend, ops and their cases in the order in which they first came."""
-    last = {(r["op"], r["case"]): r for r in records if r["backend"] == "cpu"}
-    ops = list(dict.fromkeys(op for op, _ in last))
-    return HEADER + "".join(_row(record) for record in sorted(last.values(), key=lambda r: ops.index(r["op"])))
+    last = {(r["op"], r["case"], r["dtype"]): r for r in records if r["backend"] == "cpu"}
+    ops = list(dict.fromkeys(op for op, _, _ in last))
+    mixed = len({dtype for _, _, dtype in last}) > 1
+    rows = sorted(last.values(), key=lambda r: ops.index(r["op"]))
+    return HEADER + "".join(_row(r, f"{r['case']}, {r['dtype']}" if mixed else r["case"]) for r in rows)
 
 
-def _row(r: dict[str, Any]) -> str:
+def _row(r: dict[str, Any], case: str) -> str:
     other, factor = "–", "–"
     if r["baseline"] is not None:
         other, factor = f"{r['baseline']}, {_ms(r['baseline_ms'])} ms", f"{r['baseline_ms'] / r['ms']:.2f}"
     mib = "–" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f}"
     error = "–" if r["error"] is None else f"{r['error']:.1e} ({r['error_bound']:.1e})"
     times = f"{r['ms'] / r['floor_ms']:.2f} ×"
-    return f"| `{r['op']}` | {r['case']} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
+    return f"| `{r['op']}` | {case} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
 
 
 def _ms(ms: float) -> str:
@@ -55,7 +60,7 @@ def with_table(text: str, rows: str) -> str:
     head, found, rest = text.partition(BEGIN)
     _, closed, tail = rest.partition(END)
     if not found or not closed:
-        raise ValueError(f"README: expected the marks {BEGIN.strip()} and {END}")
+        raise ValueError(f"page: expected the marks {BEGIN.strip()} and {END}")
     return f"{head}{BEGIN}{rows}{END}{tail}"
 
 
@@ -78,13 +83,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
-    records = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
-    before = README.read_text(encoding="utf-8")
-    after = with_quoted(with_table(before, table(records)))
-    if options.check:
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
-    return 0
+    differs = False
+    for page, results in ((README, options.results), (CPUS, AVX2)):
+        records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        before = page.read_text(encoding="utf-8")
+        after = with_quoted(with_table(before, table(records)))
+        differs |= before != after
+        if not options.check:
+            page.write_text(after, encoding="utf-8")
+    return int(options.check and differs)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ README = ROOT / "README.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 VLLM = ROOT / "docs" / "vllm.md"
 SCALING = ROOT / "docs" / "scaling.md"
-DOCS = [README, VLLM, SCALING, *NOTES]
+CPUS = ROOT / "docs" / "cpus.md"
+DOCS = [README, VLLM, SCALING, CPUS, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
