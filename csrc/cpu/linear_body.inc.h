@@ -40,28 +40,27 @@ RLHF_INLINE u32x16 load_words(const Matrix& m, int64_t row, int64_t from, int64_
 RLHF_INLINE void pack_tile(const Matrix& m, bool turned, int64_t item, int64_t items, int64_t k, int64_t depth,
                            bool across, Element* tile, int64_t stride) {
     uint32_t* out = reinterpret_cast<uint32_t*>(tile);
-    u32x16 words[16] = {};
-    if (!turned) {
-        for (int64_t i = 0; i < 16 && item + i < items; ++i) words[i] = load_words(m, item + i, k, depth - k);
-    } else if (item < items) {
-        for (int64_t j = 0; j < 16; ++j) {
+    const auto word = [&](int64_t i) __attribute__((always_inline)) -> u32x16 {
+        if (!turned) return item + i < items ? load_words(m, item + i, k, depth - k) : u32x16{};
+        if (item >= items) return u32x16{};
 #if RLHF_TILE_BF16
-            u16x16 pair[2] = {};
-            for (int64_t side = 0; side < 2 && k + 2 * j + side < depth; ++side) {
-                const uint16_t* from = static_cast<const uint16_t*>(m.data) + (k + 2 * j + side) * m.stride + item;
-                std::memcpy(&pair[side], from, 2 * (items - item < 16 ? items - item : 16));
-            }
-            words[j] = widen(pair[0]) | (widen(pair[1]) << 16);
-#else
-            if (k + j < depth) words[j] = load_words(m, k + j, item, items - item);
-#endif
+        u16x16 pair[2] = {};
+        for (int64_t side = 0; side < 2 && k + 2 * i + side < depth; ++side) {
+            const uint16_t* from = static_cast<const uint16_t*>(m.data) + (k + 2 * i + side) * m.stride + item;
+            std::memcpy(&pair[side], from, 2 * (items - item < 16 ? items - item : 16));
         }
+        return widen(pair[0]) | (widen(pair[1]) << 16);
+#else
+        return k + i < depth ? load_words(m, k + i, item, items - item) : u32x16{};
+#endif
+    };
+    if (across == turned) {
+        for (int64_t i = 0; i < 16; ++i) store_words16(out + stride * i, word(i));
+        return;
     }
-    if (across != turned) {
-        transpose16(words, out, stride);
-    } else {
-        for (int64_t i = 0; i < 16; ++i) store_words16(out + stride * i, words[i]);
-    }
+    u32x16 words[16];
+    for (int64_t i = 0; i < 16; ++i) words[i] = word(i);
+    transpose16(words, out, stride);
 }
 
 // Sixteen sums, `count` of which exist, plus bias, rounded into a row of what lies in memory as C.
