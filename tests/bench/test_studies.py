@@ -181,7 +181,8 @@ def busy_records(path: Path) -> dict[tuple[str, int], dict]:
     return {(r["arm"], r["busy"]): r for r in map(json.loads, path.read_text().splitlines())}
 
 
-def test_busy_neighbours(tmp_path, capsys):
+def test_busy_neighbours(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # names are not broken, however wide the numbers are
     busy = load_script("busy")
     assert busy.main(["--tiny", "--rounds", "3", "--json", str(tmp_path / "a.jsonl")]) == 0
     found = busy_records(tmp_path / "a.jsonl")
