@@ -1,6 +1,6 @@
-// The sweeps of head.h for one instruction set. The vocabulary is cut into blocks of kBlock rows of W, packed once and
-// shared by all threads; the active rows into panels of kPanel. A thread takes a panel through a block: logits, row
-// statistics, and, where wanted, the product of the block's probabilities (or gradients) with the same packed rows.
+// The sweeps of head.h for one instruction set. The vocabulary is cut into blocks of kBlock rows of W, the active rows into
+// panels of kPanel. A thread takes a panel through a block: logits from rows of W where they lie, row statistics, and,
+// where wanted, the product of the block's probabilities (or gradients) with the same rows, packed once for all threads.
 //
 // Logits of a panel lie as [v][16 rows n]: a lane is a row of the batch, so every reduction over the vocabulary is a
 // vertical one. Exponentials are taken relative to a running reference of the row, which moves only when a block's

@@ -12,9 +12,6 @@ constexpr int64_t kSumTiles = 1;  // tile registers go on with their sums, whate
 constexpr int64_t kSumTiles = kSumsPerTile ? 1 : 16;
 #endif
 
-// strip_products: logits [COLUMNS][kStrip][16] (+)= a strip of W whose rows lie `stride` elements apart, times COLUMNS
-// columns of `depth` tiles, b_stride elements apart. Rows from `rows` on, which must be there, may be left out.
-
 // The next rows of W into the second-level cache, as products take these: many short rows side by side are more streams
 // than the processor foresees.
 template <typename Weight>
@@ -24,6 +21,9 @@ RLHF_INLINE void prefetch_rows([[maybe_unused]] const Weight* w, [[maybe_unused]
     for (int64_t r = 0; r < rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(w + r * stride), _MM_HINT_T1);
 #endif
 }
+
+// strip_products: logits [COLUMNS][kStrip][16] (+)= a strip of W whose rows lie `stride` elements apart, times COLUMNS
+// columns of `depth` tiles, b_stride elements apart. Rows from `rows` on, which must be there, may be left out.
 
 #if RLHF_TILE_AMX
 template <int COLUMNS, typename Weight>

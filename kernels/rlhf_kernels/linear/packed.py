@@ -3,8 +3,8 @@
 Forward, rollouts, scoring and heads read W where it lies. dx reads it across, and takes a copy in the order of its
 vectors. The copy is made per call, or once per weight while all copies fit in a budget; the bits are the same.
 
-A copy is kept from a weight's second dx on: tensors of one call never have one. It is dropped with the weight's memory,
-and made anew once the weight has changed. torch counts changes in place (`Tensor._version`), except those through
+A copy is kept from a weight's second dx on: tensors of one call never have one. It is dropped when a weight is met that has
+none and its own weight's memory is gone, and made anew once the weight has changed. torch counts changes in place (`Tensor._version`), except those through
 `Tensor.data`; for them a sample of 64 elements is compared at each use. `forget` drops all copies, which a
 change of single elements through `Tensor.data` needs.
 """
@@ -133,11 +133,10 @@ def of(weight: Tensor, type_: int, address: int, stride: int) -> Tensor | None:
         ):
             return entry.tiles
         entry.version = weight._version
-        if entry.tiles is None:
-            needed = size(weight.dtype, K, M)
-            if needed == 0 or _held() + needed > limit:
-                return None
-            entry.tiles = torch.empty(needed, dtype=torch.uint8)
+        needed = size(weight.dtype, K, M)
+        if entry.tiles is None and (needed == 0 or _held() + needed > limit):
+            return None
+        entry.tiles = torch.empty(needed, dtype=torch.uint8)  # another thread may still read the former copy
         extension.linear_pack(type_, address, stride, entry.tiles.data_ptr(), K, M, native.threads())
         return entry.tiles
 
