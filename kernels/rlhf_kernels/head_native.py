@@ -10,6 +10,7 @@ into a rounded part and a rounded remainder, so that the addition is not rounded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "it computes in torch.float32, not in torch.float64"
     return native.unsupported(device_type, dtype)
+
+
+def has_whole_tiles(shape: Sequence[int]) -> bool:
+    """Whether a head [V, H] without LoRA may keep a packed copy, see `linear.packed`."""
+    return all(n % 32 == 0 for n in shape)
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -118,7 +124,7 @@ class HeadCall:
     def _head(self, across: bool) -> tuple[float | int, ...]:
         """The head for C++. across: its weight is multiplied with across, too; then a frozen one has a kept copy."""
         kept = None
-        if across and self._may_keep and self.weight.shape[1] % 32 == 0 and self.weight.shape[0] % 32 == 0:
+        if across and self._may_keep and has_whole_tiles(self.weight.shape):
             address, stride, type_ = self.head_args[:3]
             kept = packed.of(self.weight, int(type_), int(address), int(stride))
         return (*self.head_args, 0 if kept is None else kept.data_ptr())

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from rlhf_kernels.head_native import has_whole_tiles
 from rlhf_kernels.linear import packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -144,11 +145,16 @@ class Planner:
         return sum(self.state_bytes[part] for part in parts)
 
     def _packed(self, linears: list[tuple[int, int]]) -> int:
-        """Bytes of what `rlhf_kernels.linear.packed` keeps for such weights [M, K], the last of which is met first."""
+        """Bytes of what `rlhf_kernels.linear.packed` keeps for linears [M, K] and trained roles' heads, last first."""
         if self.setting.device_type != "cpu":
             return 0
         dtype = self.setting.dtype
         own = [shape for shape in linears if backend_of("linear", "cpu", dtype, shape) == "cpu"]
+        for name in dict.fromkeys(r.backbone for r in self.roles.values() if r.trainable and r.head == LM_HEAD):
+            head = self._shape(True).head
+            frozen = not base_is_trained(self.roles, name)
+            if frozen and has_whole_tiles(head) and backend_of("linear_ppo_loss", "cpu", dtype, head) == "cpu":
+                own.append(head)
         return packed.planned((dtype, k, m) for m, k in reversed(own))
 
     def _shape(self, lm_head: bool) -> _Shape:
@@ -175,6 +181,7 @@ class Planner:
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_tensors=len(list(slot.parameters())),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
+                head=(self.setting.config.get_text_config().vocab_size, backbone.hidden_size),
                 linears=tuple(
                     (m.out_features, m.in_features) for m in backbone.modules() if isinstance(m, GatedLinear)
                 ),
@@ -328,6 +335,8 @@ class _Shape:
     """Whether rollouts are expected to go through it."""
     linears: tuple[tuple[int, int], ...]
     """Shapes of the weights of gated linears, in the model's order."""
+    head: tuple[int, int]
+    """(words, hidden size) of the LM head."""
 
 
 def largest_fitting(peak: Callable[[int], int], budget: int, *, above: int = 0) -> int:

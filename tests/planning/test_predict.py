@@ -108,7 +108,8 @@ def test_state_follows_the_table_of_the_paper(method):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-def test_packed_weights_are_the_copies_that_updates_keep(monkeypatch):
+@pytest.mark.parametrize("head_too", [False, True])
+def test_packed_weights_are_the_copies_that_updates_keep(monkeypatch, head_too):
     """All but those of q, k and v of the first layer, through which no gradient goes on."""
     ms = {"made up": {"cpu": 1.0, "reference": 8.0}}
     entry = Entry("linear", native.isa(), "float32", (64, 64), "cpu", ms)
@@ -116,6 +117,8 @@ def test_packed_weights_are_the_copies_that_updates_keep(monkeypatch):
     monkeypatch.setattr(registry, "_table", KernelTable(source="test", entries=(entry,)))
     packed.set_budget(2**26)
     plan = setting()
+    if head_too:  # of whole tiles
+        plan.config.hidden_size, plan.config.vocab_size = 32, 96
     model = build_model("hydra_ppo", plan, plan.config.num_hidden_layers)
     batch = PackedBatch.from_lists([[3] * plan.prompt_length] * 4, [[4] * plan.completion_length] * 4)
     try:
@@ -126,7 +129,11 @@ def test_packed_weights_are_the_copies_that_updates_keep(monkeypatch):
             packed.size(torch.float32, m.in_features, m.out_features)
             for m in (first.q_proj, first.k_proj, first.v_proj)
         )
-        assert Planner("hydra_ppo", plan).state_bytes["packed_weights"] == packed.held() + unmet > unmet
+        planner = Planner("hydra_ppo", plan)
+        assert planner.state_bytes["packed_weights"] == packed.held() + unmet > unmet
+        linears = planner._shape(True).linears
+        head = packed.size(torch.float32, 32, 96) if head_too else 0
+        assert packed.held() + unmet == head + sum(packed.size(torch.float32, k, m) for m, k in linears)
         packed.set_budget(unmet)
         assert 0 < Planner("hydra_ppo", plan).state_bytes["packed_weights"] <= unmet
     finally:

@@ -3,10 +3,10 @@
 Forward, rollouts, scoring and heads read W where it lies. dx reads it across, and takes a copy in the order of its
 vectors. The copy is made per call, or once per weight while all copies fit in a budget; the bits are the same.
 
-A copy is kept from a weight's second dx on: tensors of one call never have one. It is dropped when a weight is met that has
-none and its own weight's memory is gone, and made anew once the weight has changed. torch counts changes in place (`Tensor._version`), except those through
-`Tensor.data`; for them a sample of 64 elements is compared at each use. `forget` drops all copies, which a
-change of single elements through `Tensor.data` needs.
+A copy is kept from a weight's second dx on: tensors of one call never have one. Copies whose weight's memory is gone
+are dropped when a new weight is met. A copy is made anew once the weight has changed. torch counts changes in place
+(`Tensor._version`), except those through `Tensor.data`; for them a sample of 64 elements is compared at each use.
+`forget` drops all copies, which a change of single elements through `Tensor.data` needs.
 """
 
 from __future__ import annotations
