@@ -35,6 +35,7 @@ _PAIR = f"{_PYTHON}/linear_logprob_pair/reference.py"
 _HEAD = "csrc/cpu/head_body.inc.h"
 # Tests run on every instruction set of the CPU, so a bug in one of them is enough; all machines have this one.
 _PORTABLE = ("cpu/variants/portable.cpp",)
+_AVX2 = ("cpu/variants/avx2.cpp",)
 _TRITON_LOGITS = f"{_PYTHON}/logits_triton.py"
 _TRITON_KERNELS = f"{_PYTHON}/linear_logprob/triton_kernels.py"
 _TRITON_SWEEP = f"{_PYTHON}/linear_logprob/triton_sweep.py"
@@ -1589,7 +1590,7 @@ DECODE_LINEAR = [
         "    for (; r < to; ++r) shrink<1>(rows",
         "    for (; r < from; ++r) shrink<1>(rows",
         _DECODE_TIERS,
-        _PORTABLE,
+        _AVX2,
     ),
     Mutation(
         "ranks of the first thread alone",

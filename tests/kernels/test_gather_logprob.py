@@ -3,15 +3,12 @@
 import pytest
 import torch
 from rlhf_kernels import native, registry
-from rlhf_kernels.gather_logprob import (
-    _gather_logprob,
-    _gather_logprob_backward,
-    _gather_logprob_backward_,
-    gather_logprob,
-)
+from rlhf_kernels.gather_logprob import _gather_logprob_backward_, gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.logits import OUTPUTS
 from rlhf_kernels.testing import assert_ok, tier1, tier2
+
+OPS = torch.ops.rlhf_kernels
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 # Instruction sets that the native code of this op distinguishes
@@ -65,12 +62,12 @@ def test_opcheck(backend):
     logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 4])
     row_temperature = torch.rand(4) + 0.5
     torch.library.opcheck(
-        _gather_logprob, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, backend)
+        OPS.gather_logprob.default, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, backend)
     )
-    torch.library.opcheck(_gather_logprob, (logits, target, None, 0.7, -100, "logprob", False, backend))
+    torch.library.opcheck(OPS.gather_logprob.default, (logits, target, None, 0.7, -100, "logprob", False, backend))
     rows = [torch.randn(4) for _ in range(8)]
     arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, backend)
-    torch.library.opcheck(_gather_logprob_backward, arguments)
+    torch.library.opcheck(OPS.gather_logprob_backward.default, arguments)
     torch.library.opcheck(_gather_logprob_backward_, arguments)
 
 

@@ -4,15 +4,12 @@ import pytest
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.linear import packed
-from rlhf_kernels.linear_logprob import (
-    HeadLora,
-    _linear_logprob,
-    _linear_logprob_backward,
-    linear_logprob,
-)
+from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.logits import OUTPUTS, row_chunks
 from rlhf_kernels.registry import BackendUnavailableError
 from rlhf_kernels.testing import assert_ok, tier1, tier3
+
+OPS = torch.ops.rlhf_kernels
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 ISAS = [] if native.missing() else native.isas()
@@ -139,17 +136,18 @@ def test_opcheck():
     numbers = (0.5, 1.0, 2.0, 1.5, -100)
     names = ",".join(OUTPUTS)
     tensors = (hidden, weight, target, bias, A, B, row_temperature)
-    torch.library.opcheck(_linear_logprob, (*tensors, *numbers, names, False, "reference"))
+    torch.library.opcheck(OPS.linear_logprob.default, (*tensors, *numbers, names, False, "reference"))
     torch.library.opcheck(
-        _linear_logprob, (hidden, weight, target, None, None, None, None, *numbers, "logprob", True, "reference")
+        OPS.linear_logprob.default,
+        (hidden, weight, target, None, None, None, None, *numbers, "logprob", True, "reference"),
     )
     detached = tuple(x.detach() for x in tensors)
     rows = [*(torch.randn(4) for _ in range(4)), torch.randn(4, 3), *(torch.randn(4) for _ in range(5))]
     torch.library.opcheck(
-        _linear_logprob_backward,
+        OPS.linear_logprob_backward.default,
         (*detached, *numbers, *rows, "hidden,weight,bias,lora_A,lora_B", "reference"),
     )
-    torch.library.opcheck(_linear_logprob_backward, (*detached, *numbers, *rows, "hidden", "reference"))
+    torch.library.opcheck(OPS.linear_logprob_backward.default, (*detached, *numbers, *rows, "hidden", "reference"))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

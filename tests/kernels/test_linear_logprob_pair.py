@@ -4,13 +4,10 @@ import pytest
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import (
-    PairOutputs,
-    _linear_logprob_pair,
-    _linear_logprob_pair_backward,
-    linear_logprob_pair,
-)
+from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.testing import assert_ok, tier1
+
+OPS = torch.ops.rlhf_kernels
 
 ISAS = [] if native.missing() else native.isas()
 REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
@@ -117,11 +114,11 @@ def test_opcheck():
     numbers = (0.5, 1.0, 2.0, 1.5, -100)
     for ahead in ("", "logprob", "logprob,kl"):
         inputs = (hidden_a, hidden_r, weight, target, *tensors, *numbers, ahead, "reference")
-        torch.library.opcheck(_linear_logprob_pair, inputs)
+        torch.library.opcheck(OPS.linear_logprob_pair.default, inputs)
     rows = [*(torch.randn(4) for _ in range(6)), torch.randn(4, 3), torch.randn(4, 3)]
     rows += [torch.randn(4) for _ in range(3)]
     arguments = (hidden_a.detach(), hidden_r, weight, target, *tensors, *numbers, *rows, "reference")
-    torch.library.opcheck(_linear_logprob_pair_backward, arguments)
+    torch.library.opcheck(OPS.linear_logprob_pair_backward.default, arguments)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

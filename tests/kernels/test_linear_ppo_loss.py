@@ -4,9 +4,11 @@ import pytest
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, _linear_ppo_loss, linear_ppo_loss
+from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.testing import assert_ok, tier1
+
+OPS = torch.ops.rlhf_kernels
 
 ISAS = [] if native.missing() else native.isas()
 REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
@@ -90,9 +92,9 @@ def test_opcheck():
     A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
     tensors = (*batch, torch.tensor(2.0), ref, torch.randn(5), A, B, torch.rand(4) + 0.5)
     numbers = (0.5, 1.0, 3.0, 1.2, -100, 0.2, 0.2, None, "k3", 0.1, 0.1)
-    torch.library.opcheck(_linear_ppo_loss, (*tensors, *numbers, "hidden,weight,lora_A,lora_B", "reference"))
+    torch.library.opcheck(OPS.linear_ppo_loss.default, (*tensors, *numbers, "hidden,weight,lora_A,lora_B", "reference"))
     plain = tuple(None if i >= 7 else x.detach() for i, x in enumerate(tensors))
-    torch.library.opcheck(_linear_ppo_loss, (*plain, *numbers[:-2], 0.0, 0.0, "", "reference"))
+    torch.library.opcheck(OPS.linear_ppo_loss.default, (*plain, *numbers[:-2], 0.0, 0.0, "", "reference"))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

@@ -16,7 +16,7 @@ Source    as `linear_logprob`, whose reference holds the statistics and their de
 import torch
 from torch import Tensor
 
-from .. import registry, triton_support
+from .. import eager, registry, triton_support
 from ..logits import (
     OUTPUTS,
     LogprobOutputs,
@@ -78,7 +78,7 @@ def gather_logprob(
     )
 
 
-@torch.library.custom_op("rlhf_kernels::gather_logprob", mutates_args=())
+@eager.custom_op("rlhf_kernels::gather_logprob")
 def _gather_logprob(
     logits: Tensor,
     target: Tensor,
@@ -100,7 +100,7 @@ def _(logits, target, row_temperature, temperature, ignore_index, outputs, inpla
     return tuple(logits.new_empty(target.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
 
 
-@torch.library.custom_op("rlhf_kernels::gather_logprob_backward", mutates_args=())
+@eager.custom_op("rlhf_kernels::gather_logprob_backward")
 def _gather_logprob_backward(
     logits: Tensor,
     target: Tensor,

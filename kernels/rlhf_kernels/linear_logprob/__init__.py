@@ -22,10 +22,9 @@ Source    the transform's order is that of transformers' heads (bias, logit scal
 Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.logits`.
 """
 
-import torch
 from torch import Tensor
 
-from .. import registry, triton_support
+from .. import eager, registry, triton_support
 from ..logits import (
     OUTPUTS,
     HeadGrads,
@@ -96,7 +95,7 @@ def linear_logprob(
     return LogprobOutputs(**{name: made[name] if name in wanted.split(",") else None for name in OUTPUTS})
 
 
-@torch.library.custom_op("rlhf_kernels::linear_logprob", mutates_args=())
+@eager.custom_op("rlhf_kernels::linear_logprob")
 def _linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -128,7 +127,7 @@ def _(hidden, weight, target, *args):
     return (*rows, hidden.new_empty(hidden.shape if ahead else 0, dtype=dtype))
 
 
-@torch.library.custom_op("rlhf_kernels::linear_logprob_backward", mutates_args=())
+@eager.custom_op("rlhf_kernels::linear_logprob_backward")
 def _linear_logprob_backward(
     hidden: Tensor,
     weight: Tensor,

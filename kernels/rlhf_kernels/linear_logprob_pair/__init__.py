@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import registry, triton_support
+from .. import eager, registry, triton_support
 from ..logits import (
     HeadLora,
     HeadOptions,
@@ -105,7 +105,7 @@ def linear_logprob_pair(
     return PairOutputs(**{name: x.detach() if name in constant else x for name, x in named.items()})
 
 
-@torch.library.custom_op("rlhf_kernels::linear_logprob_pair", mutates_args=())
+@eager.custom_op("rlhf_kernels::linear_logprob_pair")
 def _linear_logprob_pair(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -136,7 +136,7 @@ def _(hidden_a, hidden_r, weight, *args):
     return (*rows, *made)
 
 
-@torch.library.custom_op("rlhf_kernels::linear_logprob_pair_backward", mutates_args=())
+@eager.custom_op("rlhf_kernels::linear_logprob_pair_backward")
 def _linear_logprob_pair_backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -23,10 +23,9 @@ Source    Schulman et al. 2017; gradient in the forward as in fused cross-entrop
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from .. import registry, triton_support
+from .. import eager, registry, triton_support
 from ..logits import (
     HeadGrads,
     HeadLora,
@@ -133,7 +132,7 @@ def linear_ppo_loss(
     return LinearPpoLossOutputs(loss, statistics, logprob)
 
 
-@torch.library.custom_op("rlhf_kernels::linear_ppo_loss", mutates_args=())
+@eager.custom_op("rlhf_kernels::linear_ppo_loss")
 def _linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import HeadLora, _linear_logprob, linear_logprob
+from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob import triton_sweep as sweep
 from rlhf_kernels.logits import OUTPUTS
 from rlhf_kernels.registry import BackendUnavailableError
@@ -12,6 +12,8 @@ from rlhf_kernels.testing import assert_ok, tier1, tier3
 from rlhf_kernels.triton_support import INTERPRETED
 
 from tests.kernels.test_linear_logprob import dense, double
+
+OPS = torch.ops.rlhf_kernels
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
@@ -369,9 +371,9 @@ def test_opcheck(device, path):
     (hidden, weight, bias, A, B), target = make_all(4, 3, 5, device)
     tensors = (hidden, weight, target, bias, A, B, torch.rand(4, device=device) + 0.5)
     numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    torch.library.opcheck(_linear_logprob, (*tensors, *numbers, ",".join(OUTPUTS), False, "triton"))
+    torch.library.opcheck(OPS.linear_logprob.default, (*tensors, *numbers, ",".join(OUTPUTS), False, "triton"))
     plain = (hidden, weight.detach(), target, None, None, None, None)
-    torch.library.opcheck(_linear_logprob, (*plain, *numbers, "logprob", True, "triton"))
+    torch.library.opcheck(OPS.linear_logprob.default, (*plain, *numbers, "logprob", True, "triton"))
 
 
 def test_temporaries_are_an_eighth_of_the_logits():

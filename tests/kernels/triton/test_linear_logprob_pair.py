@@ -3,11 +3,13 @@
 import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import PairOutputs, _linear_logprob_pair, linear_logprob_pair
+from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.testing import assert_ok, tier1, tier3
 
 from tests.kernels.test_linear_logprob_pair import dense
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
+
+OPS = torch.ops.rlhf_kernels
 
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
@@ -211,7 +213,7 @@ def test_opcheck(device, path):
     inputs = make(4, 3, 5, device)
     for ahead in ("", "logprob,kl"):
         arguments = (*inputs, None, None, None, None, 0.5, 1.0, 2.0, 1.5, -100, ahead, "triton")
-        torch.library.opcheck(_linear_logprob_pair, arguments)
+        torch.library.opcheck(OPS.linear_logprob_pair.default, arguments)
 
 
 def test_empty_batch(device, path):

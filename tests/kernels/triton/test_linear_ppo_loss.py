@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob import triton_sweep as sweep
-from rlhf_kernels.linear_ppo_loss import _linear_ppo_loss, linear_ppo_loss
+from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.linear_ppo_loss.triton import packed
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.testing import assert_ok, tier1, tier3
@@ -13,6 +13,8 @@ from tests.kernels.test_linear_logprob import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense
 from tests.kernels.test_linear_ppo_loss import make as make_batch
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
+
+OPS = torch.ops.rlhf_kernels
 
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
@@ -268,7 +270,7 @@ def test_opcheck(device, path):
     batch, ref = make(4, 3, 5, device)
     tensors = (*batch, torch.tensor(2.0, device=device), ref, None, None, None, None)
     numbers = (0.5, 1.0, 3.0, 1.2, -100, 0.2, 0.2, None, "k3", 0.1, 0.0)
-    torch.library.opcheck(_linear_ppo_loss, (*tensors, *numbers, "hidden", "triton"))
+    torch.library.opcheck(OPS.linear_ppo_loss.default, (*tensors, *numbers, "hidden", "triton"))
 
 
 def test_no_grad_and_empty_batches(device, path):
