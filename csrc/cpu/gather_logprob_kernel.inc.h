@@ -130,6 +130,7 @@ RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double tem
         TileSums<V> sums;
         int64_t i = 0;
         for (; i + L::count <= n; i += L::count) {
+            __builtin_prefetch(tile + kTile<T> + i);  // or the next maximum would wait for memory, with nothing to compute
             const V x = Storage<S>::load(tile + i);
             add<T>(x, shift, inverse, wants, sums);
             sums.logits += x;

@@ -34,6 +34,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NO_TENSORS = frozenset({type(None), bool, float, int, str})
 
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], EagerOp]:
@@ -62,14 +63,14 @@ class EagerOp:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._registered(*args)
-        tensors = _flat_tensors(args)
-        if not eager(*tensors):
+        tensors, nesting = _flatten(args)
+        if _watched() or not _plain(tensors):
             return self._registered(*args)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        if not torch.is_grad_enabled() or not _requires_grad(tensors):
             return self._function(*args)
         if self._backward is None:  # its result says on backward that there is no formula
             return self._registered(*args)
-        return _Node.apply(self, args, *tensors)
+        return _apply(self, args, nesting, *tensors)
 
 
 def eager(*tensors: Tensor | None) -> bool:
@@ -79,52 +80,72 @@ def eager(*tensors: Tensor | None) -> bool:
     forward-mode AD, and for tensor subclasses, meta tensors and lazily negated or zero ones. None stands for an
     argument that was not given.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
+    return not torch.compiler.is_compiling() and not _watched() and _plain(tensors)
+
+
+def _watched() -> bool:
+    """Whether anything but a compiler watches or transforms calls."""
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
         or forward_ad._current_level >= 0
-    ):
-        return False
+    )
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
     for x in tensors:
         if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
             return False
     return True
 
 
-def _flat_tensors(args: Sequence[Any]) -> list[Tensor]:
-    """Tensors and lists of tensors among the arguments; a list is all tensors or none."""
-    flat = []
+def _requires_grad(tensors: Sequence[Tensor]) -> bool:
+    for x in tensors:  # a loop: a generator costs more than a few tensors do
+        if x.requires_grad:
+            return True
+    return False
+
+
+def _flatten(args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    """Tensors and lists of tensors among the arguments (a list is all tensors or none), and how they lie there.
+
+    Returns:
+        All tensors, and per argument the length of a list of tensors, −1 for a tensor or −2 for anything else.
+    """
+    flat: list[Tensor] = []
+    nesting = []
     for arg in args:
-        if type(arg) in _PLAIN or isinstance(arg, Tensor):
+        kind = type(arg)
+        if kind in _NO_TENSORS:
+            nesting.append(-2)
+        elif kind in _PLAIN or isinstance(arg, Tensor):
             flat.append(arg)
-        elif _holds_tensors(arg):
+            nesting.append(-1)
+        elif isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], Tensor):
             flat += arg
-    return flat
-
-
-def _holds_tensors(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], Tensor)
+            nesting.append(len(arg))
+        else:
+            nesting.append(-2)
+    return flat, nesting
 
 
 class _Node(torch.autograd.Function):
     """What `torch.library` generates for an op with an autograd formula, without its dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, op: EagerOp, args: tuple[Any, ...], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, op: EagerOp, args: tuple[Any, ...], nesting: list[int], *tensors: Tensor) -> Any:
         output = op._function(*args)
         assert op._setup is not None
         op._setup(ctx=ctx, inputs=args, output=output)
         ctx.eager_op = op
-        # per argument: the length of a list of tensors, −1 for a tensor, −2 for anything else
-        ctx.eager_nesting = [-1 if isinstance(arg, Tensor) else len(arg) if _holds_tensors(arg) else -2 for arg in args]
+        ctx.eager_nesting = nesting
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        flat_needed = iter(ctx.needs_input_grad[2:])
+        flat_needed = iter(ctx.needs_input_grad[3:])
         saved = ctx.needs_input_grad
         ctx.needs_input_grad = tuple(
             next(flat_needed) if n == -1 else [next(flat_needed) for _ in range(n)] if n >= 0 else False
@@ -135,10 +156,14 @@ class _Node(torch.autograd.Function):
         finally:
             ctx.needs_input_grad = saved
         nested = nested if isinstance(nested, tuple) else (nested,)
-        flat: list[Tensor | None] = [None, None]
+        flat: list[Tensor | None] = [None, None, None]
         for n, grad in zip(ctx.eager_nesting, nested, strict=True):
             if n == -1:
                 flat.append(grad)
             elif n >= 0:
                 flat += [None] * n if grad is None else list(grad)
         return tuple(flat)
+
+
+# `Function.apply` less its looks for torch.func, which `_watched` has had
+_apply = super(torch.autograd.Function, _Node).apply

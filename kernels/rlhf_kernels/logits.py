@@ -93,20 +93,24 @@ def check_tensor(name: str, x: object, shape: tuple[int | None, ...], like: Tens
     """Raise unless `x` has `shape` (None: any size), kind (float, int64, bool, mask) and `like`'s device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    expected = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
-    if x.dim() != len(shape) or any(s is not None and s != got for s, got in zip(shape, x.shape, strict=True)):
+    if x.dim() != len(shape) or not all(map(_fits, shape, x.shape)):
+        expected = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(x.shape)}")
-    allowed = {
-        "float": x.is_floating_point(),
-        "int64": x.dtype == torch.int64,
-        "bool": x.dtype == torch.bool,
-        "mask": x.dtype == torch.bool or x.is_floating_point(),
-    }
-    if not allowed[kind]:
+    if not (x.is_floating_point() if kind == "float" else _of_kind(x, kind)):
         wanted = {"float": "a floating point dtype", "mask": "bool or a floating point dtype"}.get(kind, kind)
         raise TypeError(f"{name}: expected {wanted}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {x.device}")
+
+
+def _fits(expected: int | None, size: int) -> bool:
+    return expected is None or expected == size
+
+
+def _of_kind(x: Tensor, kind: str) -> bool:
+    if kind == "int64":
+        return x.dtype == torch.int64
+    return x.dtype == torch.bool or (kind == "mask" and x.is_floating_point())
 
 
 def check_temperature(temperature: float | Tensor, shape: tuple[int, ...], like: Tensor) -> tuple[float, Tensor | None]:

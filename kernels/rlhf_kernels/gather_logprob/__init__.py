@@ -70,11 +70,9 @@ def gather_logprob(
     results = _gather_logprob(
         logits, target.reshape(-1), flat_temperature, scalar, ignore_index, wanted, inplace_backward, chosen
     )
+    asked = wanted.split(",")
     return LogprobOutputs(
-        **{
-            name: x.view(target.shape) if name in wanted.split(",") else None
-            for name, x in zip(OUTPUTS, results, strict=True)
-        }
+        *(x.view(target.shape) if name in asked else None for name, x in zip(OUTPUTS, results, strict=True))
     )
 
 

@@ -92,7 +92,8 @@ def linear_logprob(
     made = dict(zip(OUTPUTS, results[:-1], strict=True))
     for name in constant:
         made[name] = made[name].detach()
-    return LogprobOutputs(**{name: made[name] if name in wanted.split(",") else None for name in OUTPUTS})
+    asked = wanted.split(",")
+    return LogprobOutputs(**{name: made[name] if name in asked else None for name in OUTPUTS})
 
 
 @eager.custom_op("rlhf_kernels::linear_logprob")
