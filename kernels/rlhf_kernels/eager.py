@@ -24,6 +24,7 @@ be functional: it writes to no argument and returns none. Arguments are position
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _NO_TENSORS = frozenset({type(None), bool, float, int, str})
 
 
@@ -66,7 +68,7 @@ class EagerOp:
         tensors, nesting = _flatten(args)
         if _watched() or not _plain(tensors):
             return self._registered(*args)
-        if not torch.is_grad_enabled() or not _requires_grad(tensors):
+        if not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, tensors)):
             return self._function(*args)
         if self._backward is None:  # its result says on backward that there is no formula
             return self._registered(*args)
@@ -99,13 +101,6 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
         if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
             return False
     return True
-
-
-def _requires_grad(tensors: Sequence[Tensor]) -> bool:
-    for x in tensors:  # a loop: a generator costs more than a few tensors do
-        if x.requires_grad:
-            return True
-    return False
 
 
 def _flatten(args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
