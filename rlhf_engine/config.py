@@ -372,7 +372,9 @@ class BenchConfig(Options):
     isa: str | None = option(
         None, "hold the CPU's kernels, and other libraries, to an instruction set such as avx2; none: the best"
     )
-    dtype: Literal["bf16", "fp32"] = option("bf16", "of weights and activations; numbers per token stay in fp32")
+    dtype: Literal["bf16", "fp16", "fp32"] = option(
+        "bf16", "of weights and activations; numbers per token stay in fp32"
+    )
     json: str | None = option(None, "append one JSON object per case and backend to this file; - is standard output")
     out: str | None = option(None, "folder for results.jsonl and roofline.png")
 

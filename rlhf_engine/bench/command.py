@@ -24,7 +24,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.report import TrainingProgress
 
 RESULTS_FILE, ROOFLINE_FILE = "results.jsonl", "roofline.png"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDS, _QUICK_ROUNDS = 20, 5
 
 

@@ -24,6 +24,7 @@ from rlhf_engine.training.metrics import cpu_name
 Key = tuple[str, str, str, Shape]
 """Op, instruction set, dtype and shape of an entry."""
 _CPU = torch.device("cpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDS = 5
 
 
@@ -80,9 +81,7 @@ def measure(seconds: float = 22.0) -> Made:
     isa = native.isa()
     if isa is None:
         raise ValueError(f"measure: expected the native extension, without which all is reference: {native.missing()}")
-    found = [
-        c for op in OPS for dtype in (torch.float32, torch.bfloat16) for c in load_cases(op, "quick", "cpu", dtype)
-    ]
+    found = [c for op in OPS for dtype in _DTYPES for c in load_cases(op, "quick", "cpu", dtype)]
     cases = {(c.op, c.name, c.dtype): c for c in found if len(c.kernels) == 1}.values()
     left = [case for case in cases if set(CANDIDATES) <= set(backends_here(case, "cpu")[0])]
     times: dict[Key, dict[str, dict[str, float]]] = {}

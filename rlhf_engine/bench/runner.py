@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.training.metrics import cpu_name
 
 FLOOR = "floor"
+MOST_SECONDS = 20
+"""A baseline that takes longer on a CPU is not timed: torch's bf16 products take minutes on some."""
 S = TypeVar("S", bound=Subject)
 
 
@@ -183,18 +186,25 @@ def run_case(
     except torch.OutOfMemoryError as error:
         measure, found.missing["error against float64"] = None, one_line(error)
     same = {baseline.label: baseline.same for baseline in case.baselines}
+    # the first call of a baseline that compiles says nothing of the others
+    bounded = {b.label for b in case.baselines if not b.compiles} if device.type == "cpu" else set()
     checked: dict[str, Accuracy | None] = {}
     for group in (found.backends, found.baselines):
         for label in list(group):
             ours = group is found.backends
+            began = time.perf_counter()
             try:
                 results = group[label]()
+                took = time.perf_counter() - began
                 checked[label] = _judge(case, results, measure, ours or same[label])
             except _expected(ours) as error:
                 found.missing[label] = one_line(error)
                 del group[label]
                 continue
             del results
+            if label in bounded and took > MOST_SECONDS:
+                found.missing[label] = f"one call took {took:.0f} s; above {MOST_SECONDS} s none is timed"
+                del group[label]
     del measure
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -154,6 +154,23 @@ def test_what_cannot_run_is_named_with_its_reason():
     assert measure(case).baseline is None
 
 
+def test_a_baseline_that_takes_too_long_is_not_timed(monkeypatch):
+    calls = []
+
+    def slow(inputs: Tensors) -> Callable[[], Tensors]:
+        def run() -> Tensors:
+            calls.append(time.sleep(0.06))
+            return {"y": inputs["x"].clone()}
+
+        return run
+
+    monkeypatch.setattr(runner, "MOST_SECONDS", 0.05)
+    result = measure(toy(Baseline(name="slow", prepare=slow), Baseline(name="compiled", prepare=slow, compiles=True)))
+    assert result.missing["slow"] == "one call took 0 s; above 0.05 s none is timed"
+    assert [row.label for row in result.rows if not row.backend] == ["compiled"]  # its first call is another matter
+    assert len(calls) == 1 + 1 + 6
+
+
 def test_a_backend_of_ours_may_refuse_but_not_fail():
     def run(error: Exception) -> Callable[[Tensors, str], Tensors]:
         def run(inputs: Tensors, backend: str) -> Tensors:
@@ -334,7 +351,7 @@ def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
         (["gea"], "op: expected one of linear_logprob, .*, got 'gea'; did you mean 'gae'"),
         (["gae", "--case", "sideways"], "case: expected one of forward/.*, got 'sideways'"),
         (["gae", "--device", "cpu", "--isa", "avx3"], "isa: expected .*, got 'avx3'"),
-        (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp32', got 'fp8'"),
+        (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp16', 'fp32', got 'fp8'"),
         (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),
         (["gae", "--quick", "--full"], "expected either quick or full, got both"),

@@ -85,6 +85,7 @@ def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case
         baselines=(
             *(_baseline(scorer, mode, device_type) for scorer in SCORERS),
             _chunked_sum(mode) if mode.outputs == ("logprob",) else _without_entropy(mode),
+            *([_in_float32(mode)] if device_type == "cpu" and dtype != torch.float32 else []),
         ),
         flops=2.0 * mode.gemms * s.N * s.H * s.V,
         moved_bytes=s.H * (s.V + s.N) * item + backward_bytes + ("weight" in mode.gradients) * s.H * s.V * item,
@@ -116,6 +117,21 @@ def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:
         return lambda: evaluate(score, mode, inputs)
 
     return Baseline(name=scorer.name, package=scorer.package, prepare=prepare, compiles=scorer.compiles)
+
+
+def _in_float32(mode: Mode) -> Baseline:
+    """Our own op with everything in fp32: what half precision costs a CPU, in the same run."""
+
+    def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
+        looked_at = tuple(name for name in outputs if mode.gradients and name not in mode.differentiated)
+        made = linear_logprob(hidden, weight, target, outputs=outputs, detach=looked_at)
+        return {name: getattr(made, name) for name in outputs}
+
+    def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+        wide = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+        return lambda: evaluate(score, mode, wide)
+
+    return Baseline(name="linear_logprob in float32", prepare=prepare, same=False)
 
 
 def _without_entropy(mode: Mode) -> Baseline:
