@@ -90,10 +90,13 @@ def test_medians_and_targets(script):
     found = script.medians(runs)
     assert found["trl-fp32"]["seconds_per_sample"] == pytest.approx(4.0 / 32)
     assert found["ours-fp32"]["seconds_per_sample"] == pytest.approx(2.0 / 32), "one bad round does not move it"
-    faster, memory, bf16 = script.targets(setting, found)
+    faster, memory, bf16 = script.targets(setting, found, bf16_products=True)
     assert (faster["got"], faster["met"]) == (pytest.approx(2.0), True)
     assert (memory["got"], memory["met"]) == (pytest.approx(0.51), False)
     assert (bf16["got"], bf16["met"]) == (pytest.approx(4.0), True)
+    as_fp32, saved = script.targets(setting, found, bf16_products=False)[2:]
+    assert (as_fp32["wanted"], as_fp32["got"], as_fp32["met"]) == ("<= 1", pytest.approx(0.5), True)
+    assert (saved["wanted"], saved["got"], saved["met"]) == ("<= 0.65", pytest.approx(40 / 51), False)
     with pytest.raises(RuntimeError, match="expected 3 batches, got 2"):
         script.derive(setting, worker_answer([1.0, 1.0]))
 
