@@ -31,9 +31,9 @@ namespace rlhf::cpu::lora {
 namespace {
 
 constexpr int64_t kForwardRows = 64;
-constexpr int64_t kGroupRows = 512;
+constexpr int64_t kGroupRows = 128;
 constexpr int64_t kBlockBytes = 1 << 20;  // of x, dx and dy in bf16; second-level caches have 1 to 2 MiB
-constexpr int64_t kSerialWork = 8 << 20;        // rows r (K + M) of about a tenth of a millisecond
+constexpr int64_t kSerialWork = 1 << 20;        // rows r (K + M) of about a tenth of a millisecond
 constexpr int64_t kAlignment = 64;
 
 const Kernels& current_kernels() {
