@@ -76,14 +76,37 @@ constexpr int kStripRows[3] = {0, 5, 2};
 constexpr int kStripRows[3] = {0, 2, 1};
 #endif
 
-// ROWS rows of W times COLUMNS columns of tiles. Elements of W are broadcast where they lie; bf16 ones become floats two
-// at a time where the set has no product of bf16.
+// The 32 bits at p in every lane, loaded where this stands. Left to itself gcc shifts and masks pairs of bf16 in general
+// registers, moves each half to a vector, and keeps more of them than there are registers.
+RLHF_INLINE u32v spread(const void* p) {
+    u32v x;
+#if defined(RLHF_AVX512) || defined(RLHF_AVX2)
+    typedef uint32_t Word __attribute__((may_alias, aligned(2)));
+    asm volatile("vpbroadcastd %1, %0" : "=v"(x) : "m"(*static_cast<const Word*>(p)));
+#else
+    uint32_t word;
+    std::memcpy(&word, p, sizeof word);
+    x = u32v{} + word;
+#endif
+    return x;
+}
+
+// In every lane: Operand number k of those at w, or bf16 number k as a float.
+template <typename Weight>
+RLHF_INLINE Operand weight_operand(const Weight* w, int k) {
+    if constexpr (sizeof(Weight) == sizeof(Element)) {
+        return broadcast(reinterpret_cast<const Element*>(w) + k * kStepElements);
+    } else {
+        return (Operand)(k % 2 ? spread(w + k - 1) & 0xffff0000u : spread(w + k) << 16);
+    }
+}
+
+// ROWS rows of W times COLUMNS columns of tiles. Elements of W are broadcast where they lie; bf16 ones become floats on
+// the way where the set has no product of bf16.
 template <int ROWS, int COLUMNS, typename Weight>
 RLHF_INLINE void strip_rows(const Weight* w, int64_t stride, const Element* b, int64_t b_stride, int64_t depth,
                             float* logits, bool accumulate) {
     constexpr int kAcross = COLUMNS * kVectors;
-    constexpr bool kConverts = sizeof(Weight) != sizeof(Element);
-    constexpr int kSteps = kConverts ? 2 : 1;  // of the depth at a time
     const auto at = [logits](int r, int j) __attribute__((always_inline)) {
         return logits + j / kVectors * kStrip * 16 + r * 16 + j % kVectors * kLanes;
     };
@@ -93,32 +116,18 @@ RLHF_INLINE void strip_rows(const Weight* w, int64_t stride, const Element* b, i
             const Weight* row = w + t * KT;
             if (KT * sizeof(Weight) == 64 || t % 2 == 0) prefetch_rows(row + ROWS * stride, stride, ROWS);
 #pragma GCC unroll 2
-            for (int k = 0; k < 16; k += kSteps) {
-                Operand x[kSteps][kAcross], y[kSteps];
-#pragma GCC unroll 2
-                for (int s = 0; s < kSteps; ++s) {
+            for (int k = 0; k < 16; ++k) {
+                Operand x[kAcross];
 #pragma GCC unroll 8
-                    for (int j = 0; j < kAcross; ++j) {
-                        const Element* tile = b + j / kVectors * b_stride + t * kTileElements;
-                        x[s][j] = load_operand(tile + ((k + s) * kVectors + j % kVectors) * kVectorElements);
-                    }
+                for (int j = 0; j < kAcross; ++j) {
+                    const Element* tile = b + j / kVectors * b_stride + t * kTileElements;
+                    x[j] = load_operand(tile + (k * kVectors + j % kVectors) * kVectorElements);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; ++r) {
-                    if constexpr (kConverts) {
-                        uint32_t pair;
-                        std::memcpy(&pair, row + r * stride + k, 4);
-                        const u32v both = u32v{} + pair;
-                        y[0] = (Operand)(both << 16);
-                        y[kSteps - 1] = (Operand)(both & 0xffff0000u);
-                    } else {
-                        y[0] = broadcast(reinterpret_cast<const Element*>(row + r * stride) + k * kStepElements);
-                    }
-#pragma GCC unroll 2
-                    for (int s = 0; s < kSteps; ++s) {
+                    const Operand y = weight_operand(row + r * stride, k);
 #pragma GCC unroll 8
-                        for (int j = 0; j < kAcross; ++j) sums[r][j] = add_product(y[s], x[s][j], sums[r][j]);
-                    }
+                    for (int j = 0; j < kAcross; ++j) sums[r][j] = add_product(y, x[j], sums[r][j]);
                 }
             }
         }
