@@ -8,7 +8,8 @@ INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
 OLDEST_TRL := .venv/trl-1.15.0/.installed
 VERL := .venv/verl-0.9.1/.installed
-NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+# What setup.py compiles, at any depth.
+NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 

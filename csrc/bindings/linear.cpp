@@ -3,13 +3,19 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/address.h"
+#include "common/check.h"
 
 namespace rlhf::bindings {
 namespace {
 
 using namespace rlhf::cpu;
 
-Matrix matrix(Address data, int64_t stride, int type) { return {at<const void>(data), stride, static_cast<Type>(type)}; }
+Type element_type(int type) {
+    RLHF_CHECK(type >= 0 && type <= 2, "type", "0 (float32), 1 (bfloat16) or 2 (float16)", type);
+    return static_cast<Type>(type);
+}
+
+Matrix matrix(Address data, int64_t stride, int type) { return {at<const void>(data), stride, element_type(type)}; }
 
 }  // namespace
 
@@ -26,15 +32,15 @@ void define_linear(pybind11::module_& m) {
                               matrix(dx, dx_stride, type), N, K, M, threads);
     }, NoGil());
     m.def("linear_packed_bytes", [](int type, int64_t K, int64_t M) {
-        return linear_packed_bytes(static_cast<Type>(type), K, M);
+        return linear_packed_bytes(element_type(type), K, M);
     });
     m.def("linear_pack", [](int type, Address weight, int64_t weight_stride, Address packed, int64_t K, int64_t M,
                             int threads) {
         linear_pack(matrix(weight, weight_stride, type), at<void>(packed), K, M, threads);
     }, NoGil());
-    m.def("linear_is_packed", [](int type, Address weight, int64_t weight_stride, Address packed, int64_t K, int64_t M) {
-        return linear_is_packed(matrix(weight, weight_stride, type), at<const void>(packed), K, M);
-    });
+    m.def("linear_fingerprint", [](int type, Address weight, int64_t weight_stride, int64_t K, int64_t M, int threads) {
+        return linear_fingerprint(matrix(weight, weight_stride, type), K, M, threads);
+    }, NoGil());
     m.def("linear_weight_gradient", [](int type, Address dy, int64_t dy_stride, Address x, int64_t x_stride, Address dw,
                                        int64_t dw_stride, int64_t N, int64_t K, int64_t M, int threads) {
         linear_weight_gradient(matrix(dy, dy_stride, type), matrix(x, x_stride, type), matrix(dw, dw_stride, type), N, K,

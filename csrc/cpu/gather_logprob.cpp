@@ -15,6 +15,7 @@
 
 #include "common/check.h"
 #include "cpu/gather_logprob_rows.h"
+#include "cpu/team.h"
 
 namespace rlhf::cpu {
 namespace {
@@ -29,12 +30,9 @@ template <typename S, typename Body>
 void for_rows(int64_t rows, int64_t vocab, int threads, int64_t scratch_size, Body body) {
     [[maybe_unused]] const bool parallel = threads > 1 && rows > 1 && rows * vocab >= kSerialElements;
     [[maybe_unused]] const int64_t together = std::max<int64_t>(1, kTogether / vocab);
-#pragma omp parallel num_threads(threads) if (parallel)
-    {
-        std::vector<S> scratch(scratch_size);
-#pragma omp for schedule(dynamic, together)
-        for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());
-    }
+    std::vector<S> scratch((parallel ? threads : 1) * scratch_size);  // here: what is thrown in a region ends the process
+#pragma omp parallel for num_threads(threads) if (parallel) schedule(dynamic, together)
+    for (int64_t row = 0; row < rows; ++row) body(row, scratch.data() + thread_number() * scratch_size);
 }
 
 template <typename T>

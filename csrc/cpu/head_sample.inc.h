@@ -110,7 +110,7 @@ static HalfOptions half_options(const SampleCall& call, int64_t half) {
     HalfOptions o{{}, splat(1.0f), splat(__builtin_inff()), {}, false, false, false};
     for (int64_t i = 0; i < 16 && half * 16 + i < call.batch.n; ++i) {
         const int64_t n = half * 16 + i;
-        o.noise.set(i, call.draws.seed[n], call.draws.position[n]);
+        set_row(o.noise, i, call.draws.seed[n], call.draws.position[n]);
         o.temperature[i] = call.batch.temperature[n];
         o.cools |= call.batch.temperature[n] != 1.0f;
         o.forbids[i] = call.draws.n_forbidden > 0 && call.draws.forbids[n] ? -1 : 0;

@@ -48,7 +48,8 @@ bool has_neon_bf16() {
 bool has_avx2() {
     unsigned a, b, c, d;
     const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
-    return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2");
 }
 
 bool has_avx512() {

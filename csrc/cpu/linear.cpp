@@ -4,7 +4,7 @@
 // columns. Every element is a sum over the whole depth in one order, kept in float and rounded once, bias included:
 // its bits depend on its row and its column alone, not on how many rows there are, what stands beside it or the number of
 // threads. bfloat16 and float16 become floats on the way, which is exact; where the CPU has products of bfloat16, these
-// serve, two of the depth at a time. Without depth the sums are 0.
+// serve, two of the depth at a time; on x86 they take numbers below 2^-126 for 0. Without depth the sums are 0.
 //
 // One side of a product is read as it lies, row by row along the depth; the other is packed so that sixteen of its items
 // lie side by side, the lanes of a vector. Forward reads W as it lies and packs x, so that a frozen weight has no second
@@ -12,7 +12,9 @@
 
 #include "cpu/linear.h"
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "common/check.h"
 
@@ -81,17 +83,39 @@ void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int t
     function({weight, weight, weight, false, true, false, nullptr, nullptr, 0, K, M, threads}, packed);
 }
 
-bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M) {
-    constexpr int64_t kSamples = 64;
-    const int64_t size = weight.type == Type::float32 ? 4 : 2, depth = tile_depth(weight.type), per_word = 4 / size;
-    const char *w = static_cast<const char*>(weight.data), *tiles = static_cast<const char*>(packed);
-    for (int64_t i = 0; i < kSamples && K > 0 && M > 0; ++i) {
-        const int64_t m = i * M / kSamples, k = i * 37 % kSamples * K / kSamples;  // rows and columns in different orders
-        const int64_t tile = k / 16 * ((M + depth - 1) / depth) + m / depth;
-        const int64_t in_tile = (m % depth / per_word * 16 + k % 16) * per_word + m % per_word;
-        if (std::memcmp(w + (m * weight.stride + k) * size, tiles + tile * 1024 + in_tile * size, size) != 0) return false;
+// In each of sixteen lanes h := 31 h + word, and so on from lane to lane and from group to group of rows: a bijection of
+// every word, so that no change of one word is lost.
+uint64_t linear_fingerprint(const Matrix& weight, int64_t K, int64_t M, int threads) {
+    typedef uint32_t Words __attribute__((vector_size(64)));
+    constexpr int64_t kRows = 64;
+    check_sizes(0, K, M);
+    check(weight, "weight", weight.type, K * M);
+    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    const int64_t size = weight.type == Type::float32 ? 4 : 2, bytes = K * size;
+    std::vector<uint64_t> groups((M + kRows - 1) / kRows);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && M * bytes >= 1 << 20)
+    for (int64_t group = 0; group < int64_t(groups.size()); ++group) {
+        Words h = {};
+        for (int64_t m = group * kRows; m < std::min(M, (group + 1) * kRows); ++m) {
+            const char* row = static_cast<const char*>(weight.data) + m * weight.stride * size;
+            Words words;
+            int64_t at = 0;
+            for (; at + 64 <= bytes; at += 64) {
+                std::memcpy(&words, row + at, 64);
+                h = (h << 5) - h + words;
+            }
+            if (at == bytes) continue;
+            words = Words{};
+            std::memcpy(&words, row + at, bytes - at);
+            h = (h << 5) - h + words;
+        }
+        uint64_t sum = 0;
+        for (int i = 0; i < 16; ++i) sum = 1000003 * sum + h[i];
+        groups[group] = sum;
     }
-    return true;
+    uint64_t sum = 0;
+    for (uint64_t group : groups) sum = 1000003 * sum + group;
+    return sum;
 }
 
 void linear_weight_gradient(const Matrix& dy, const Matrix& x, const Matrix& dw, int64_t N, int64_t K, int64_t M,

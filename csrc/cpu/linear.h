@@ -26,8 +26,8 @@ int64_t linear_packed_bytes(Type type, int64_t K, int64_t M);
 // packed: linear_packed_bytes at a multiple of 64.
 void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int threads);
 
-// Does a sample of W's elements have the bits that are in `packed`?
-bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M);
+// A number made of all bits of W, to see whether W has changed.
+uint64_t linear_fingerprint(const Matrix& weight, int64_t K, int64_t M, int threads);
 
 // The same as compiled for each instruction set, after the checks: sums over the depth of products of every strip row with
 // every lane, plus bias. A side that is not turned lies as [its items, depth], a turned one as [depth, its items]; c lies as
@@ -35,7 +35,7 @@ bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64
 struct Product {
     Matrix strips, lanes, c;
     bool strips_turned, lanes_turned, c_turned;
-    const void* bias;    // [strip rows] of c's type, or null
+    const void* bias;    // [columns of c] of c's type, or null
     const void* packed;  // all lanes as tiles, or null
     int64_t n_strip_rows, n_lanes, depth;
     int threads;

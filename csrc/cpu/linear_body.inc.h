@@ -5,7 +5,7 @@
 constexpr int64_t kPieceTiles = 16;       // of the depth: a column of them is 16 KiB
 static_assert(kPieceTiles % kSumTiles == 0, "pieces end where sums do");
 constexpr int64_t kColumns = 16;          // columns of tiles that a strip meets, at most
-constexpr int64_t kPackedTiles = 1 << 11;  // columns that are packed at a time: 2 MiB
+constexpr int64_t kPackedTiles = 1 << 11;  // that are packed at a time, 2 MiB, but never fewer than kColumns columns
 constexpr int64_t kPieceStride = kPieceTiles * KT + KT;  // of a strip in scratch: rows a whole page apart share a cache line
 constexpr int64_t kSerialWork = 1 << 21;  // products of about 20 microseconds
 
@@ -66,14 +66,12 @@ RLHF_INLINE void pack_tile(const Matrix& m, bool turned, int64_t item, int64_t i
 // Sixteen sums, `count` of which exist, plus bias, rounded into a row of what lies in memory as C.
 RLHF_INLINE void store_sums(const Product& p, int64_t row, int64_t column, int64_t count, f32x16 sums) {
     if (p.bias) {
-        const Matrix bias{p.bias, 0, p.c.type};
 #if RLHF_TILE_BF16
         u16x16 some = {};
         std::memcpy(&some, static_cast<const uint16_t*>(p.bias) + column, 2 * (count < 16 ? count : 16));
-        (void)bias;
         sums += as_float(widen(some) << 16);
 #else
-        sums += as_float(load_words(bias, 0, column, count));
+        sums += as_float(load_words({p.bias, 0, p.c.type}, 0, column, count));
 #endif
     }
     const int64_t size = p.c.type == Type::float32 ? 4 : 2;

@@ -152,7 +152,7 @@ static void shrink_muladd(const Matrix& x, int64_t rows, const Factor& factor, c
     float part[kShrinkRows][kShrinkColumns];
     for (int64_t n0 = 0; n0 < rows; n0 += kShrinkRows) {
         const int64_t count = smaller(kShrinkRows, rows - n0);
-        for (int64_t c0 = 0; c0 < factor.columns; c0 += kShrinkColumns) {
+        for (int64_t c0 = 0; c0 == 0 || c0 < factor.columns; c0 += kShrinkColumns) {  // without columns: zeros
             const int64_t columns = smaller(kShrinkColumns, factor.columns - c0);
             for (int64_t n = 0; n < count; ++n) {
                 const T* from = row<T>(x, n0 + n) + c0;

@@ -27,9 +27,6 @@ struct TileScope {
     ~TileScope() { _tile_release(); }
 };
 
-// GCC's tile loads do not say that they read memory.
-RLHF_INLINE void memory_is_read() { __asm__ volatile("" ::: "memory"); }
-
 RLHF_INLINE u16x16 rounded_part(f32x16& x) {
     const u16x16 part = to_bf16(x);
     const f32x16 value = as_float(widen(part) << 16);

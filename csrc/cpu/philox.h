@@ -71,14 +71,14 @@ RLHF_INLINE PhiloxWords philox16(int64_t seed, int64_t row_id, uint32_t stream, 
 // Sixteen rows with a seed and a row id each.
 struct PhiloxRows {
     u32x16 id_low, id_high, key_low, key_high;
-
-    void set(int64_t lane, int64_t seed, int64_t row_id) {
-        id_low[lane] = uint32_t(row_id);
-        id_high[lane] = uint32_t(uint64_t(row_id) >> 32);
-        key_low[lane] = uint32_t(seed);
-        key_high[lane] = uint32_t(uint64_t(seed) >> 32);
-    }
 };
+
+RLHF_INLINE void set_row(PhiloxRows& rows, int64_t lane, int64_t seed, int64_t row_id) {
+    rows.id_low[lane] = uint32_t(row_id);
+    rows.id_high[lane] = uint32_t(uint64_t(row_id) >> 32);
+    rows.key_low[lane] = uint32_t(seed);
+    rows.key_high[lane] = uint32_t(uint64_t(seed) >> 32);
+}
 
 // Draws of columns 4 group .. 4 group + 3 for sixteen rows: word[w][i] is the draw of row i in column 4 group + w.
 RLHF_INLINE PhiloxWords philox_of_rows(const PhiloxRows& rows, uint32_t stream, uint32_t group) {

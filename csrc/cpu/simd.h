@@ -19,6 +19,9 @@
 
 #define RLHF_INLINE static inline __attribute__((always_inline))
 
+// GCC's tile loads do not say that they read memory: what was written before them is in memory from here on.
+RLHF_INLINE void memory_is_read() { __asm__ volatile("" ::: "memory"); }
+
 #if defined(RLHF_AVX512)
 constexpr int kLanes = 16;  // of one vector of the target
 #elif defined(RLHF_AVX2)
@@ -312,15 +315,12 @@ RLHF_INLINE f32x16 load16_f16(const uint16_t* p) {
 // Sixteen bf16 or fp16 as they lie in memory.
 struct u16x16 {
     uint16_t lane[16];
-    uint16_t operator[](int i) const { return lane[i]; }
 };
 
+// Rounds to nearest even; NaN stays NaN, and subnormal numbers stay too.
 RLHF_INLINE u16x16 to_bf16(f32x16 x) {
     u16x16 out;
-#if defined(RLHF_AVX512_BF16)
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(&out, &rounded, sizeof out);
-#elif defined(RLHF_AVX512)
+#if defined(RLHF_AVX512)
     _mm256_storeu_si256((__m256i*)out.lane, _mm512_cvtepi32_epi16((__m512i)bf16_bits(x)));
 #elif defined(RLHF_AVX2)
     const __m256i mixed = _mm256_packus_epi32((__m256i)bf16_bits(x.part[0]), (__m256i)bf16_bits(x.part[1]));
@@ -332,6 +332,18 @@ RLHF_INLINE u16x16 to_bf16(f32x16 x) {
     }
 #endif
     return out;
+}
+
+// What a product of bf16 makes of x: the CPU's own products take subnormal numbers for 0.
+RLHF_INLINE u16x16 bf16_operand(f32x16 x) {
+#if defined(RLHF_AVX512_BF16)
+    u16x16 out;
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(&out, &rounded, sizeof out);
+    return out;
+#else
+    return to_bf16(x);
+#endif
 }
 
 RLHF_INLINE u16x16 to_f16(f32x16 x) {
@@ -362,12 +374,8 @@ RLHF_INLINE u32x16 widen(u16x16 x) {
 
 // What x is as bf16, as a float again.
 RLHF_INLINE f32x16 round_bf16(f32x16 x) {
-#if defined(RLHF_AVX512_BF16)
-    return as_float(widen(to_bf16(x)) << 16);
-#else
     for (int i = 0; i < kVectors; ++i) part(x, i) = (f32v)(bf16_bits(part(x, i)) << 16);
     return x;
-#endif
 }
 
 RLHF_INLINE bool any_lane(i32x16 mask) {

@@ -1,6 +1,6 @@
 // Products of a few rows x with a strip of W that is read where it lies, for the instruction set this file is compiled
 // for; after tile_mm.inc.h. The rows of x are packed once as columns of B tiles, sixteen to a column of tiles, so that a
-// lane of every result is a row of x.
+// lane of every result is a row of x. (In dx and dW of linear_body.inc.h other matrices take the places of x and W.)
 
 constexpr int64_t kStrip = 32;  // rows of W
 
@@ -30,6 +30,7 @@ template <int COLUMNS, typename Weight>
 static void strip_products(const Weight* w, int64_t stride, int64_t rows, const Element* b, int64_t b_stride,
                            int64_t depth, float* logits, bool accumulate) {
     (void)rows;  // all of them cost what one does
+    memory_is_read();
     if (accumulate) {
         _tile_loadd(0, logits, 64);
         _tile_loadd(1, logits + kTileFloats, 64);

@@ -34,7 +34,7 @@ void run_team(int threads, void (*work)(const void* context, Member& member), co
 // where it can go on. OpenMP's barrier spins for milliseconds.
 void wait_for_team(Team& team, int32_t threads);
 
-// Returns when *count >= enough, which other members bring about; waits as above, but by giving its core away.
+// Returns when *count >= enough, which other members bring about; spins as above, then yields instead of sleeping.
 void wait_for_count(const int64_t* count, int64_t enough);
 
 }  // namespace rlhf::cpu

@@ -66,6 +66,7 @@ struct TileScope {
             config.bytes_per_row[i] = 64;
             config.rows[i] = 16;
         }
+        memory_is_read();
         _tile_loadconfig(&config);
     }
     ~TileScope() {
@@ -87,6 +88,7 @@ struct TileScope {
 #if RLHF_TILE_AMX
 [[maybe_unused]] static void multiply_2x2(const Element* a0, const Element* a1, const Element* b0, const Element* b1, int64_t depth,
                                           float* c, bool accumulate) {
+    memory_is_read();
     if (accumulate) {
         _tile_loadd(0, c, 64);
         _tile_loadd(1, c + 1 * kTileFloats, 64);
@@ -144,8 +146,8 @@ RLHF_INLINE f32v add_product(Operand w, Operand x, f32v sum) { return muladdv(w,
 constexpr int64_t kStepElements = 4 / sizeof(Element);  // of the depth that one step takes
 constexpr int64_t kVectorElements = kLanes * kStepElements;
 
-// Register tiles: rows and vectors of 16 columns (or 32: two tiles side by side) that are summed together. Twelve or more
-// sums hide the latency of an addition, and with their operands they fill the registers but do not spill.
+// Register tiles: rows and vectors of 16 columns (or 32: two tiles side by side) that are summed together. Many
+// sums hide the latency of an addition; with their operands they fill the registers but do not spill.
 #if defined(RLHF_AVX512)
 constexpr int kTileRows = 8, kTileSides = 2;  // 16 of 32 registers
 #elif defined(RLHF_AVX2)
@@ -163,8 +165,8 @@ constexpr bool kSumsPerTile = false;
 constexpr bool kSumsPerTile = true;
 #endif
 
-// ROWS rows of a row of tiles times kTileSides columns of tiles. The loops over registers are unrolled by hand, or the
-// compiler makes rows the outer loop and nothing hides the latency of an addition.
+// ROWS rows of a row of tiles times kTileSides columns of tiles. The loops over registers are unrolled, or the compiler
+// makes rows the outer loop and nothing hides the latency of an addition.
 template <int ROWS>
 RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Element* b1, int64_t depth, float* c,
                                bool accumulate) {
@@ -232,5 +234,5 @@ RLHF_INLINE void multiply_rows(const Element* a, const Element* b0, const Elemen
 
 // Two vectors of fp32 as one of 32-bit pairs of bf16, `even` in the low half.
 RLHF_INLINE u32x16 pair_bf16(f32x16 even, f32x16 odd) {
-    return widen(to_bf16(even)) | (widen(to_bf16(odd)) << 16);
+    return widen(bf16_operand(even)) | (widen(bf16_operand(odd)) << 16);
 }

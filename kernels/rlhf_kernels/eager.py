@@ -1,7 +1,7 @@
 """Custom ops whose eager calls skip `torch.library`.
 
 A call through `torch.library.custom_op` costs tens of µs, with autograd and lists of tensors hundreds: more than
-a small layer. Nobody but tracers and tensor subclasses needs it, so
+a small layer. Only tracers and tensor subclasses need it, so
 
     @eager.custom_op("rlhf_kernels::name")
     def _op(x: Tensor, ws: list[Tensor], scale: float) -> Tensor: ...
@@ -11,7 +11,7 @@ a small layer. Nobody but tracers and tensor subclasses needs it, so
     _op.register_autograd(backward, setup_context=setup)
 
 registers the op exactly as `torch.library.custom_op(..., mutates_args=())` does (`opcheck`, `torch.compile`,
-`torch.ops`), and `_op(...)` calls
+`torch.ops`). `_op(...)` calls
 
 * the registered op under torch.compile, make_fx, fake tensors, torch.func, forward-mode AD, tracing, any dispatch
   or function mode, and for tensor subclasses, meta tensors and lazily negated or zero ones (`eager` decides);
@@ -20,6 +20,9 @@ registers the op exactly as `torch.library.custom_op(..., mutates_args=())` does
 Both run the same function, `setup` and `backward`, so their results have the same bits. `setup` and `backward` are
 `torch.library`'s: `ctx.needs_input_grad` and the returned gradients are nested like the arguments. The function has to
 be functional: it writes to no argument and returns none. Arguments are positional.
+
+No op has a second derivative: with `create_graph=True` its gradients refuse to be differentiated. `torch.library` has
+no rules for `torch.func.grad`, which ends in torch's error.
 """
 
 from __future__ import annotations
@@ -45,9 +48,10 @@ def custom_op(name: str) -> Callable[[Callable[..., Any]], EagerOp]:
 
 
 class EagerOp:
-    """A registered custom op, called directly where nobody looks on."""
+    """A registered custom op, whose function is called directly where nothing traces or transforms the call."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name = name
         self._function = function
         self._registered = torch.library.custom_op(name, mutates_args=())(function)
         self._setup: Callable[..., None] | None = None
@@ -58,9 +62,28 @@ class EagerOp:
         return self._registered.register_fake(fake)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Same as `torch.library`'s."""
-        self._backward, self._setup = backward, setup_context
-        self._registered.register_autograd(backward, setup_context=setup_context)
+        """Same as `torch.library`'s, but for gradients that refuse to be differentiated."""
+
+        def once(ctx: Any, *grads: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            return (
+                tuple(map(self._undifferentiable, found)) if isinstance(found, tuple) else self._undifferentiable(found)
+            )
+
+        self._backward, self._setup = once, setup_context
+        self._registered.register_autograd(once, setup_context=setup_context)
+
+    def _undifferentiable(self, grad: Any) -> Any:
+        """A gradient, or a list of them, whose own gradient is an error."""
+        if isinstance(grad, list):
+            return [self._undifferentiable(g) for g in grad]
+        if grad is None:
+            return None
+        refuse = torch._C._functions.DelayedError(f"{self._name} has no second derivative", 1)
+        return refuse(grad.detach().requires_grad_())
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -85,12 +108,17 @@ def eager(*tensors: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and not _watched() and _plain(tensors)
 
 
+def is_transformed() -> bool:
+    """Whether `torch.func` transforms the calls made now."""
+    return peek_interpreter_stack() is not None
+
+
 def _watched() -> bool:
     """Whether anything but a compiler watches or transforms calls."""
     return (
         _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
-        or peek_interpreter_stack() is not None
+        or is_transformed()
         or _get_tracing_state() is not None
         or forward_ad._current_level >= 0
     )

@@ -63,6 +63,11 @@ def _matrix(name: str, x: Tensor | None) -> tuple[int, int, int]:
     return (*native.rows(name, x, x.dtype), int(x.dtype == torch.bfloat16))
 
 
+def floats(*shape: int) -> Tensor:
+    """Memory for fp32 numbers, whatever torch's default dtype."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
 def _optional(name: str, x: Tensor | None) -> int:
     return 0 if x is None else native.dense(name, x, torch.float32)
 
@@ -111,6 +116,7 @@ class HeadCall:
             o.softcap,
             o.logit_scale,
         )
+        self._packed: Tensor | None = None  # held while its address is read: `packed` may drop it at any time
         self._may_keep = self.hidden.dtype == weight.dtype and self.weight is weight and self.extra == 0
         self.batch_args = (
             *_matrix("hidden", self.hidden),
@@ -123,11 +129,10 @@ class HeadCall:
 
     def _head(self, across: bool) -> tuple[float | int, ...]:
         """The head for C++. across: its weight is multiplied with across, too; then a frozen one has a kept copy."""
-        kept = None
         if across and self._may_keep and has_whole_tiles(self.weight.shape):
             address, stride, type_ = self.head_args[:3]
-            kept = packed.of(self.weight, int(type_), int(address), int(stride))
-        return (*self.head_args, 0 if kept is None else kept.data_ptr())
+            self._packed = packed.of(self.weight, int(type_), int(address), int(stride))
+        return (*self.head_args, 0 if self._packed is None else self._packed.data_ptr())
 
     def _widen(self, A: Tensor, B: Tensor, scale: float) -> None:
         down = (self.hidden[self.rows].float() @ A.float().T).mul_(scale)
@@ -151,18 +156,16 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """The wanted `STATISTICS` [n], with `pair_hidden` also pair_logprob, pair_lse and kl [n]; `expected` [n, H]."""
         n, threads = self.rows.shape[0], native.threads()
-        made = {name: torch.empty(n) for name in STATISTICS if name in wanted}
+        made = {name: floats(n) for name in STATISTICS if name in wanted}
         statistics = tuple(_optional(name, made.get(name)) for name in STATISTICS)
         pair = None
         if pair_hidden is not None:
             other = _rows_of(pair_hidden).to(self.hidden.dtype)
-            made |= {name: torch.empty(n) for name in ("pair_logprob", "pair_lse", "kl")}
+            made |= {name: floats(n) for name in ("pair_logprob", "pair_lse", "kl")}
             addresses = (_optional(name, made[name]) for name in ("pair_logprob", "pair_lse", "kl"))
             pair = (*_matrix("hidden_r", other), *addresses)
         width = self.weight.shape[1] + self.extra
-        wide = {
-            name: torch.empty(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want
-        }
+        wide = {name: floats(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want}
         native.extension().head_forward(
             self._head(expected),
             self.batch_args,
@@ -187,15 +190,14 @@ class HeadCall:
         round_weight: the caller takes the weight's gradient as it is, so bf16 sums may be rounded where they are made.
         """
         H, r, n_vocab = self.weight.shape[1], self.rank, self.weight.shape[0]
-        empty = torch.empty
         n, width = self.rows.shape[0], H + self.extra
         need_hidden = "hidden" in needs or ("lora_A" in needs and r > 0)
         need_lora_B = "lora_B" in needs and r > 0
-        wide = empty(n, width) if need_hidden else None
+        wide = floats(n, width) if need_hidden else None
         rounded = round_weight and self.bf16 and self.extra == 0
         weight_dtype = torch.bfloat16 if rounded else torch.float32
-        weight = empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
-        bias = empty(n_vocab) if "bias" in needs else None
+        weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
+        bias = floats(n_vocab) if "bias" in needs else None
         other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
         native.extension().head_backward(
             self._head(need_hidden),
@@ -211,12 +213,12 @@ class HeadCall:
         d_A = d_B = None
         if "lora_A" in needs and self.options.lora_A is not None:
             if wide is None:
-                d_A = torch.zeros(self.options.lora_A.shape)
+                d_A = torch.zeros_like(self.options.lora_A, dtype=torch.float32)
             else:
                 d_A = self._down(wide).mul_(self.options.lora_scale).T @ self.hidden[self.rows].float()
         if "lora_B" in needs and self.options.lora_B is not None:
             if weight is None or not need_lora_B:
-                d_B = torch.zeros(self.options.lora_B.shape)
+                d_B = torch.zeros_like(self.options.lora_B, dtype=torch.float32)
             else:
                 d_B = weight[:, H : H + r] + weight[:, H + r : H + 2 * r] if self.bf16 else weight[:, H : H + r]
         return Gradients(
@@ -261,7 +263,7 @@ def results(gradients: Gradients, rows: Tensor, inputs: tuple[Tensor | None, ...
     made = []
     for name, x, g in zip(HeadGrads.names, inputs, gradients, strict=True):
         if x is None or g is None:
-            made.append(torch.empty(0))
+            made.append(floats(0))
         elif name == "hidden":
             made.append(scatter(rows, g.to(x.dtype), x.shape[0]))
         else:
@@ -269,4 +271,4 @@ def results(gradients: Gradients, rows: Tensor, inputs: tuple[Tensor | None, ...
     return tuple(made)
 
 
-__all__ = ["STATISTICS", "HeadCall", "active_rows", "results", "scatter", "unsupported"]
+__all__ = ["STATISTICS", "HeadCall", "active_rows", "floats", "results", "scatter", "unsupported"]

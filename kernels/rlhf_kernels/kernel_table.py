@@ -106,7 +106,7 @@ def read(path: Path, ops: Collection[str], *, isa: str | None = None) -> KernelT
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # of which a text that is no UTF-8 is one
+    except (OSError, ValueError, RecursionError) as error:  # a text that is no UTF-8 is a ValueError
         raise KernelTableError(f"expected a JSON file, got {type(error).__name__}") from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
@@ -161,4 +161,4 @@ def _entry(place: int, given: Any, ops: Collection[str]) -> Entry:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and 0 < value < 1e12  # refuses NaN, and integers that no float holds

@@ -17,18 +17,16 @@ Rows that are not kept (ignored target) may hold anything, NaN included: they gi
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 2**22
 OUTPUTS = ("logprob", "entropy", "lse", "is_top1", "mean_logit", "log_sum_sq_prob")
-_F = TypeVar("_F", bound=Callable)
 
 
 class HeadLora(NamedTuple):
@@ -230,17 +228,6 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 def widest(hidden: Tensor, weight: Tensor) -> Tensor:
     """The one whose dtype decides which backend can serve: fp64 on either side makes the sums fp64."""
     return weight if weight.dtype == torch.float64 else hidden
-
-
-def without_autocast(function: _F) -> _F:
-    """Run `function` with autocast off; inside an op's body it would round fp32 products to bf16."""
-
-    @functools.wraps(function)
-    def run(first, *args, **kwargs):
-        with torch.autocast(device_type=first.device.type, enabled=False):
-            return function(first, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 def target_slope(z: Tensor, divisor: float | Tensor, options: HeadOptions) -> Tensor | float:

@@ -8,10 +8,10 @@ rows or by a measurement of the moment. There, in this order:
 
     1. the choice of the checkpoint that a run resumed from (`begin_run`)
     2. the kernel table, made by the benchmark (`kernel_table`)
-    3. the first of `cpu`, `reference` that serves; for a product of whole weights, which may be anyone's, `reference`
+    3. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
 
-The table is the one in the package, or the one that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names. `report` says what
-`auto` decides and why. A backend asked for by name never falls back: if it cannot serve the call,
+The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
+op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never falls back: if it cannot serve the call,
 `BackendUnavailableError` says why and names what could.
 """
 
@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import operator
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -136,6 +137,8 @@ def _require(op: str, backend: str, device_type: str, dtype: torch.dtype, asked:
 
 # ---- what `auto` decides ---------------------------------------------------------------------------------------------
 
+_lock = threading.RLock()
+"""Held while a choice is made, and while what choices depend on changes."""
 _AUTO_CHOICE: dict[tuple[str, str, torch.dtype, Shape, str | None], str] = {}
 _held: dict[tuple[str, str, Shape], str] = {}
 """Choices of the checkpoint that the run resumed from."""
@@ -152,11 +155,13 @@ class _Decision(NamedTuple):
 def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str | None) -> str:
     """isa: of the process, named so that another one is decided for anew."""
     key = (op, device_type, dtype, shape, isa)
-    if key not in _AUTO_CHOICE:
-        _AUTO_CHOICE[key] = _decide(op, device_type, dtype, shape).backend
-        if device_type == "cpu":
-            _decided[op, _name(dtype), shape] = _AUTO_CHOICE[key]
-    return _AUTO_CHOICE[key]
+    backend = _AUTO_CHOICE.get(key)
+    if backend is None:
+        with _lock:
+            backend = _AUTO_CHOICE[key] = _decide(op, device_type, dtype, shape).backend
+            if device_type == "cpu":
+                _decided[op, _name(dtype), shape] = backend
+    return backend
 
 
 def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Decision:
@@ -193,14 +198,22 @@ def begin_run(choices: Iterable[Choice] = ()) -> None:
     Raises:
         BackendUnavailableError: one of them cannot serve here, and `auto` stands for no backend. Nothing has changed.
     """
-    held = {(c.op, c.dtype, c.shape): c.backend for c in choices if c.op in _IMPLEMENTATIONS}
+    held = {(c.op, c.dtype, c.shape): c.backend for c in choices if c.op in _IMPLEMENTATIONS}  # others are gone
     for (op, dtype, _), backend in held.items() if _default_backend == "auto" else ():
         _check_name(backend)
         _require(op, backend, "cpu", getattr(torch, dtype), f"{backend!r}, the choice of the run's checkpoint,")
-    for kept in (_held, _decided):
-        kept.clear()
-        kept.update(held)
-    _AUTO_CHOICE.clear()
+    with _lock:
+        for kept in (_held, _decided):
+            kept.clear()
+            kept.update(held)
+        _AUTO_CHOICE.clear()
+
+
+def take_over(choices: Iterable[Choice]) -> None:
+    """Count among this run's choices, for its checkpoints, what `auto` decided in a process that works for it."""
+    with _lock:
+        for c in choices:
+            _decided.setdefault((c.op, c.dtype, c.shape), c.backend)
 
 
 def choices() -> list[Choice]:
@@ -239,10 +252,13 @@ def table() -> KernelTable:
 
 def _named(argument: str, path: Path) -> KernelTable:
     try:
-        return read(path, ops(), isa=native.isa())
+        found = read(path, ops(), isa=native.isa())
     except KernelTableError as error:
         warnings.warn(f"{argument}: {path} is ignored: {error}", stacklevel=3)
         return _committed()
+    known = {(e.op, e.isa, e.dtype) for e in found.entries}
+    others = tuple(e for e in _committed().entries if (e.op, e.isa, e.dtype) not in known)
+    return replace(found, entries=found.entries + others)
 
 
 def _committed() -> KernelTable:
@@ -262,14 +278,16 @@ def use_table(path: str | os.PathLike[str]) -> Iterator[None]:
         ValueError: there is no such file.
     """
     global _table
-    previous = table()
-    _table = _named("path", _require_file("path", path))
-    _AUTO_CHOICE.clear()
+    previous, named = table(), _named("path", _require_file("path", path))
+    with _lock:
+        _table = named
+        _AUTO_CHOICE.clear()
     try:
         yield
     finally:
-        _table = previous
-        _AUTO_CHOICE.clear()
+        with _lock:
+            _table = previous
+            _AUTO_CHOICE.clear()
 
 
 # ---- reports and the default -----------------------------------------------------------------------------------------

@@ -37,15 +37,23 @@ class Generator:
         self._drawer: OrderDrawer | None = None
         self._threads: int | None = None
 
-    def build(self, config: Mapping[str, Any], frozen: Mapping[str, str], threads: int | None) -> tuple[int, str]:
+    def build(
+        self,
+        config: Mapping[str, Any],
+        frozen: Mapping[str, str],
+        threads: int | None,
+        kernels: Sequence[tuple[Any, ...]],
+    ) -> tuple[int, str]:
         """Load the model of a TrainConfig's values; returns process id and host.
 
-        frozen: the learner's `frozen_digests`. threads: of the CPU. Raises ConfigError where weights differ.
+        frozen: the learner's `frozen_digests`. threads: of the CPU. kernels: values of the run's `Choice`s so far.
+        Raises ConfigError where weights differ, BackendUnavailableError where a chosen kernel cannot serve here.
         """
         options = TrainConfig(**config)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         registry.set_default_backend(options.kernels)
+        registry.begin_run(registry.Choice(*values) for values in kernels)
         keep_freed_memory()
         self._threads = threads
         self._use_threads()
@@ -66,7 +74,7 @@ class Generator:
         return digest
 
     def draw(self, order: Mapping[str, Any], keep: Sequence[int]) -> dict[str, Any]:
-        """Answers, the seconds they took, and the digest of the policy that drew them.
+        """Answers, the seconds they took, the digest of the policy that drew them, and the kernels chosen so far.
 
         keep: versions that are still needed. Raises EngineError for a policy that never arrived.
         """
@@ -79,7 +87,8 @@ class Generator:
         wanted = wire.unpack_order(order)
         answers = wire.pack_answers(self._drawer(wanted))
         seconds = time.perf_counter() - began
-        return {"answers": answers, "seconds": seconds, "digest": self._digests[wanted.version]}
+        kernels = [tuple(choice) for choice in registry.choices()]
+        return {"answers": answers, "seconds": seconds, "digest": self._digests[wanted.version], "kernels": kernels}
 
     def beat(self) -> float:
         """Seconds since it was last seen at work."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+from rlhf_kernels import registry
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.integrations.ray_generator import Generator
@@ -132,6 +133,7 @@ class RayTransport:
                 if values["digest"] != digest:
                     return self._lose(found, EngineError(f"{worker} has drawn {order.name} by another policy"))
                 found.order = None
+                registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
                 answered = wire.unpack_answers(values["answers"], self._device)
                 return Drawn(worker=worker, order=order, answered=answered, seconds=values["seconds"])
 
@@ -191,7 +193,8 @@ class RayTransport:
                 self._send(worker, version)
             return self._join_if_complete(worker)
 
-        self._ask(worker, "build", self._config, self._frozen, self._room.threads, then=built)
+        kernels = [tuple(choice) for choice in registry.choices()]
+        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, then=built)
         return worker
 
     def _send(self, worker: _Worker, version: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_kernels import registry
 
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
@@ -100,7 +101,7 @@ class Stub:
     def __init__(self, number: int) -> None:
         self.number, self.held, self.kept = number, {}, []
 
-    def build(self, config, frozen, threads):
+    def build(self, config, frozen, threads, kernels):
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
@@ -111,7 +112,8 @@ class Stub:
         self.kept.append(keep)
         wanted = wire.unpack_order(order)
         digest = self.held[wanted.version]
-        return {"answers": wire.pack_answers(answered(wanted)), "seconds": 0.1, "digest": digest}
+        kernels = [("gae", "float32", (self.number + 1,), "reference")]
+        return {"answers": wire.pack_answers(answered(wanted)), "seconds": 0.1, "digest": digest, "kernels": kernels}
 
     def beat(self):
         return 0.0
@@ -246,7 +248,7 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_a_base_that_differs_is_not_tried_again(monkeypatch):
     class Other(Stub):
-        def build(self, config, frozen, threads):
+        def build(self, config, frozen, threads, kernels):
             wire.require_same_frozen({"backbone base": "other"}, {"backbone base": "learner"})
 
     ray, transport = transport_of(monkeypatch, Other, generators=1, restarts=3)
@@ -260,9 +262,9 @@ def test_a_base_that_differs_is_not_tried_again(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_does_not_come_up_is_given_up(monkeypatch):
     class Slow(Stub):
-        def build(self, config, frozen, threads):
+        def build(self, config, frozen, threads, kernels):
             time.sleep(0 if self.number else 1.5)
-            return super().build(config, frozen, threads)
+            return super().build(config, frozen, threads, kernels)
 
     monkeypatch.setattr(ray_transport, "_START", 0.3)
     _, transport = transport_of(monkeypatch, Slow, generators=1, restarts=1, timeout=0.3)
@@ -342,7 +344,7 @@ def config(tmp_path_factory):
 def generator(config) -> Generator:
     found = Generator()
     threads = torch.get_num_threads()
-    found.build(config.to_dict(), wire.frozen_digests(build_generator_model(config)), threads)
+    found.build(config.to_dict(), wire.frozen_digests(build_generator_model(config)), threads, [])
     return found
 
 
@@ -376,7 +378,28 @@ def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
-        Generator().build(other.to_dict(), wire.frozen_digests(build_generator_model(config)), None)
+        Generator().build(other.to_dict(), wire.frozen_digests(build_generator_model(config)), None, [])
+
+
+def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
+    found, frozen = Generator(), wire.frozen_digests(build_generator_model(config))
+    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")])
+    assert ("sample", "float32", (64,), "reference") in registry.choices()
+    found.hold(*adapter(config, 0))
+    drawn = found.draw(wire.pack_order(make_orders(0, 0, 1)[0]), [0])
+    assert drawn["kernels"] == [tuple(choice) for choice in registry.choices()]
+    assert len(drawn["kernels"]) > 1
+    registry.begin_run()
+
+
+def test_what_generators_chose_goes_into_the_learner_s_checkpoints(monkeypatch):
+    registry.begin_run()
+    _, transport = transport_of(monkeypatch, Stub, generators=1)
+    scheduler = scheduler_of(transport, 3)
+    learn(scheduler, range(3))
+    scheduler.close()
+    assert registry.choices() == [("gae", "float32", (1,), "reference")]
+    registry.begin_run()
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

@@ -103,11 +103,16 @@ void check_packed(const Array& dy, const Array& w, const Array& dx, int threads,
     const std::unique_ptr<void, decltype(&std::free)> packed(std::aligned_alloc(64, bytes), std::free);
     const Array other(N, K, dx.stride - K, dx.type);
     linear_pack(w.from(0), packed.get(), K, M, threads);
-    require(linear_is_packed(w.from(0), packed.get(), K, M), "a packed weight", where);
     linear_input_gradient(dy.from(0), w.from(0), packed.get(), other.from(0), N, K, M, threads);
     require(other.has_bits_of(dx, 0, N), "dx of a packed weight", where);
-    static_cast<char*>(packed.get())[0] ^= 1;
-    require(!linear_is_packed(w.from(0), packed.get(), K, M), "a packed weight that has changed", where);
+    const uint64_t before = linear_fingerprint(w.from(0), K, M, threads);
+    require(before == linear_fingerprint(w.from(0), K, M, 1), "a fingerprint by other threads", where);
+    for (int64_t i : {int64_t(0), (M * K - 1) / 2, M * K - 1}) {
+        char* element = static_cast<char*>(w.memory.get()) + (i / K * w.stride + i % K) * (w.type == Type::float32 ? 4 : 2);
+        *element ^= 1;
+        require(before != linear_fingerprint(w.from(0), K, M, threads), "the fingerprint of a changed weight", where);
+        *element ^= 1;
+    }
 }
 
 void check_values(const std::string& isa, int64_t N, int64_t K, int64_t M, Type type, int threads) {

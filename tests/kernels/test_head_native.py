@@ -1,12 +1,13 @@
 """The native sweeps of the vocabulary on every instruction set of this machine: accuracy, independence, memory."""
 
+import math
 import resource
 import subprocess
 import sys
 
 import pytest
 import torch
-from rlhf_kernels import native
+from rlhf_kernels import native, sample
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
@@ -139,8 +140,6 @@ def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
 
 @pytest.mark.parametrize("vocab", [32001, 50264])
 def test_large_ragged_vocabulary(isa, vocab):
-    if isa == "portable":
-        pytest.skip("takes seconds on the portable path, and nothing there depends on V beyond the last block")
     hidden, weight, target = make(40, 64, vocab, dtype=torch.bfloat16)
     out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"), backend="cpu")
     exact = eager(hidden.double(), weight.double(), target)
@@ -423,3 +422,64 @@ def test_pair_does_not_round_the_wider_side(isa):
     pair = linear_logprob_pair(hidden, other, weight, target, backend="cpu")
     exact = eager(other.double(), weight.double(), target)["logprob"]
     torch.testing.assert_close(pair.logprob_r.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+# ---- what surrounds a call -------------------------------------------------------------------------------------------
+
+
+def every_head(hidden, weight, target, lora):
+    """Outputs of all ops that sweep the vocabulary, and the gradients of two."""
+    hidden = hidden.detach().requires_grad_()
+    ones = torch.ones(hidden.shape[0], dtype=torch.float32)
+    options = {"lora": lora, "backend": "cpu"}
+    single = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"), **options)
+    frozen = HeadLora(lora.A.detach(), lora.B.detach(), lora.scale)
+    pair = linear_logprob_pair(hidden, hidden.detach() + 1, weight, target, lora=frozen, backend="cpu")
+    loss = linear_ppo_loss(hidden, weight, target, -ones, ones, ones, denom=ones.sum(), **options)
+    rows = torch.arange(hidden.shape[0])
+    wanted = ("token", "logprob", "entropy")
+    with torch.no_grad():
+        drawn = sample(hidden, weight, seed=rows, position=rows, outputs=wanted, **options)
+    gradients = torch.autograd.grad(single.logprob.sum() + pair.kl.sum() + loss.loss, [hidden, lora.A, lora.B])
+    found = [single.logprob, single.entropy, pair.logprob_a, pair.kl, loss.logprob, drawn.logprob, drawn.entropy]
+    return [x.detach() for x in (*found, loss.loss, drawn.token, *gradients)]
+
+
+@pytest.mark.parametrize("around", ["default dtype", "autocast"])
+def test_what_surrounds_a_call_changes_no_bit(isa, around):
+    hidden, weight, target = make(9, 40, 100)
+    lora = HeadLora(torch.randn(4, 40, requires_grad=True), torch.randn(100, 4, requires_grad=True), 0.5)
+    plain = every_head(hidden, weight, target, lora)
+    if around == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            found = every_head(hidden, weight, target, lora)
+    else:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            found = every_head(hidden, weight, target, lora)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for a, b in zip(plain, found, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_depth_every_word_is_equally_likely(isa, dtype):
+    for _ in range(3):
+        torch.full((4, 32), 7.0)  # memory that is not zero
+        out = linear_logprob(
+            torch.zeros(4, 0, dtype=dtype), torch.zeros(32, 0, dtype=dtype), torch.arange(4), backend="cpu"
+        )
+        assert torch.allclose(out.logprob, torch.full((4,), -math.log(32)))
+
+
+def test_outputs_without_gradient_cost_the_loss_no_memory():
+    hidden, weight, target = make(4, 64, 4096)
+    weight.requires_grad_()
+    ones = torch.ones(4)
+    loss = linear_ppo_loss(hidden, weight, target, -ones, ones, ones, denom=torch.tensor(4.0), backend="cpu").loss
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+        loss.backward()
+    large = [e for e in p.events() if e.self_cpu_memory_usage >= weight.numel() * 4]
+    assert len(large) <= 1, large  # the gradient times that of the loss

@@ -106,6 +106,11 @@ DAMAGED = {
     "no times": ({"ms": {}}, r"entries\[0\]: expected the name of a set and times"),
     "one time": ({"ms": {"a": {"cpu": 1.0}}}, r"entries\[0\].ms\['a'\]: expected a time for each of"),
     "a time of nothing": ({"ms": {"a": {"cpu": 0, "reference": 1}}}, r"entries\[0\].ms\['a'\]: expected a time"),
+    "a time no float holds": (
+        {"ms": {"a": {"cpu": 10**400, "reference": 1}}},
+        r"entries\[0\].ms\['a'\]: expected a time",
+    ),
+    "nested without end": ("[" * 100_000, "expected a JSON file, got RecursionError"),
     "another set": ({"isa": "another"}, rf"isa: expected entries for {ISA}, got \['another'\]"),
 }
 
@@ -134,6 +139,17 @@ def test_a_damaged_or_foreign_table_is_ignored_in_one_line(name, tmp_path):
     (line,) = (str(w.message) for w in caught)
     assert line.startswith(f"path: {path} is ignored: ")
     assert "\n" not in line
+
+
+def test_what_a_named_table_leaves_out_the_package_s_own_decides(tmp_path):
+    own = kernel_table.read(kernel_table.COMMITTED, registry.ops())
+    with registry.use_table(written(tmp_path, entry())):
+        found = registry.table().entries
+    named = [e for e in found if (e.op, e.isa, e.dtype) == ("gae", ISA, "float32")]
+    assert named == [entry()]
+    assert [e for e in found if e not in named] == [
+        e for e in own.entries if (e.op, e.isa, e.dtype) != ("gae", ISA, "float32")
+    ]
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path):

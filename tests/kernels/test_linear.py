@@ -1,6 +1,9 @@
 """`linear`: against float64 on every set, bits of a row in any company, hostile memory, gradients, bad input."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -258,7 +261,7 @@ def test_copies_stay_within_their_budget(keep):
 
 
 @needs_native
-@pytest.mark.parametrize("change", ["in place", "through data", "another tensor"])
+@pytest.mark.parametrize("change", ["in place", "through data", "one element through data", "another tensor"])
 def test_a_changed_weight_is_packed_anew(keep, change):
     _, weight, _, dy = make(8, 64, 48, FP32)
     for _ in range(3):
@@ -267,6 +270,8 @@ def test_a_changed_weight_is_packed_anew(keep, change):
         weight[7, 9] += 1.0
     elif change == "through data":
         weight.data.add_(1.0)
+    elif change == "one element through data":
+        weight.data[47, 63] += 1.0
     else:
         weight = weight + 1.0
     for _ in range(3):
@@ -284,27 +289,88 @@ def test_a_copy_goes_with_its_weight_and_trained_ones_have_none(keep):
         cpu.input_gradient(dy, torch.zeros(48, 64, requires_grad=True))
     cpu.input_gradient(dy, torch.zeros(48, 64))  # whoever comes next makes room
     assert packed.held() == 0
-    with torch.inference_mode():
-        inference = torch.zeros(48, 64)
-        for _ in range(3):
-            cpu.input_gradient(dy, inference)
-    assert packed.held() == 0
 
 
 @needs_native
-def test_a_sample_of_every_part_of_a_copy_is_compared(keep):
-    """What a write through Tensor.data changes as a whole is seen wherever it lies."""
-    _, weight, _, dy = make(8, 640, 640, FP32)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_merging_an_adapter_as_peft_does_packs_anew(keep, isa, dtype):
+    """A small delta moves a few of the elements in bf16, and `Tensor.data` counts no change."""
+    _, weight, _, dy = make(8, 256, 256, dtype)
     for _ in range(2):
         cpu.input_gradient(dy, weight)
-    for rows, columns in itertools.product(range(0, 640, 160), repeat=2):
-        weight.data[rows : rows + 160, columns : columns + 160] += 1.0
+    for _ in range(20):
+        before = weight.clone()
+        weight.data += (1e-4 * torch.randn(256, 256)).to(dtype)
+        assert not torch.equal(before, weight)
         assert torch.equal(cpu.input_gradient(dy, weight), cpu.input_gradient(dy, weight.clone()))
 
 
-def test_a_bad_budget(monkeypatch):
+def test_a_bad_budget():
     with pytest.raises(ValueError, match="bytes_: expected a number from 0 on or None, got -1"):
         packed.set_budget(-1)
-    monkeypatch.setenv(packed.ENVIRONMENT_VARIABLE, "much")
-    with pytest.raises(ValueError, match=f"{packed.ENVIRONMENT_VARIABLE}: expected a number of MiB from 0 on, got 'mu"):
-        packed.budget()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "budget 268435456"), ("3", "budget 3145728"), ("256M", "got '256M'")]
+)
+def test_the_budget_of_the_environment_is_read_at_import(text, expected):
+    code = "from rlhf_kernels.linear import packed; print('budget', packed.budget())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, packed.ENVIRONMENT_VARIABLE: text},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert expected in run.stdout + run.stderr
+    assert (run.returncode == 0) == expected.startswith("budget")
+
+
+@pytest.mark.parametrize("power", [-128, -133])
+def test_results_below_the_smallest_normal_number_stay(isa, power):
+    """But a CPU's own products of bf16 take them for 0."""
+    x = torch.full((3, 32), 2.0**-65, dtype=BF16)
+    weight = torch.full((48, 32), 2.0 ** (power + 60), dtype=BF16)
+    expected = torch.full((3, 48), 0.0 if native.multiplies_bf16() else 2.0**power).to(BF16)
+    assert torch.equal(cpu.forward(x, weight, None), expected)
+    assert torch.equal(cpu.forward(x.float(), weight.float(), None), torch.full((3, 48), 2.0**power))
+
+
+# ---- how it is called ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", ["every other", "expanded"])
+def test_a_bias_of_any_stride(isa, bias):
+    x, weight, _, _ = make(6, 33, 96, FP32)
+    b = torch.randn(192)[::2] if bias == "every other" else torch.randn(1).expand(96)
+    assert torch.equal(linear(x, weight, b, backend="cpu"), linear(x, weight, b.contiguous(), backend="cpu"))
+    assert torch.allclose(linear(x, weight, b, backend="cpu"), F.linear(x, weight, b), atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["meta tensors", "a default that has no linear", "torch.func"])
+def test_torch_s_linear_serves_where_the_own_one_cannot(how):
+    x, weight, bias, _ = make(6, 33, 96, FP32)
+    if how == "meta tensors":
+        assert linear(x.to("meta"), weight.to("meta")).shape == (6, 96)
+    elif how == "torch.func":
+        found = torch.func.grad(lambda x: linear(x, weight, bias).square().sum())(x)
+        assert torch.equal(found, torch.func.grad(lambda x: F.linear(x, weight, bias).square().sum())(x))
+    else:
+        with registry.use_backend("triton"):
+            assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "named"), [([1.0, 2.0], torch.ones(3, 2), "x"), (torch.ones(2), None, "weight")]
+)
+def test_what_is_no_tensor_is_refused_by_name(x, weight, named):
+    with pytest.raises(TypeError, match=f"^{named}: expected a tensor, got"):
+        linear(x, weight)
+
+
+def test_there_is_no_second_derivative():
+    x, weight, bias, _ = make(6, 33, 96, FP32)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(linear(x, weight, bias, backend="cpu").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear has no second derivative"):
+        dx.square().sum().backward()

@@ -322,14 +322,21 @@ def test_autocast_does_not_change_a_bit():
     assert torch.equal(cast_grad, torch.autograd.grad(plain.sum(), hidden)[0])
 
 
+@pytest.fixture
+def no_packed_copies():
+    """A kept copy of W is as large as dW."""
+    packed.set_budget(0)
+    yield
+    packed.set_budget(None)
+
+
 def _largest_allocation(function) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
         function()
     return max(event.self_cpu_memory_usage for event in p.events())
 
 
-def test_frozen_weight_has_no_dw_and_logits_never_exist(monkeypatch):
-    monkeypatch.setenv(packed.ENVIRONMENT_VARIABLE, "0")  # a kept copy of W is as large as dW
+def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
     hidden, weight, target = make(4, 512, 1024, requires_grad=True)  # dW: 2 MiB, one tile: 16 KiB
     frozen = weight.detach()
     size = weight.numel() * 4

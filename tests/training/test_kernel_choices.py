@@ -18,6 +18,7 @@ from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config, write_model
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
+ISAS = native.isas() if native.missing() is None else []
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,31 @@ def test_a_resumed_run_keeps_its_kernels_though_the_table_is_another(model, tabl
         parts = run(RlTrainer(config), 2)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
     assert chosen(tmp_path / "parts" / "checkpoint-4") == chosen(tmp_path / "whole" / "checkpoint-4")
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="of no other set has the package's table every op")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_by_the_package_s_table_goes_on_to_the_same_floats(model, tmp_path, dtype):
+    """A user of a CPU with AVX2 gets these kernels from `auto`; the rest of the suite empties the table."""
+
+    def steps(name: str, n: int, **changes: str) -> list[torch.Tensor]:
+        return run(RlTrainer(train_config(model, tmp_path / name, dtype=dtype, **changes)), n)
+
+    with native.use_isa("avx2"), registry.use_table(kernel_table.COMMITTED):
+        whole = steps("whole", 4)
+        steps("parts", 2)
+        parts = steps("parts", 2, resume_from_checkpoint="auto")
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    table = kernel_table.read(kernel_table.COMMITTED, registry.ops())
+    content = (tmp_path / "parts" / "checkpoint-2" / "kernels.json").read_text()
+    kept = json.loads(content)
+    assert {"linear", "lora", "decode_step", "linear_ppo_loss", "gae"} <= {choice["op"] for choice in kept}
+    for choice in kept:
+        entry = table.find(choice["op"], "avx2", choice["dtype"], choice["shape"])
+        assert entry is not None, choice
+        assert choice["backend"] == entry.backend, choice
+    for later in ("parts", "whole"):
+        assert (tmp_path / later / "checkpoint-4" / "kernels.json").read_text() == content
 
 
 def test_a_new_run_does_not_take_over_another_s_kernels(model, table, tmp_path):

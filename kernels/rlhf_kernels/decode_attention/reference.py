@@ -7,11 +7,10 @@ value would still be NaN, so values are cleaned too. That is a copy, which `_att
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
+
+from .. import autocast
 
 # Up to this many features per position, one GEMM with all cache heads side by side beats a copy per head.
 _PACKED_FEATURES = 256
@@ -44,7 +43,7 @@ def forward(
         unused &= limit > 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.reshape(n, n_kv, n_heads // n_kv, d).to(dtype) * scale
-    with _no_autocast(q):
+    with autocast.off(q):
         out = None
         if on_cpu and n_kv * d <= _PACKED_FEATURES and k.stride(2) == v.stride(2) == d:  # heads side by side
             out = _attend_packed(grouped, k.to(dtype), v.to(dtype), unused, softcap)
@@ -114,10 +113,3 @@ def _gather(
     if after - first == 1:
         return k_cache[:, lo:hi].index_select(0, table[:, 0]), v_cache[:, lo:hi].index_select(0, table[:, 0])
     return k_cache[table].flatten(1, 2)[:, lo:hi], v_cache[table].flatten(1, 2)[:, lo:hi]
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast would round the fp32 products in here to half precision."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import autocast
 from ..block.reference import rotary
 from ..decode_attention.reference import forward as attention
-from ..lora.reference import compute_dtype, no_autocast
+from ..lora.reference import compute_dtype
 from .model import Decoder, DecoderLayer, StepAdapter, check_caches
 
 
@@ -72,7 +73,7 @@ _Rows = list[tuple[StepAdapter, Tensor]]  # a slot and the rows that carry it
 
 def _linear(x: Tensor, layer: DecoderLayer, name: str, i: int, rows: _Rows) -> Tensor:
     projection = getattr(layer, name)
-    with no_autocast(x):
+    with autocast.off(x):
         y = F.linear(x, projection.weight, projection.bias)
         for adapter, index in rows:
             if name in adapter.pairs[i] and index.numel():

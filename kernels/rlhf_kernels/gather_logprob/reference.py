@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob.reference import tile_grad, tile_stats
 from ..logits import (
     OUTPUTS,
@@ -16,7 +17,6 @@ from ..logits import (
     row_chunks,
     split_target,
     temperature_column,
-    without_autocast,
 )
 
 

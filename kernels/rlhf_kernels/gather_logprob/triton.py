@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob.triton_kernels import FIELDS, load_divisor, load_row, store_state
 from ..linear_logprob.triton_sweep import RowGrads, finish
-from ..logits import OUTPUTS, accumulation_dtype, split_target, temperature_column, without_autocast
+from ..logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
 from ..logits_triton import joined, tile_grad, tile_state
 from ..triton_support import INTERPRETED, AotCase
 

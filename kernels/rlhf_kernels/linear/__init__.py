@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kernels import eager, registry
+from rlhf_kernels import autocast, eager, registry
 from rlhf_kernels.linear import native, reference
 
 __all__ = ["linear", "product_for"]
@@ -88,20 +88,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         y [.., M] of x's dtype.
 
     Raises:
-        TypeError: a tensor is not of x's floating dtype.
-        ValueError: shapes or devices do not fit.
+        TypeError: x is no floating tensor, or another tensor is not of its dtype and device.
+        ValueError: shapes do not fit.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        half = torch.get_autocast_dtype(x.device.type)  # what autocast does to F.linear, where autograd sees it
-        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    x, weight, bias = autocast.as_for_linear(x, weight, bias)
     check(x, weight, bias)
-    chosen = registry.resolve("linear", backend, x, weight.shape)
+    chosen = _resolve(x, weight, backend)
     return F.linear(x, weight, bias) if chosen == "reference" else _op(x, weight, bias, chosen)
 
 
 def product_for(x: Tensor, weight: Tensor) -> Any:
     """The implementation that `auto` takes for such tensors: `forward`, `input_gradient`, `weight_gradient`."""
-    return registry.implementation("linear", registry.resolve("linear", "auto", x, weight.shape))
+    return registry.implementation("linear", _resolve(x, weight, "auto"))
+
+
+def _resolve(x: Tensor, weight: Tensor, backend: str) -> str:
+    """The backend of a call; a process-wide default that has no linear, as `triton`, leaves linears to torch."""
+    if backend == "auto" and (registry.default_backend() not in ("auto", "cpu") or eager.is_transformed()):
+        return "reference"  # torch.func has no rules for custom ops
+    return registry.resolve("linear", backend, x, weight.shape)
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

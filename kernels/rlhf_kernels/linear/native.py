@@ -30,7 +30,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (M, K), dtype = weight.shape, x.dtype
     y = x.new_empty((*x.shape[:-1], M))
     rows, W = _rows(x), _unit_inner_stride(weight)
-    b = 0 if bias is None else native.dense("bias", bias.contiguous(), dtype)
+    bias = None if bias is None else bias.contiguous()  # held while its address is read
+    b = 0 if bias is None else native.dense("bias", bias, dtype)
     native.extension().linear_forward(
         _TYPES[dtype], *native.rows("x", rows, dtype), *native.rows("weight", W, dtype), b, y.data_ptr(), M,
         rows.shape[0], K, M, native.threads(),

@@ -5,8 +5,8 @@ vectors. The copy is made per call, or once per weight while all copies fit in a
 
 A copy is kept from a weight's second dx on: tensors of one call never have one. Copies whose weight's memory is gone
 are dropped when a new weight is met. A copy is made anew once the weight has changed. torch counts changes in place
-(`Tensor._version`), except those through `Tensor.data`; for them a sample of 64 elements is compared at each use.
-`forget` drops all copies, which a change of single elements through `Tensor.data` needs.
+(`Tensor._version`), but not those through `Tensor.data`, by which PEFT merges. So each use reads the whole weight and
+compares a fingerprint of its bits, which any change of one element changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Key = tuple[int, torch.dtype, int, tuple[int, ...], str | None]
 @dataclasses.dataclass(slots=True)
 class _Entry:
     storage: StorageWeakRef
-    version: int
+    fingerprint: int
     tiles: Tensor | None
     """[bytes], or None after a weight's first call."""
 
@@ -42,18 +42,22 @@ _lock = threading.Lock()
 _limit: int | None = None
 
 
-def budget() -> int:
-    """Bytes that all kept copies may have together: as `set_budget` said, else by the environment variable.
-
-    Raises:
-        ValueError: the environment variable holds anything but a number of MiB.
-    """
-    if _limit is not None:
-        return _limit
-    text = os.environ.get(ENVIRONMENT_VARIABLE, str(DEFAULT_MIB))
+def _from_environment() -> int:
+    """The budget that the environment variable names, in bytes; the default if it is empty or not there."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE) or str(DEFAULT_MIB)
     if not text.isdecimal():
         raise ValueError(f"{ENVIRONMENT_VARIABLE}: expected a number of MiB from 0 on, got {text!r}")
     return int(text) * 2**20
+
+
+_environment_limit = _from_environment()
+
+
+def budget() -> int:
+    """Bytes that all kept copies may have together: those of `set_budget`, else of the environment variable."""
+    if _limit is not None:
+        return _limit
+    return _environment_limit
 
 
 def set_budget(bytes_: int | None) -> None:
@@ -111,7 +115,7 @@ def of(weight: Tensor, type_: int, address: int, stride: int) -> Tensor | None:
         address: of its first element.
         stride: of its rows, in elements.
     """
-    if weight.requires_grad or weight.is_inference():  # inference tensors count no changes
+    if weight.requires_grad:
         return None
     limit = budget()
     if limit == 0:
@@ -124,20 +128,16 @@ def of(weight: Tensor, type_: int, address: int, stride: int) -> Tensor | None:
         if entry is None or entry.storage.expired():
             for dead in [k for k, e in _kept.items() if e.storage.expired()]:
                 del _kept[dead]
-            _kept[key] = _Entry(StorageWeakRef(weight.untyped_storage()), weight._version, None)
+            _kept[key] = _Entry(StorageWeakRef(weight.untyped_storage()), 0, None)
             return None
-        if (
-            entry.tiles is not None
-            and entry.version == weight._version
-            and extension.linear_is_packed(type_, address, stride, entry.tiles.data_ptr(), K, M)
-        ):
-            return entry.tiles
-        entry.version = weight._version
         needed = size(weight.dtype, K, M)
         if entry.tiles is None and (needed == 0 or _held() + needed > limit):
             return None
-        entry.tiles = torch.empty(needed, dtype=torch.uint8)  # another thread may still read the former copy
-        extension.linear_pack(type_, address, stride, entry.tiles.data_ptr(), K, M, native.threads())
+        fingerprint = extension.linear_fingerprint(type_, address, stride, K, M, native.threads())
+        if entry.tiles is None or entry.fingerprint != fingerprint:
+            # new memory: another thread may still read the former copy
+            entry.tiles, entry.fingerprint = torch.empty(needed, dtype=torch.uint8), fingerprint
+            extension.linear_pack(type_, address, stride, entry.tiles.data_ptr(), K, M, native.threads())
         return entry.tiles
 
 

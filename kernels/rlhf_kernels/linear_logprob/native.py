@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..head_native import HeadCall, active_rows, results, scatter, unsupported
+from ..autocast import without_autocast
+from ..head_native import HeadCall, active_rows, floats, results, scatter, unsupported
 from ..logits import (
     OUTPUTS,
     HeadGrads,
@@ -23,6 +24,7 @@ from ..logits import (
 __all__ = ["backward", "forward", "unsupported"]
 
 
+@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -39,11 +41,11 @@ def forward(
     call = HeadCall(hidden, weight, index, options, rows)
     made = call.forward({"logprob", "lse", *outputs.split(",")}, expected=ahead)
     return tuple(
-        scatter(rows, made[name], hidden.shape[0]) if name in made else torch.empty(0)
-        for name in (*OUTPUTS, "expected")
+        scatter(rows, made[name], hidden.shape[0]) if name in made else floats(0) for name in (*OUTPUTS, "expected")
     )
 
 
+@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,
@@ -62,7 +64,7 @@ def backward(
     d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob = grads
     if needs == "hidden" and saved.expected.dim() == 2 and d_entropy is d_mean_logit is d_log_sum_sq_prob is None:
         d_hidden = logprob_hidden_grad(weight, index, keep, options, saved, d_logprob, d_lse)
-        return (d_hidden.to(hidden.dtype), *[torch.empty(0) for _ in HeadGrads.names[1:]])
+        return (d_hidden.to(hidden.dtype), *[floats(0) for _ in HeadGrads.names[1:]])
     rows = active_rows(keep)
     call = HeadCall(hidden, weight, index, options, rows)
     given = {"lse": saved.lse, "logprob": d_logprob, "on_lse": d_lse, "mean_logit": d_mean_logit}

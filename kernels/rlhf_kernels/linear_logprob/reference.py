@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..logits import (
     OUTPUTS,
     Head,
@@ -29,7 +30,6 @@ from ..logits import (
     logprob_hidden_grad,
     row_chunks,
     split_target,
-    without_autocast,
 )
 
 _LOG_ZERO = -1e30  # stands in for log 0 where p = 0 multiplies it; a gradient times it stays finite

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved, without_autocast
+from ..autocast import without_autocast
+from ..logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
 from ..triton_support import AotCase
 from . import triton_aot
 from .triton_sweep import RowGrads, Stats, Sweep

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..head_native import HeadCall, active_rows, scatter, unsupported
+from ..autocast import without_autocast
+from ..head_native import HeadCall, active_rows, floats, scatter, unsupported
 from ..logits import HeadOptions, PairSaved, pair_hidden_grad, split_target, temperature_column
 
 __all__ = ["backward", "forward", "unsupported"]
@@ -22,6 +23,7 @@ def _as_wide_as(hidden_a: Tensor, hidden_r: Tensor) -> Tensor:
     return hidden_a if hidden_a.dtype == hidden_r.dtype else hidden_a.float()
 
 
+@without_autocast
 def forward(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -43,9 +45,10 @@ def forward(
     names = ahead.split(",")
     made = call.forward(wanted, pair_hidden=hidden_r, expected="logprob" in names, expected_kl="kl" in names)
     everything = (*_ROWS, "expected", "expected_kl")
-    return tuple(scatter(rows, made[n], hidden_a.shape[0]) if n in made else torch.empty(0) for n in everything)
+    return tuple(scatter(rows, made[n], hidden_a.shape[0]) if n in made else floats(0) for n in everything)
 
 
+@without_autocast
 def backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob.reference import tile_grad, tile_stats
 from ..logits import (
     Head,
@@ -20,7 +21,6 @@ from ..logits import (
     pair_hidden_grad,
     row_chunks,
     split_target,
-    without_autocast,
 )
 
 

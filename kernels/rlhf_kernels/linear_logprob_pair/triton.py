@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob import triton_aot
 from ..linear_logprob.triton_sweep import RowGrads, Stats, Sweep
-from ..logits import HeadOptions, PairSaved, without_autocast
+from ..logits import HeadOptions, PairSaved
 from ..triton_support import AotCase
 
 

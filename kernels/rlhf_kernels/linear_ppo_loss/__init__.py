@@ -186,6 +186,7 @@ def _(hidden, weight, *args):
 
 def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[3:])
     ctx.dtypes = [None if inputs[i] is None else inputs[i].dtype for i in (0, 1, 8, 9, 10)]
     ctx.needs = inputs[-2].split(",")

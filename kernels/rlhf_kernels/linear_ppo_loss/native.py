@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..head_native import HeadCall, active_rows, scatter, unsupported
+from ..autocast import without_autocast
+from ..head_native import HeadCall, active_rows, floats, scatter, unsupported
 from ..logits import HeadGrads, HeadOptions, LogprobSaved, logprob_hidden_grad, split_target, temperature_column
 
 __all__ = ["forward", "unsupported"]
 
 
+@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -70,7 +72,7 @@ def forward(
     )
     gradients: dict[str, Tensor] = {}
     if ahead:
-        empty = torch.empty(0)
+        empty = floats(0)
         saved = LogprobSaved(made["logprob"], made["lse"], made["entropy"], empty, made["expected"])
         gradients["hidden"] = logprob_hidden_grad(weight, index, keep, options, saved, on_logprob, None)
     elif needs:
@@ -85,5 +87,5 @@ def forward(
         gradients = {name: x for name, x in zip(HeadGrads.names, sums, strict=True) if x is not None}
         if "hidden" in gradients:
             gradients["hidden"] = scatter(rows, gradients["hidden"], n_rows)
-    empties = (torch.empty(0) if name not in gradients else gradients[name] for name in HeadGrads.names)
+    empties = (floats(0) if name not in gradients else gradients[name] for name in HeadGrads.names)
     return (loss, statistics, made["logprob"], *empties)

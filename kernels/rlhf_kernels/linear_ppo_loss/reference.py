@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob.reference import tile_grad, tile_stats
 from ..logits import (
     Head,
@@ -20,7 +21,6 @@ from ..logits import (
     accumulation_dtype,
     row_chunks,
     split_target,
-    without_autocast,
 )
 from ..ppo_loss.reference import forward as ppo_loss_forward
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..autocast import without_autocast
 from ..linear_logprob import triton_aot
 from ..linear_logprob.triton_sweep import Live, RowGrads, Sweep
-from ..logits import HeadGrads, HeadOptions, without_autocast
+from ..logits import HeadGrads, HeadOptions
 from ..triton_support import AotCase
 
 

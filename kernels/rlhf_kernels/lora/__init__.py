@@ -36,11 +36,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlhf_kernels import eager, registry, triton_support
+from rlhf_kernels import autocast, eager, registry, triton_support
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import cuda, native, reference
 from rlhf_kernels.lora.decode import decode_delta_
-from rlhf_kernels.lora.reference import compute_dtype, no_autocast
+from rlhf_kernels.lora.reference import compute_dtype
 from rlhf_kernels.lora.segments import OFF, Dropout, Lanes, Segments, make_lanes
 
 __all__ = ["OFF", "DecodeLinear", "Dropout", "Lanes", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
@@ -267,17 +267,14 @@ def lora_linear(
     """`linear` plus every on row's low-rank delta; off rows have the very bits of `linear`."""
     _check_linear(x, weight, bias)
     lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        # what autocast does to F.linear, where autograd sees it; a backend is one for what comes of it
-        half = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(half), weight.to(half), None if bias is None else bias.to(half)
+    x, weight, bias = autocast.as_for_linear(x, weight, bias)  # a backend is one for what comes of it
     chosen = _resolve(backend, x, lanes, weight.shape[0])
     if not lanes.A:
         return linear(x, weight, bias, backend=chosen if chosen == "reference" else "auto")
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
-    with no_autocast(x):
+    with autocast.off(x):
         return _linear_op(x, weight, bias, *lanes, chosen)
 
 
@@ -315,7 +312,7 @@ class DecodeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M]."""
-        plain = eager.eager(x) and not torch.is_autocast_enabled(x.device.type)
+        plain = eager.eager(x) and not autocast.is_on(x)
         if not plain or _wants_gradient(x, *self._tensors):
             return lora_linear(x, *self._given, backend=self._backend)
         default = registry.default_backend()

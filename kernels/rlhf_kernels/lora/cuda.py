@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import cuda_support
-from .reference import no_autocast
+from .. import autocast, cuda_support
 from .segments import Lanes
 from .tables import row_slots_of, slots_of
 
@@ -129,7 +128,7 @@ class Decoder:
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M], dense."""
         lanes = self._lanes
-        with no_autocast(x):
+        with autocast.off(x):
             y = F.linear(x, self._weight, self._bias).contiguous()
         n_rows = math.prod(x.shape[:-1])
         row_slot = row_slots_of(lanes.starts, lanes.ends, lanes.slots, n_rows, x.device).table

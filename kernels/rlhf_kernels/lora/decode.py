@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_kernels import registry
+from rlhf_kernels import autocast, registry
 from rlhf_kernels.lora import cuda
-from rlhf_kernels.lora.reference import compute_dtype, no_autocast
+from rlhf_kernels.lora.reference import compute_dtype
 from rlhf_kernels.lora.segments import check_adapter
 
 __all__ = ["decode_delta_"]
@@ -75,7 +75,7 @@ def _reference(
     y: Tensor, x: Tensor, A: Sequence[Tensor], B: Sequence[Tensor], scales: Sequence[float], row_slot: Tensor
 ) -> None:
     dtype = compute_dtype(x, *A, *B)
-    with no_autocast(x):
+    with autocast.off(x):
         for i, (a, b, scale) in enumerate(zip(A, B, scales, strict=True)):
             delta = ((x.to(dtype) @ a.to(dtype).T) * scale) @ b.to(dtype).T
             y.copy_(torch.where((row_slot == i)[:, None], (y + delta).to(y.dtype), y))

@@ -13,9 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import autocast, native
 from ..linear import product_for
-from .reference import no_autocast
 from .segments import Lanes
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -56,7 +55,7 @@ def backward(
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
     """The base on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
-    with no_autocast(x):
+    with autocast.off(x):
         y = product_for(x, weight).forward(x, weight, bias)
         x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         _forward(x_rows, y_rows, True, lanes, _in_place(lanes))
@@ -139,7 +138,7 @@ def linear_backward(
     grads: list[Tensor] = []
     dx_rows = None
     base = product_for(x, weight)
-    with no_autocast(x):
+    with autocast.off(x):
         if need_x:
             dx_rows = base.input_gradient(dy_rows, weight)  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))

@@ -6,22 +6,13 @@ when added to y.
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_kernels import autocast
 from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.philox import keep_mask
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast would round the fp32 products in here to half precision."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -52,7 +43,7 @@ def forward(x: Tensor, lanes: Lanes) -> Tensor:
     dtype = compute_dtype(x, *A, *B)
     delta = x.new_empty((lanes.n_on, B[0].shape[0]), dtype=dtype)
     at = 0
-    with no_autocast(x):
+    with autocast.off(x):
         for start, end, i in lanes.runs:
             h = _dropped(x[start:end].to(dtype), _keep(lanes, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
             torch.mm(h * scales[i], B[i].to(dtype).T, out=delta[at : at + end - start])
@@ -80,7 +71,7 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes)
     A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
     dtype = compute_dtype(x, *A, *B)
     x_rows = x.reshape(-1, x.shape[-1])
-    with no_autocast(x):
+    with autocast.off(x):
         y = F.linear(x, weight, bias).contiguous()
         y_rows = y.view(-1, y.shape[-1])
         for start, end, i in lanes.runs:
@@ -107,7 +98,7 @@ def linear_backward(
     dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     grads: list[Tensor] = []
     dx_rows = None
-    with no_autocast(x):
+    with autocast.off(x):
         if need_x:
             dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))
@@ -132,7 +123,7 @@ def _low_rank_backward(
     dtype = compute_dtype(x, *A, *B)
     dA: dict[int, Tensor] = {}
     dB: dict[int, Tensor] = {}
-    with no_autocast(x):
+    with autocast.off(x):
         for dy_run, (start, end, i) in zip(dy_runs, lanes.runs, strict=True):
             if dx is None and not need_A[i] and not need_B[i]:
                 continue

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.lora.reference import no_autocast
+from rlhf_kernels import autocast
 from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
 from rlhf_kernels.philox_triton import random_words
@@ -398,7 +398,7 @@ def backward(
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
-    with no_autocast(x):
+    with autocast.off(x):
         y = F.linear(x, weight, bias).contiguous()
     call = _Call(lanes)
     call.expand(call.shrink(_rows(x), 0, None), y.view(-1, y.shape[-1]), 1, add=True)
@@ -420,7 +420,7 @@ def linear_backward(
     dy_rows, x_rows = _rows(dy), _rows(x)
     grads: list[Tensor] = []
     dx_rows = None
-    with no_autocast(x):
+    with autocast.off(x):
         if need_x:
             dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..head_native import HeadCall, unsupported
+from ..autocast import without_autocast
+from ..head_native import HeadCall, floats, unsupported
 from ..logits import HeadOptions, temperature_column
 from .reference import STREAM
 
 __all__ = ["forward", "unsupported"]
 
 
+@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -43,8 +45,8 @@ def forward(
     seed, position = seed.contiguous(), position.contiguous()
     greedy = None if greedy is None else greedy.contiguous()
     forbidden, forbids = (None, None) if bans is None else (x.contiguous() for x in bans)
-    token, logprob = torch.empty(n, dtype=torch.int64), torch.empty(n)
-    entropy = torch.empty(n if with_entropy else 0)
+    token, logprob = torch.empty(n, dtype=torch.int64), floats(n)
+    entropy = floats(n if with_entropy else 0)
     native.extension().head_sample(
         (*call.head_args, 0),
         call.batch_args,

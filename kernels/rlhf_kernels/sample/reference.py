@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..linear_logprob.reference import tile_stats
-from ..logits import Head, HeadOptions, accumulation_dtype, row_chunks, without_autocast
+from ..logits import Head, HeadOptions, accumulation_dtype, row_chunks
 from ..philox import gumbel
 
 STREAM = 1  # keeps the sampler's words apart from those of LoRA dropout under the same seed

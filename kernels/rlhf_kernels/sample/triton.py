@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..head_triton import HeadInputs
 from ..linear_logprob.triton_aot import NO_LORA, PLAIN, head_case
 from ..linear_logprob.triton_kernels import load_bias, load_divisor, load_operand, lora_products
-from ..logits import HeadOptions, without_autocast
+from ..logits import HeadOptions
 from ..logits_triton import capped, moved, tile_state
 from ..philox_triton import gumbel, random_words
 from ..triton_math import dot

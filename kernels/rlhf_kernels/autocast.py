@@ -1,0 +1,47 @@
+"""What the ops do under `torch.autocast`: linears follow it as `F.linear` does, and nothing inside an op does.
+
+Inside an op autocast would round products that are meant to be fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def is_on(x: Tensor) -> bool:
+    """Whether autocast is on for x's device; False for devices that have none, such as `meta`."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def off(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast off for x's device, within a `with` block."""
+    return torch.autocast(x.device.type, enabled=False) if is_on(x) else contextlib.nullcontext()
+
+
+def without_autocast(function: _F) -> _F:
+    """Decorator: run a function, whose first argument is a tensor, with autocast off."""
+
+    @functools.wraps(function)
+    def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with off(first):
+            return function(first, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def as_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of a linear as autocast hands them to `F.linear`, by conversions that autograd sees."""
+    if not is_on(x) or x.dtype == torch.float64:
+        return x, weight, bias
+    half = torch.get_autocast_dtype(x.device.type)
+    return x.to(half), weight.to(half), None if bias is None else bias.to(half)
