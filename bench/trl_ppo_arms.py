@@ -13,6 +13,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -89,6 +90,8 @@ class Arm:
     dtype: str = "float32"
     lora_critic: bool = False
     """TRL's critic on LoRA instead of trained whole."""
+    packed: bool = False
+    """Products with weights that MKL has packed, instead of `torch.mm`; in fp32."""
 
 
 # ---- workers: each runs in a process of its own ------------------------------------------------------------------
@@ -297,9 +300,12 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     generate: the prompts through all linears, then one token per row and step; the LM head for one row per sequence.
     score: three lanes (off, actor, critic) of all tokens; the LM head on the answers for actor and reference.
     update: two lanes forward and, for the gradient of activations, backward; the LM head on the answers, both ways.
-    No weight of the backbone has a gradient, and the input of the first q, k and v needs none.
+    No weight of the backbone has a gradient, and the input of the first q, k and v needs none. Packed weights are made
+    in the first batch, which warms up.
     """
     import torch
+
+    from rlhf_engine.bench.floor import packed_by_mkl
 
     dtype, width = getattr(torch, arm.dtype), setting.intermediate
     shapes = [(setting.hidden,) * 2] * 4 + [(width, setting.hidden)] * 2 + [(setting.hidden, width)]
@@ -312,12 +318,20 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     def matrix(rows: int, columns: int, use: str) -> torch.Tensor:
         return torch.randn(rows, columns, dtype=dtype)
 
+    @cache
+    def packed(weight: torch.Tensor, rows: int, backward: bool) -> Callable[[], object]:
+        across = weight.t().contiguous() if backward else weight
+        return packed_by_mkl(matrix(rows, across.shape[1], "in"), across)
+
     def multiply(weights: list[torch.Tensor], rows: int, *, backward: bool = False) -> None:
         nonlocal flops
         for weight in weights:
             right = weight if backward else weight.t()
             k, n = right.shape
-            torch.mm(matrix(rows, k, "in"), right, out=matrix(rows, n, "out"))
+            if arm.packed:
+                packed(weight, rows, backward)()
+            else:
+                torch.mm(matrix(rows, k, "in"), right, out=matrix(rows, n, "out"))
             flops += 2.0 * rows * k * n
 
     def generate() -> None:

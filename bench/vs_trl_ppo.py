@@ -27,6 +27,7 @@ vocabulary, so neither side can draw one.
                         say little (two threads that wait for each other lose far more than their share)
     gemm-*              floor: torch.mm on the shapes of this step on one frozen backbone (see `run_gemm`), and
                         nothing else: no attention, no LoRA, no vocabulary softmax, no sampling, no optimizer
+    packed-*            the same with weights that MKL has packed beforehand
 
 What is not the same on both sides stands in DIFFERENCES and in results.json.
 """
@@ -86,10 +87,11 @@ ARMS = {
     "ours-bf16": Arm(engine="ours", dtype="bfloat16"),
     "gemm-fp32": Arm(engine="gemm"),
     "gemm-bf16": Arm(engine="gemm", dtype="bfloat16"),
+    "packed-fp32": Arm(engine="gemm", packed=True),
     "trl-fp32-lora-critic": Arm(engine="trl", lora_critic=True),
     "trl-bf16": Arm(engine="trl", dtype="bfloat16"),
 }
-DEFAULT_ARMS = ("trl-fp32", "ours-fp32", "ours-bf16", "gemm-fp32", "gemm-bf16")
+DEFAULT_ARMS = ("trl-fp32", "ours-fp32", "ours-bf16", "gemm-fp32", "gemm-bf16", "packed-fp32")
 
 
 # ---- the process that starts them --------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ def plot(result: dict[str, Any], png_path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = result["medians"]
-    names, timed = [n for n in found if not n.startswith("gemm")], list(found)
+    names, timed = [n for n in found if ARMS[n].engine != "gemm"], list(found)
     figure = Figure(figsize=(11, 1.6 + 0.45 * len(timed)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -365,7 +367,7 @@ def plot(result: dict[str, Any], png_path: Path) -> None:
             continue
         for phase in PHASES:
             value, label = m[f"{phase}_seconds_per_sample"], None if phase in _labels(left) else phase
-            pale = 0.45 if name.startswith("gemm") else 1.0
+            pale = 0.45 if ARMS[name].engine == "gemm" else 1.0
             left.barh(name, value, left=start, color=colours[phase], alpha=pale, label=label if pale == 1 else None)
             start += value
     for name in names:

@@ -11,8 +11,8 @@ rows or by a measurement of the moment. There, in this order:
     3. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
 
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
-op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never falls back: if it cannot serve the call,
-`BackendUnavailableError` says why and names what could.
+op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
+falls back: if it cannot serve the call, `BackendUnavailableError` says why and names what could.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from rlhf_engine.bench.isa import isa_of_peers
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.rollout import OP as ROLLOUT
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.training.metrics import cpu_name
+from rlhf_engine.training.metrics import cpu_name, git_commit
 
 FLOOR = "floor"
 MOST_SECONDS = 20
@@ -76,6 +77,7 @@ class CaseResult:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "rounds": self.rounds,
+            "code": git_commit(Path(__file__)),
         }
         about = {
             "kernels": list(self.case.kernels),

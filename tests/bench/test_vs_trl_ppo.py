@@ -63,12 +63,13 @@ def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
     assert "round 1/1  ours-fp32: " in captured.err
 
 
-def test_the_floor_multiplies_what_the_formula_says(script):
+@pytest.mark.parametrize("arm", ["gemm-fp32", "packed-fp32"])
+def test_the_floor_multiplies_what_the_formula_says(script, arm):
     """Per sample and layer 2·(4H² + 3HI) flops per row of the trunk; 2HV per row of the LM head."""
     import trl_ppo_arms
 
     s = script.Setting(**script.QUICK)
-    found = trl_ppo_arms.run_gemm(s, script.ARMS["gemm-fp32"], Path(), Path())
+    found = trl_ppo_arms.run_gemm(s, script.ARMS[arm], Path(), Path())
     block, first_qkv = 2 * (4 * 64**2 + 3 * 64 * 128), 2 * 3 * 64**2
     rows = (8 + 7) + 3 * 16 + 2 * 2 * 16  # generate, score, update forward and backward
     head_rows = 8 + 2 * 8 + 2 * 8

@@ -1,7 +1,8 @@
 """`linear_logprob`: forward, frozen head, trained head, entropy as a value, differentiable entropy.
 
-Floor: bare products of the same sizes: 1 for a forward, 2 for forward and backward with a frozen head, 4 with a trained
-one (its backward makes the logits again). Gradients come from one random number per token and output.
+Floor: bare products of the same sizes: 1 for a forward, 2 for forward and backward with a frozen head, 3 with a trained
+one. (Ours makes a fourth: its backward makes the logits again.) Gradients come from one random number per token and
+output.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Mode:
 MODES = (
     Mode(name="forward", gradients=(), differentiated=(), gemms=1),
     Mode(name="frozen"),
-    Mode(name="trained", gradients=("hidden", "weight"), gemms=4),
+    Mode(name="trained", gradients=("hidden", "weight"), gemms=3),
     Mode(name="entropy", outputs=("logprob", "entropy")),
     Mode(name="entropy_grad", outputs=("logprob", "entropy"), differentiated=("logprob", "entropy")),
 )
@@ -101,14 +102,14 @@ def evaluate(score: Score, mode: Mode, inputs: Tensors) -> Tensors:
 
 
 def head_floor(inputs: Tensors, gemms: int) -> Floors:
-    """1: logits. 2: and d_hidden. 3: and d_weight. 4: the logits twice."""
+    """1: logits. 2: and d_hidden. 3: and d_weight."""
     hidden, weight = inputs["hidden"], inputs["weight"]
     forward = (hidden, weight.T)
     if gemms == 1:
         return gemm_floors(forward)
     logits = torch.zeros(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     back, back_weight = (logits, weight), (logits.T, hidden)
-    return gemm_floors(*[forward] * (2 if gemms == 4 else 1), back, fresh=[back_weight] * (gemms > 2))
+    return gemm_floors(forward, back, fresh=[back_weight] * (gemms > 2))
 
 
 def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:
