@@ -239,8 +239,8 @@ LINEAR_LOGPROB = [
         "dW of a frozen head",
         CPU,
         f"{_PYTHON}/head_native.py",
-        'weight = empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None',
-        "weight = empty(n_vocab, width, dtype=weight_dtype)",
+        'weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None',
+        "weight = torch.empty(n_vocab, width, dtype=weight_dtype)",
         ("test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist",),
     ),
     Mutation(

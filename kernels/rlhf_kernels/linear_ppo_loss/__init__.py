@@ -193,6 +193,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_loss, *unused):
+    if d_loss is None:
+        return (None,) * 25
     d_hidden, d_weight, *d_rest = (
         (d * d_loss).to(dtype) if name in ctx.needs else None
         for name, d, dtype in zip(HeadGrads.names, ctx.saved_tensors, ctx.dtypes, strict=True)
