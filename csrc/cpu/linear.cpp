@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "cpu/team.h"
 
 namespace rlhf::cpu {
 namespace {
@@ -41,6 +42,30 @@ void check_sizes(int64_t N, int64_t K, int64_t M) {
     RLHF_CHECK_SIZE(N);
     RLHF_CHECK_SIZE(K);
     RLHF_CHECK_SIZE(M);
+}
+
+constexpr int64_t kRowsTogether = 64, kSerialBytes = 1 << 20;
+
+// Of some rows. In each of sixteen lanes h := 31 h + word, and so on from lane to lane: a bijection of every word, so that
+// no change of one word is lost.
+uint64_t fingerprint(const char* rows, int64_t stride, int64_t bytes, int64_t count) {
+    typedef uint32_t Words __attribute__((vector_size(64)));
+    Words h = {}, words;
+    for (int64_t m = 0; m < count; ++m) {
+        const char* row = rows + m * stride;
+        int64_t at = 0;
+        for (; at + 64 <= bytes; at += 64) {
+            std::memcpy(&words, row + at, 64);
+            h = (h << 5) - h + words;
+        }
+        if (at == bytes) continue;
+        words = Words{};
+        std::memcpy(&words, row + at, bytes - at);
+        h = (h << 5) - h + words;
+    }
+    uint64_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum = 1000003 * sum + h[i];
+    return sum;
 }
 
 }  // namespace
@@ -83,38 +108,30 @@ void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int t
     function({weight, weight, weight, false, true, false, nullptr, nullptr, 0, K, M, threads}, packed);
 }
 
-// In each of sixteen lanes h := 31 h + word, and so on from lane to lane and from group to group of rows: a bijection of
-// every word, so that no change of one word is lost.
 uint64_t linear_fingerprint(const Matrix& weight, int64_t K, int64_t M, int threads) {
-    typedef uint32_t Words __attribute__((vector_size(64)));
-    constexpr int64_t kRows = 64;
     check_sizes(0, K, M);
     check(weight, "weight", weight.type, K * M);
     RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
-    const int64_t size = weight.type == Type::float32 ? 4 : 2, bytes = K * size;
-    std::vector<uint64_t> groups((M + kRows - 1) / kRows);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && M * bytes >= 1 << 20)
-    for (int64_t group = 0; group < int64_t(groups.size()); ++group) {
-        Words h = {};
-        for (int64_t m = group * kRows; m < std::min(M, (group + 1) * kRows); ++m) {
-            const char* row = static_cast<const char*>(weight.data) + m * weight.stride * size;
-            Words words;
-            int64_t at = 0;
-            for (; at + 64 <= bytes; at += 64) {
-                std::memcpy(&words, row + at, 64);
-                h = (h << 5) - h + words;
-            }
-            if (at == bytes) continue;
-            words = Words{};
-            std::memcpy(&words, row + at, bytes - at);
-            h = (h << 5) - h + words;
+    struct Job {
+        const char* rows;
+        int64_t stride, bytes, M;  // bytes: of a row
+        mutable std::vector<uint64_t> sums;
+        mutable int64_t next = 0;
+    };
+    const int64_t size = weight.type == Type::float32 ? 4 : 2;
+    const Job whole{static_cast<const char*>(weight.data), weight.stride * size, K * size, M,
+                    std::vector<uint64_t>((M + kRowsTogether - 1) / kRowsTogether)};
+    const auto work = [](const void* context, Member& me) {
+        const Job& job = *static_cast<const Job*>(context);
+        for (int64_t i; (i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < int64_t(job.sums.size());) {
+            const int64_t first = i * kRowsTogether, count = std::min(kRowsTogether, job.M - first);
+            job.sums[i] = fingerprint(job.rows + first * job.stride, job.stride, job.bytes, count);
         }
-        uint64_t sum = 0;
-        for (int i = 0; i < 16; ++i) sum = 1000003 * sum + h[i];
-        groups[group] = sum;
-    }
+        wait_for_team(me.team, me.threads);
+    };
+    run_team(M * whole.bytes < kSerialBytes ? 1 : threads, work, &whole);
     uint64_t sum = 0;
-    for (uint64_t group : groups) sum = 1000003 * sum + group;
+    for (uint64_t some : whole.sums) sum = 1000003 * sum + some;
     return sum;
 }
 
