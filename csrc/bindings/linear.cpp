@@ -38,8 +38,9 @@ void define_linear(pybind11::module_& m) {
                             int threads) {
         linear_pack(matrix(weight, weight_stride, type), at<void>(packed), K, M, threads);
     }, NoGil());
-    m.def("linear_fingerprint", [](int type, Address weight, int64_t weight_stride, int64_t K, int64_t M, int threads) {
-        return linear_fingerprint(matrix(weight, weight_stride, type), K, M, threads);
+    m.def("linear_is_packed", [](int type, Address weight, int64_t weight_stride, Address packed, int64_t K, int64_t M,
+                                 int64_t turn) {
+        return linear_is_packed(matrix(weight, weight_stride, type), at<const void>(packed), K, M, turn);
     }, NoGil());
     m.def("linear_weight_gradient", [](int type, Address dy, int64_t dy_stride, Address x, int64_t x_stride, Address dw,
                                        int64_t dw_stride, int64_t N, int64_t K, int64_t M, int threads) {

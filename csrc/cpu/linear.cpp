@@ -14,10 +14,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "common/check.h"
-#include "cpu/team.h"
 
 namespace rlhf::cpu {
 namespace {
@@ -42,30 +40,6 @@ void check_sizes(int64_t N, int64_t K, int64_t M) {
     RLHF_CHECK_SIZE(N);
     RLHF_CHECK_SIZE(K);
     RLHF_CHECK_SIZE(M);
-}
-
-constexpr int64_t kRowsTogether = 64, kSerialBytes = 1 << 20;
-
-// Of some rows. In each of sixteen lanes h := 31 h + word, and so on from lane to lane: a bijection of every word, so that
-// no change of one word is lost.
-uint64_t fingerprint(const char* rows, int64_t stride, int64_t bytes, int64_t count) {
-    typedef uint32_t Words __attribute__((vector_size(64)));
-    Words h = {}, words;
-    for (int64_t m = 0; m < count; ++m) {
-        const char* row = rows + m * stride;
-        int64_t at = 0;
-        for (; at + 64 <= bytes; at += 64) {
-            std::memcpy(&words, row + at, 64);
-            h = (h << 5) - h + words;
-        }
-        if (at == bytes) continue;
-        words = Words{};
-        std::memcpy(&words, row + at, bytes - at);
-        h = (h << 5) - h + words;
-    }
-    uint64_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum = 1000003 * sum + h[i];
-    return sum;
 }
 
 }  // namespace
@@ -108,31 +82,28 @@ void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int t
     function({weight, weight, weight, false, true, false, nullptr, nullptr, 0, K, M, threads}, packed);
 }
 
-uint64_t linear_fingerprint(const Matrix& weight, int64_t K, int64_t M, int threads) {
-    check_sizes(0, K, M);
+bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M, int64_t turn) {
+    constexpr int64_t kPieces = 4096;
     check(weight, "weight", weight.type, K * M);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
-    struct Job {
-        const char* rows;
-        int64_t stride, bytes, M;  // bytes: of a row
-        mutable std::vector<uint64_t> sums;
-        mutable int64_t next = 0;
-    };
-    const int64_t size = weight.type == Type::float32 ? 4 : 2;
-    const Job whole{static_cast<const char*>(weight.data), weight.stride * size, K * size, M,
-                    std::vector<uint64_t>((M + kRowsTogether - 1) / kRowsTogether)};
-    const auto work = [](const void* context, Member& me) {
-        const Job& job = *static_cast<const Job*>(context);
-        for (int64_t i; (i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < int64_t(job.sums.size());) {
-            const int64_t first = i * kRowsTogether, count = std::min(kRowsTogether, job.M - first);
-            job.sums[i] = fingerprint(job.rows + first * job.stride, job.stride, job.bytes, count);
+    RLHF_CHECK(linear_packed_bytes(weight.type, K, M) == 0 || packed != nullptr, "packed", "an address", "a null pointer");
+    RLHF_CHECK(turn >= 0, "turn", "at least 0", turn);
+    const int64_t size = weight.type == Type::float32 ? 4 : 2, depth = tile_depth(weight.type), per_word = 4 / size;
+    const int64_t across = (K + 15) / 16, tiles_down = (M + depth - 1) / depth, pieces = M * across;
+    const int64_t step = pieces <= kPieces ? 1 : (pieces / kPieces) | 1;  // odd, or columns would be left out
+    for (int64_t i = turn % step; i < pieces; i += step) {
+        const int64_t m = i / across, k = i % across * 16, count = std::min<int64_t>(16, K - k);
+        const char* w = static_cast<const char*>(weight.data) + (m * weight.stride + k) * size;
+        const char* tile = static_cast<const char*>(packed) + (k / 16 * tiles_down + m / depth) * 1024;
+        const char* words = tile + m % depth / per_word * 64 + m % per_word * size;
+        if (per_word == 1) {
+            if (std::memcmp(w, words, count * 4) != 0) return false;
+            continue;
         }
-        wait_for_team(me.team, me.threads);
-    };
-    run_team(M * whole.bytes < kSerialBytes ? 1 : threads, work, &whole);
-    uint64_t sum = 0;
-    for (uint64_t some : whole.sums) sum = 1000003 * sum + some;
-    return sum;
+        for (int64_t j = 0; j < count; ++j) {
+            if (std::memcmp(w + j * 2, words + j * 4, 2) != 0) return false;
+        }
+    }
+    return true;
 }
 
 void linear_weight_gradient(const Matrix& dy, const Matrix& x, const Matrix& dw, int64_t N, int64_t K, int64_t M,

@@ -26,8 +26,9 @@ int64_t linear_packed_bytes(Type type, int64_t K, int64_t M);
 // packed: linear_packed_bytes at a multiple of 64.
 void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int threads);
 
-// A number made of all bits of W, to see whether W has changed.
-uint64_t linear_fingerprint(const Matrix& weight, int64_t K, int64_t M, int threads);
+// Has W the bits that are in `packed`? Of W's pieces of sixteen elements about 4096 are compared, others at the next turn;
+// all of them if there are no more.
+bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M, int64_t turn);
 
 // The same as compiled for each instruction set, after the checks: sums over the depth of products of every strip row with
 // every lane, plus bias. A side that is not turned lies as [its items, depth], a turned one as [depth, its items]; c lies as

@@ -292,6 +292,31 @@ def test_a_copy_goes_with_its_weight_and_trained_ones_have_none(keep):
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "part", [(slice(1, None, 2), slice(None)), (slice(None), slice(5, 6)), (slice(None), slice(48, 64))]
+)
+def test_changes_of_some_columns_are_seen_at_once(keep, part):
+    _, weight, _, dy = make(2, 1024, 4096, FP32)
+    for _ in range(2):
+        cpu.input_gradient(dy, weight)
+    for _ in range(3):
+        weight.data[part] += 1.0
+        assert torch.equal(cpu.input_gradient(dy, weight), cpu.input_gradient(dy, weight.clone()))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_single_element_is_seen_within_as_many_uses_as_promised(keep, dtype):
+    _, weight, _, dy = make(2, 640, 1024, dtype)
+    for _ in range(3):
+        cpu.input_gradient(dy, weight)
+    weight.data[700, 333] += 1.0
+    for _ in range(weight.numel() // 65536 + 1):
+        found = cpu.input_gradient(dy, weight)
+    assert torch.equal(found, cpu.input_gradient(dy, weight.clone()))
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_merging_an_adapter_as_peft_does_packs_anew(keep, isa, dtype):
     """A small delta moves a few of the elements in bf16, and `Tensor.data` counts no change."""
