@@ -87,6 +87,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
     missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
+    missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
 
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
@@ -117,6 +118,10 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             raise ConfigError(
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
+            )
+        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
+            raise ConfigError(
+                f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
             )
         self.check_prompts_kept()
         self._check_method()

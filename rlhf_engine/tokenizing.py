@@ -23,7 +23,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if not Path(path).is_dir():
         raise ConfigError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model_name_or_path: expected a tokenizer in {str(path)!r}, got: {reason}") from error
@@ -57,7 +59,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
             )
         return
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_vocab()
     except (OSError, ValueError) as error:
         raise ConfigError(place.format("a tokenizer") + str(error).strip().partition("\n")[0]) from error
     differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i or i >= size)
@@ -78,7 +80,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
 def read_eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> tuple[int, ...]:
     """`eos_token_ids` of a model folder, without loading the model."""
     if (Path(path) / "generation_config.json").is_file():
-        return _ends(tokenizer, GenerationConfig.from_pretrained(path, local_files_only=True))
+        return _ends(tokenizer, GenerationConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
     return _ends(tokenizer, GenerationConfig.from_model_config(read_config(path)))
 
 

@@ -4,6 +4,8 @@ At inference the reward chooses among n draws of a fixed policy. As training, th
 
     a* = argmax_i r(x, a_i)        L = −Σ log π(a*_t | x, a*_<t) / Σ T*        supervised, over tokens
 
+π is the policy at the temperature that answers are drawn at, as in every algorithm here: what is learned is to draw a*.
+
 Choosing moves the distribution by at most KL(best-of-n ‖ π) ≤ log n − (n−1)/n nats per answer (arXiv 2401.01879).
 
 Legend: N sequences in groups of one prompt.
@@ -30,7 +32,7 @@ def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
 
 
 class SupervisedLoss(NamedTuple):
-    """Cross-entropy of the chosen answers."""
+    """Cross-entropy of the chosen answers, at the temperature they were drawn at."""
 
     loss: torch.Tensor
     """0-d"""

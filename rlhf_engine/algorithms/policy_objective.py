@@ -19,7 +19,9 @@ class PolicySample:
 
     batch: PackedBatch
     old_logprobs_M: torch.Tensor
-    """fp32 [M], log π before the update, from the training forward."""
+    """fp32 [M], log-probs that ratios are to, from the training forward."""
+    before_logprobs_M: torch.Tensor | None = None
+    """fp32 [M], log π before the update, which its KL is measured from; None: `old_logprobs_M`."""
     temperature: float = 1.0
     """Of the distribution that the answers were drawn from."""
     entropy_coef: float = 0.0
@@ -59,7 +61,9 @@ class PolicyObjective(Objective):
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         policy, n = results[0], self.n_tokens(micro)
-        log_ratio_M = policy.logprob - self.sample.old_logprobs_M[micro.rows_M]
+        sample = self.sample
+        before_M = sample.old_logprobs_M if sample.before_logprobs_M is None else sample.before_logprobs_M
+        log_ratio_M = policy.logprob - before_M[micro.rows_M]
         sums = {
             "policy/loss": policy.found.loss.detach(),
             "entropy": policy.entropy.sum() / n,

@@ -31,13 +31,15 @@ class Experience:
 
     batch: PackedBatch
     old_logprobs_M: torch.Tensor
-    """fp32 [M], log π of the policy before the update, from the training forward."""
+    """fp32 [M], log-probs that ratios are to, from the training forward."""
     old_values_M: torch.Tensor
     """fp32 [M]"""
     advantages_M: torch.Tensor
     """fp32 [M], whitened where asked for."""
     returns_M: torch.Tensor
     """fp32 [M]"""
+    before_logprobs_M: torch.Tensor | None = None
+    """fp32 [M], log π before the update, which its KL is measured from; None: `old_logprobs_M`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +76,9 @@ def token_kl(
 
 
 def token_rewards(kl_M: torch.Tensor, scores_N: torch.Tensor, batch: PackedBatch, beta: float) -> torch.Tensor:
-    """r_t [M]: −β·KL_t, plus the answer's score on its last token."""
+    """r_t [M]: −β·KL_t, plus the answer's score on its last token. Raises ValueError for an answer without tokens."""
     rewards = -beta * kl_M
-    last = torch.tensor(batch.completion_cu[1:], device=kl_M.device) - 1
-    return rewards.index_add(0, last, scores_N.to(rewards.dtype))
+    return rewards.index_add(0, batch.last_completion_rows_N, scores_N.to(rewards.dtype))
 
 
 def advantages(
@@ -112,8 +113,7 @@ class PpoObjective(Objective):
 
     def terms(self, micro: MicroBatch) -> list[Term]:
         experience, options, rows = self._experience, self._options, micro.rows_M
-        lengths = self.batch.completion_lens
-        denom = float(sum(lengths[i] for i in micro.minibatch))
+        denom = self._n_tokens(micro)
         mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         value = ValueLoss(
             old_value_M=experience.old_values_M[rows],
@@ -140,14 +140,23 @@ class PpoObjective(Objective):
         found = measure_values(results[-1])
         if self._options.train_actor:
             policy = results[0]
-            found.most["mismatch"] = (policy.logprob - self._experience.old_logprobs_M[micro.rows_M]).abs().max()
+            before_M = self._experience.before_logprobs_M
+            if before_M is None:
+                before_M = self._experience.old_logprobs_M
+            before_M = before_M[micro.rows_M]
+            found.most["mismatch"] = (policy.logprob - before_M).abs().max()
             found.sums |= {
                 "policy/loss": policy.policy_loss.detach(),
                 "entropy": policy.entropy.detach(),
                 "clip_ratio": policy.clip_fraction.detach(),
-                "approx_kl": policy.approx_kl.detach(),
+                "approx_kl": k3(before_M, policy.logprob).sum() / self._n_tokens(micro),
             }
         return found
+
+    def _n_tokens(self, micro: MicroBatch) -> float:
+        """Completion tokens of the whole minibatch."""
+        lengths = self.batch.completion_lens
+        return float(sum(lengths[i] for i in micro.minibatch))
 
     def summarise(self, measured: Measured) -> dict[str, float]:
         return {"approx_kl": 0.0, **summarise_values(measured)}

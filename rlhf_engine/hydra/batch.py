@@ -139,6 +139,17 @@ class PackedBatch:
         """N+1 offsets of the sequences into the M completion tokens."""
         return (0, *accumulate(self.completion_lens))
 
+    @cached_property
+    def last_completion_rows_N(self) -> torch.Tensor:
+        """int64 [N], index of each completion's last token among the M.
+
+        Raises ValueError for a completion without tokens.
+        """
+        empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
+        if empty:
+            raise ValueError(f"batch: expected completions of at least one token, got none in sequences {empty[:5]}")
+        return torch.tensor(self.completion_cu[1:], device=self.device) - 1
+
     @property
     def n_completion_tokens(self) -> int:
         return self.completion_cu[-1]

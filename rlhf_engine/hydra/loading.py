@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +50,15 @@ def require_model_folder(path: str | os.PathLike[str]) -> None:
 def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
     require_model_folder(path)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "auto_map" in json.loads((Path(path) / "config.json").read_text(encoding="utf-8")):
+            raise ValueError(
+                "model_name_or_path: expected an architecture of transformers, got one whose code lies in "
+                f"{str(path)!r}; code of a model folder is never run"
+            ) from error
+        raise
     require_decoder(config, str(path))
     return config
 
@@ -144,7 +153,13 @@ def load_model(
     if lm_head:
         require_lm_head(config, str(path))
     headless = not lm_head and can_be_headless(config)
-    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "output_loading_info": True,
+        "trust_remote_code": False,  # None would let transformers ask on the terminal, and take a piped y for an answer
+        "use_safetensors": True,  # other formats are pickles
+    }
     if headless:
         if is_sequence_classifier(config) and config.num_labels != 1:
             raise ValueError(

@@ -46,6 +46,8 @@ class ScoredRollout:
     """fp32 [N], what is maximised"""
     greedy_scores_N: torch.Tensor | None
     """fp32 [N], of the greedy answer to the same prompt, where there is one"""
+    logprobs_M: torch.Tensor
+    """fp32 [M], log π of the present policy, from the training forward"""
     old_logprobs_M: torch.Tensor
     """fp32 [M], log-probs that ratios are to: the training forward's, of the present policy or of the one that drew"""
     ref_logprobs_M: torch.Tensor
@@ -317,6 +319,7 @@ def _to_learn_from(
         groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
         scores_N=scores_N,
         greedy_scores_N=greedy_scores_N,
+        logprobs_M=logprobs_M[rows_M],
         old_logprobs_M=corrected.old_logprobs_M,
         ref_logprobs_M=ref_logprobs_M[rows_M],
         kl_M=kl_M,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
 import numbers
@@ -22,6 +21,7 @@ import platform
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -122,6 +122,7 @@ def run_record(
             "rlhf-engine": rlhf_engine.__version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
+            "torch": torch.__version__,  # the package's version lacks which CUDA it was built with
         },
         "git_commit": git_commit(Path(__file__)),
         "platform": platform.platform(),
@@ -188,13 +189,21 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Lines of a JSONL file with their line ends, up to the first that is no JSON object: what a crash has left.
+    """Lines of a JSONL file with their line ends, without those that are no JSON objects.
 
-    That is a last line cut short, or after a power cut blocks of zeros.
+    At the end those are what a crash has left: a line cut short, or after a power cut blocks of zeros. Of one before
+    the end a warning names the number.
     """
     if not path.exists():
         return []
-    return list(itertools.takewhile(_is_whole, path.read_bytes().splitlines(keepends=True)))
+    lines = path.read_bytes().split(b"\n")
+    found = [(number, line + b"\n") for number, line in enumerate(lines[:-1], 1) if _is_whole(line + b"\n")]
+    last = found[-1][0] if found else 0
+    damaged = sorted(set(range(1, last + 1)) - {number for number, _ in found})
+    if damaged:
+        numbered = ", ".join(map(str, damaged[:5]))
+        warnings.warn(f"{path}: expected a JSON object in each line, left out line {numbered}", stacklevel=2)
+    return [line for _, line in found]
 
 
 def _is_whole(line: bytes) -> bool:

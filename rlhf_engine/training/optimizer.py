@@ -73,7 +73,7 @@ class RoleOptimizer:
             group["lr"] = self.learning_rates[role] * factor
 
     def step(self) -> dict[str, float]:
-        """Clip each role's gradient, apply, clear; gradient norms before clipping by role.
+        """Clip each role's gradient, apply, clear; by role the norm before clipping, and 1 or 0: was it clipped?
 
         Raises NonFiniteError, before anything is applied, naming the role whose gradient is not finite.
         """
@@ -90,15 +90,18 @@ class RoleOptimizer:
                 self.adamw.zero_grad(set_to_none=True)
                 raise NonFiniteError(f"gradient of {role} is not finite, {place}; nothing was applied")
             norms[f"grad_norm/{role}"] = float(norm)
+        clipped = {}
         for role, group in self.groups.items():
-            if self.max_grad_norm is not None and f"grad_norm/{role}" in norms:
+            if f"grad_norm/{role}" not in norms:
+                continue
+            total = norms[f"grad_norm/{role}"]
+            clipped[f"grad_clipped/{role}"] = float(self.max_grad_norm is not None and total > self.max_grad_norm)
+            if self.max_grad_norm is not None:
                 with_gradient = [p for p in group.values() if p.grad is not None]
-                torch.nn.utils.clip_grads_with_norm_(
-                    with_gradient, self.max_grad_norm, torch.tensor(norms[f"grad_norm/{role}"])
-                )
+                torch.nn.utils.clip_grads_with_norm_(with_gradient, self.max_grad_norm, torch.tensor(total))
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return norms
+        return norms | clipped
 
     def has_stepped(self, role: str) -> bool:
         """Whether a step has been applied to some parameter of a role, before a run was taken up again included."""

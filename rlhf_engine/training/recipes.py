@@ -56,6 +56,7 @@ def ppo_experience(config: TrainConfig, scored: ScoredRollout) -> Experience:
         old_values_M=scored.values_M,
         advantages_M=_weighted(advantages_M, scored),
         returns_M=returns_M,
+        before_logprobs_M=scored.logprobs_M,
     )
 
 
@@ -115,8 +116,7 @@ def _rloo(config: TrainConfig, scored: ScoredRollout) -> Lesson:
     if config.chosen_loss_type == "vanilla":
         return Lesson(PolicyGradientObjective(sample, _weighted(spread(advantages_N, scored.batch), scored)), metrics)
     if scored.weights_M is not None:  # one ratio per answer, as the configuration asks for
-        last = torch.tensor(scored.batch.completion_cu[1:], device=scored.batch.device) - 1
-        advantages_N = advantages_N * scored.weights_M[last]
+        advantages_N = advantages_N * scored.weights_M[scored.batch.last_completion_rows_N]
     clip = config.cliprange
     return Lesson(ProximalObjective(sample, advantages_N, clip_low=clip, clip_high=clip), metrics)
 
@@ -175,12 +175,17 @@ _RECIPES: Mapping[str, Callable[[TrainConfig, ScoredRollout], Lesson]] = {
 
 def _sample(config: TrainConfig, scored: ScoredRollout, chosen: list[int] | None = None) -> PolicySample:
     batch: PackedBatch = scored.batch
-    logprobs_M = scored.old_logprobs_M
+    old_M, before_M = scored.old_logprobs_M, scored.logprobs_M
     if chosen is not None:
-        logprobs_M = logprobs_M[batch.select_completion_rows(chosen)]
+        rows_M = batch.select_completion_rows(chosen)
+        old_M, before_M = old_M[rows_M], before_M[rows_M]
         batch = batch.select(chosen)
     return PolicySample(
-        batch=batch, old_logprobs_M=logprobs_M, temperature=config.temperature, entropy_coef=config.entropy_coef
+        batch=batch,
+        old_logprobs_M=old_M,
+        before_logprobs_M=before_M,
+        temperature=config.temperature,
+        entropy_coef=config.entropy_coef,
     )
 
 

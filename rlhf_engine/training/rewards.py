@@ -169,7 +169,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
     try:
         found.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything; it is named and passed on
+    except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and passed on
         del sys.modules[name]
         raise RewardError(f"importing {str(path)!r} raised {type(error).__name__}: {error}") from error
     return module
@@ -184,14 +184,14 @@ def _load_module(name: str, spec: str) -> ModuleType:
             hint = "for a file write its path with .py"
             raise ConfigError(f"reward_funcs: no module named {error.name!r} (from {spec!r}); {hint}") from error
         raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
-    except Exception as error:  # as for files
+    except (Exception, SystemExit) as error:  # as for files
         raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) -> Any:
     try:
         return function(**arguments)
-    except Exception as error:  # a user's function may raise anything; it is named and passed on
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is named and passed on
         raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
 
 

@@ -155,7 +155,9 @@ class RlTrainer:
         if config.reward_model_path is not None:
             vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
             require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
-        self.scorer = AnswerScorer(config.reward_funcs, config.reward_weights, config.missing_eos_penalty)
+        self.scorer = AnswerScorer(
+            config.reward_funcs, config.reward_weights, config.missing_eos_penalty, config.missing_eos_score
+        )
         context = read_context_length(config.model_name_or_path, config.reward_model_path)
         self.reports: dict[str, Report] = {}
         self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)
@@ -225,7 +227,10 @@ class RlTrainer:
         if self.eval_set is None:
             return None
         config = self.config
-        return digest([config.reward_funcs, config.reward_weights, config.missing_eos_penalty, self.eval_set.ids])
+        unfinished = [config.missing_eos_penalty]
+        if config.missing_eos_score is not None:  # absent from the digests of runs that never had it
+            unfinished.append(config.missing_eos_score)
+        return digest([config.reward_funcs, config.reward_weights, *unfinished, self.eval_set.ids])
 
     def _taken_up(self, found: TrainerState) -> TrainerState:
         """The counters of a checkpoint as this run goes on with them."""
@@ -400,7 +405,7 @@ class RlTrainer:
         self.optimizer.set_lr_factor(factor)
         before = self._fingerprints()
         self.model.train()
-        schedule = self._schedule(of_present=rollout.policy_version == state.policy_version)
+        schedule = self._schedule()
         update = nothing_learned(schedule)
         if lesson.objective is not None:
             seed = config.seed * 1_000_003 + state.step
@@ -591,17 +596,15 @@ class RlTrainer:
             connect=self._connect,
         )
 
-    def _schedule(self, *, of_present: bool) -> Schedule:
-        """of_present: the present policy drew all answers."""
+    def _schedule(self) -> Schedule:
         config = self.config
-        ratio_is_one = not config.lora_dropout and (of_present or config.correction != "behaviour")
         return Schedule(
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
             micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
             max_tokens=config.max_tokens_per_micro_batch,
-            # not where dropout masks are the update's alone, or ratios are to an older policy
-            max_mismatch=MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config) if ratio_is_one else None,
+            # dropout masks are the update's alone
+            max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
             target_kl=config.target_kl,
         )
 

@@ -36,11 +36,15 @@ class AnswerScorer:
     """Combines the configured reward sources."""
 
     def __init__(
-        self, specs: Sequence[str], weights: Sequence[float] | None, missing_eos_penalty: float | None
+        self,
+        specs: Sequence[str],
+        weights: Sequence[float] | None,
+        missing_eos_penalty: float | None = None,
+        missing_eos_score: float | None = None,
     ) -> None:
         self.specs = list(specs)
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
-        self.missing_eos_penalty = missing_eos_penalty
+        self.missing_eos_penalty, self.missing_eos_score = missing_eos_penalty, missing_eos_score
         if self.specs.count(LANE) > 1:
             raise ConfigError(f"reward_funcs: expected {LANE!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != LANE]
@@ -86,12 +90,16 @@ class AnswerScorer:
                 name = next(names)
                 sources[name if name != LANE else f"{LANE}_function"] = by_function[name]
         totals = weighted_total(list(sources.values()), self.weights)
-        if self.missing_eos_penalty is not None:
-            totals = [
-                t if t is None or done else t - self.missing_eos_penalty
-                for t, done in zip(totals, finished, strict=True)
-            ]
+        totals = [t if done else self._of_unfinished(t) for t, done in zip(totals, finished, strict=True)]
         return ScoredAnswers(totals=totals, sources=sources)
+
+    def _of_unfinished(self, total: float | None) -> float | None:
+        """The score of an answer that never ended. One that its sources leave out stays out."""
+        if total is None:
+            return None
+        if self.missing_eos_score is not None:
+            return self.missing_eos_score
+        return total - (self.missing_eos_penalty or 0.0)
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:

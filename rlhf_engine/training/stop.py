@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: a run ends its step and writes a checkpoint. A second one of the same kind ends it at once."""
+"""Signals that end a run: it ends its step and writes a checkpoint. A second one of a kind ends it at once.
+
+They are Ctrl-C, SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm is often told to send before a job's
+time is over). Where SIGHUP is ignored, as under nohup, it stays so.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has two of them
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -31,11 +36,12 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM or where another rank was asked: what a shell tells of such a process."""
+        """128 and the signal's number, as a shell has it; 143, SIGTERM's, where another rank was asked."""
         return 128 + (self.received or signal.SIGTERM)
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        handled = [s for s in _SIGNALS if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(

@@ -1,10 +1,13 @@
 """PPO's pure functions on hand-computed numbers, and the update's exactness, stops and refusals."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
+from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.ppo import (
     Experience,
     PpoObjective,
@@ -15,6 +18,7 @@ from rlhf_engine.algorithms.ppo import (
 )
 from rlhf_engine.algorithms.update import Schedule, minibatches, update
 from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.training.optimizer import RoleOptimizer
 from tests.conftest import build, random_batch
 
@@ -35,6 +39,12 @@ def test_token_rewards_put_the_score_on_the_last_token():
     batch = random_batch(((2, 3), (1, 2)))
     rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([10.0, 20.0]), batch, beta=0.5)
     assert rewards.tolist() == [-0.5, -1.0, 10 - 1.5, -2.0, 20 - 2.5]
+
+
+def test_the_score_of_an_answer_without_tokens_lands_on_no_other():
+    batch = PackedBatch.from_lists([[1, 2], [1], [2]], [[3, 4], [], [4]])
+    with pytest.raises(ValueError, match=r"completions of at least one token, got none in sequences \[1\]"):
+        token_rewards(torch.zeros(3), torch.tensor([1.0, 100.0, 2.0]), batch, beta=0.5)
 
 
 def test_advantages_by_hand():
@@ -133,6 +143,25 @@ def test_target_kl_stops_before_the_step_that_exceeds_it():
     assert metrics["stopped_by_target_kl"] == 1.0
     assert 1 <= metrics["optimizer_steps"] < 50
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "policy gradient"])
+def test_target_kl_is_of_this_update_and_not_of_a_policy_that_drew_before(algorithm):
+    model, batch = build(), random_batch()
+    made = experience(model, batch)
+    stale_M = made.old_logprobs_M + torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(3))
+    optimizer = RoleOptimizer(model, {"actor": 1e-6, "critic": 1e-6})
+    if algorithm == "ppo":
+        stale = replace(made, old_logprobs_M=stale_M, before_logprobs_M=made.old_logprobs_M)
+        learns = objective(stale)
+    else:
+        sample = PolicySample(batch=batch, old_logprobs_M=stale_M, before_logprobs_M=made.old_logprobs_M)
+        learns = PolicyGradientObjective(sample, made.advantages_M)
+    metrics = update(model, learns, schedule(num_epochs=3, target_kl=0.01), optimizer.step, seed=0)
+    assert metrics["stopped_by_target_kl"] == 0.0
+    assert metrics["optimizer_steps"] == 3
+    assert metrics["approx_kl"] < 1e-6
+    assert metrics["mismatch/update_max"] < 1e-4
 
 
 def test_critic_warm_up_leaves_the_actor_alone():

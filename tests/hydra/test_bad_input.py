@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -111,6 +115,55 @@ def test_a_source_of_another_kind(tmp_path):
     with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: "):
         HydraModel.from_pretrained(tmp_path, roles=ACTOR)
     (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: .*no file named"):
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
+
+
+CODE = """
+open({ran!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM
+class MineConfig(LlamaConfig):
+    model_type = {kind!r}
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.mark.parametrize("kind", ["mine", "llama"])
+def test_code_in_a_model_folder_never_runs(tmp_path, kind):
+    """transformers asks on the terminal whether it may, and takes a piped y for an answer."""
+    ran, folder = tmp_path / "ran", tmp_path / "model"
+    tiny_llama().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind, "auto_map": names}))
+    (folder / "mine.py").write_text(CODE.format(ran=str(ran), kind=kind))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}}))
+    code = f"""
+import torch
+from rlhf_engine.hydra.loading import load_model, read_config
+from rlhf_engine.tokenizing import load_tokenizer
+load = lambda folder: load_model(folder, dtype=torch.float32, device="cpu")
+for read in (read_config, load, load_tokenizer):
+    try:
+        read({str(folder)!r})
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="y\n" * 9, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not ran.exists()
+    if kind == "mine":
+        assert "expected an architecture of transformers, got one whose code lies in" in done.stdout
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: .*no file named"):
         HydraModel.from_pretrained(tmp_path, roles=ACTOR)
 

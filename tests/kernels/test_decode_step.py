@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -276,6 +277,25 @@ def test_bits_do_not_depend_on_threads(dtype, n):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@needs_native
+def test_threads_that_share_a_step_take_turns(dtype):
+    """Each has caches of its own, so that every call of one binds what the other has bound away."""
+    sizes = SIZES[0]
+    decoder, adapters = make_decoder(sizes, dtype), make_adapters(sizes)
+    calls = [make_call(sizes, 6, dtype, 3, seed=seed) for seed in (3, 4)]
+    expected = [call.take(decoder, adapters)[0] for call in calls]
+    step = DecodeStep(decoder, adapters, backend="cpu")
+
+    def steps(number: int) -> int:
+        call = calls[number]
+        return sum(
+            not torch.equal(step(*call[:5], call.keys, call.values, call.table), expected[number]) for _ in range(200)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(steps, (0, 1))) == [0, 0]
 
 
 @needs_native

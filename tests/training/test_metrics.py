@@ -89,13 +89,29 @@ def test_a_line_cut_short_by_a_crash_is_dropped(path: Path) -> None:
     assert [line["a"] for line in read_metrics(path)] == [1, 2]
 
 
+def test_damage_before_the_end_costs_one_line_and_is_said(path: Path) -> None:
+    with MetricsWriter(path) as writer:
+        for step in range(5):
+            writer.write(step, {"a": step})
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\xff" + lines[2][1:], *lines[3:]]))
+    with pytest.warns(UserWarning, match=r"expected a JSON object in each line, left out line 3$"):
+        assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4]
+    with pytest.warns(UserWarning, match="line 3"):
+        writer = MetricsWriter(path)
+    assert writer.last_step == 4
+    writer.write(5, {"a": 5})
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4, 5]
+
+
 @pytest.mark.parametrize("left", [b"\x00" * 100 + b"\n", b"\xff\xfe\n", b'{"step": 2, "rew\n', b"17\n"])
 def test_what_a_power_cut_leaves_is_dropped(path: Path, left: bytes) -> None:
     with MetricsWriter(path) as writer:
         writer.write(1, {"reward": 0.5})
         writer.sync()
     whole = path.read_bytes()
-    path.write_bytes(whole + left + b'{"step": 3}\n')  # nor is anything after it of the run up to there
+    path.write_bytes(whole + left)
     assert read_metrics(path) == [{"step": 1, "reward": 0.5}]
     with MetricsWriter(path) as writer:
         assert writer.last_step == 1

@@ -92,7 +92,11 @@ def test_clipping_is_per_role():
     before = {n: p.grad.clone() for n, p in model.trainable_parameters("critic").items()}
     norms = optimizer.step()
     assert wanted["critic"] < 0.5 < wanted["actor"]
-    assert norms == {f"grad_norm/{role}": pytest.approx(norm, rel=1e-5) for role, norm in wanted.items()}
+    assert norms == {
+        **{f"grad_norm/{role}": pytest.approx(norm, rel=1e-5) for role, norm in wanted.items()},
+        "grad_clipped/actor": 1.0,
+        "grad_clipped/critic": 0.0,
+    }
     # with β₁ = 0 the first moment is the gradient that was applied
     state = optimizer.state_tensors()
     applied = group_norm(optimizer.groups["actor"], lambda n, p: state[f"{n}|exp_avg"])

@@ -32,6 +32,7 @@ SCORED = ScoredRollout(
     groups_N=torch.tensor([0, 0, 1, 1]),
     scores_N=torch.tensor(SCORES),
     greedy_scores_N=torch.tensor(GREEDY),
+    logprobs_M=-1 - 0.3 * numbers(6).abs(),
     old_logprobs_M=-1 - 0.3 * numbers(0).abs(),
     ref_logprobs_M=-1 - 0.3 * numbers(1).abs(),
     kl_M=0.1 * numbers(2),

@@ -381,7 +381,13 @@ def steps_logged(output: Path) -> int:
 
 # both signals have one handler: each test starts a process for one of them, `make test-long` also for the other
 @pytest.mark.parametrize(
-    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["ctrl_c", "term"]
+    "how",
+    [
+        signal.SIGINT,
+        signal.SIGUSR1,
+        *(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+    ids=["ctrl_c", "usr1", "term", "hup"],
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, how):
     options = {"max_steps": 60, "save_steps": 0, "resume_from_checkpoint": "auto"}

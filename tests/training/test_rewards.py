@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,17 @@ def test_nonfinite_rewards_name_function_row_and_prompt(bad, kind) -> None:
 def test_long_prompts_are_cut_in_messages() -> None:
     with pytest.raises(ValueError, match=r"prompt 'x{59}…'"):
         score_with_functions([returning([math.nan])], None, ["x" * 500], ["a"], [[1]])
+
+
+def test_a_function_that_exits_ends_no_run_in_silence(tmp_path) -> None:
+    def leaves(**_):
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match="reward function 'leaves' raised SystemExit: 0"):
+        score(leaves)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    with pytest.raises(RewardError, match=r"importing .* raised SystemExit: 0"):
+        load_reward(f"{tmp_path / 'leaves.py'}:f")
 
 
 def test_what_a_function_raises_is_kept_as_the_cause() -> None:

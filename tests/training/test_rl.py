@@ -297,6 +297,17 @@ def test_answers_that_never_end_pay_the_penalty(model, tmp_path):
     assert RlTrainer(train_config(model, tmp_path / "free", **options)).step()["reward"] == 1.0
 
 
+def test_answers_that_never_end_have_a_score_of_their_own(model, tmp_path):
+    spec = write_reward(tmp_path, "return [5.0] * len(prompts)")
+    options = {"reward_funcs": [spec], "max_completion_length": 2, "max_steps": 1}
+    found = RlTrainer(train_config(model, tmp_path / "run", missing_eos_score=-1.0, **options)).step()
+    unfinished = found["completions/unfinished_ratio"]
+    assert 0 < unfinished <= 1
+    assert found["reward"] == pytest.approx(5 * (1 - unfinished) - unfinished)
+    with pytest.raises(ConfigError, match=r"missing_eos_score: expected it unset with missing_eos_penalty, got -1\.0"):
+        train_config(model, tmp_path / "both", missing_eos_score=-1.0, missing_eos_penalty=1.0)
+
+
 # ---- 4 bad input, before the model is built --------------------------------------------------------------------------
 
 

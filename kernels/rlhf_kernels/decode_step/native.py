@@ -7,6 +7,7 @@ product.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,8 @@ class Step:
         self._addresses: list[int] = []
         self._caches: list[weakref.ref[Tensor]] = []
         self._cache_addresses: list[int] = []
+        self._turn = threading.Lock()
+        """Of binding and running together: a step runs on what was bound last."""
 
     def __call__(
         self,
@@ -63,6 +66,28 @@ class Step:
         table: Tensor,
     ) -> Tensor:
         """See `DecodeStep.__call__`."""
+        tokens, positions, table = tokens.contiguous(), positions.contiguous(), table.contiguous()
+        slots = slots.to(torch.int64).contiguous()
+        n = tokens.shape[0]
+        hidden = torch.empty((n, self._hidden), dtype=self._dtype)
+        with self._turn:
+            self._bind_what_moved(keys, values)
+            self._run(
+                n,
+                tokens.data_ptr(),
+                positions.data_ptr(),
+                slots.data_ptr(),
+                table.data_ptr(),
+                table.shape[1],
+                cos.data_ptr(),
+                sin.data_ptr(),
+                cos.shape[0],
+                hidden.data_ptr(),
+                native.threads(),
+            )
+        return hidden
+
+    def _bind_what_moved(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         addresses = [t.data_ptr() for t in self._tensors]
         if addresses != self._addresses:
             self._bind(addresses)
@@ -74,24 +99,6 @@ class Step:
             or not all(known() is t for known, t in zip(self._caches, caches, strict=True))
         ):
             self._bind_caches(keys, values, addresses)
-        tokens, positions, table = tokens.contiguous(), positions.contiguous(), table.contiguous()
-        slots = slots.to(torch.int64).contiguous()
-        n = tokens.shape[0]
-        hidden = torch.empty((n, self._hidden), dtype=self._dtype)
-        self._run(
-            n,
-            tokens.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            table.data_ptr(),
-            table.shape[1],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[0],
-            hidden.data_ptr(),
-            native.threads(),
-        )
-        return hidden
 
     def _bind(self, addresses: list[int]) -> None:
         d = self._decoder
