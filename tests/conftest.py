@@ -97,6 +97,16 @@ def _native_where_it_serves() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def package_table() -> Iterator[None]:
+    """`auto` decides as in the processes that a module's tests start, which have the package's kernel table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_table", None)  # read anew
+        registry.begin_run()
+        yield
+    registry.begin_run()
+
+
 @pytest.fixture(autouse=True)
 def _choices_of_no_run() -> Iterator[None]:
     """Nothing is kept of what another test's run has chosen."""

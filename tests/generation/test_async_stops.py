@@ -54,7 +54,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
+def whole(model, tmp_path_factory, package_table):
     """A run that was never stopped."""
     return steps_of(model, tmp_path_factory.mktemp("whole") / "run", **OPTIONS)[0]
 

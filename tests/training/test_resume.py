@@ -389,7 +389,7 @@ def steps_logged(output: Path) -> int:
     ],
     ids=["ctrl_c", "usr1", "term", "hup"],
 )
-def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, how):
+def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, package_table, how):
     options = {"max_steps": 60, "save_steps": 0, "resume_from_checkpoint": "auto"}
     config = train_config(model, tmp_path / "run", **options)
     with start(config, tmp_path / "run.yaml") as process:
