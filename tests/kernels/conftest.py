@@ -60,7 +60,8 @@ def host_library(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all processes
-    library = folder / "cuda_on_host.so"
+    # its sources in the name: a seeded bug's session may have the folder of all sessions
+    library = folder / f"cuda_on_host_{cuda_native.source_key(ROOT / 'csrc')}.so"
     with (folder / "cuda_on_host.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
