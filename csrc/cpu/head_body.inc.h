@@ -163,9 +163,10 @@ RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
     return logits + ((v / kStrip) * 2 + half) * kStrip * 16 + (v % kStrip) * 16;
 }
 
+static_assert(kDepthTiles % kSumTiles == 0, "pieces end where sums do");
+
 // Logits of `panels` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces, so
 // that a strip of W stays in the nearest caches for all panels; the order of additions is that of one piece.
-static_assert(kDepthTiles % kSumTiles == 0, "pieces end where sums do");
 static void panel_products(const Rows& rows, int64_t v0, const Element* hidden, int64_t panels, int64_t padded_v,
                            int64_t depth_K, float* logits, int64_t logits_step) {
     for (int64_t v = 0; v < padded_v; v += kStrip) {

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "common/check.h"
 
@@ -89,7 +90,8 @@ bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64
     RLHF_CHECK(turn >= 0, "turn", "at least 0", turn);
     const int64_t size = weight.type == Type::float32 ? 4 : 2, depth = tile_depth(weight.type), per_word = 4 / size;
     const int64_t across = (K + 15) / 16, tiles_down = (M + depth - 1) / depth, pieces = M * across;
-    const int64_t step = pieces <= kPieces ? 1 : (pieces / kPieces) | 1;  // odd, or columns would be left out
+    int64_t step = std::max<int64_t>(1, pieces / kPieces);
+    while (std::gcd(step, across) > 1) ++step;  // or a turn would leave columns out
     for (int64_t i = turn % step; i < pieces; i += step) {
         const int64_t m = i / across, k = i % across * 16, count = std::min<int64_t>(16, K - k);
         const char* w = static_cast<const char*>(weight.data) + (m * weight.stride + k) * size;

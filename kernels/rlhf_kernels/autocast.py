@@ -1,4 +1,4 @@
-"""What the ops do under `torch.autocast`: linears follow it as `F.linear` does, and nothing inside an op does.
+"""The ops under `torch.autocast`: linears follow it as `F.linear` does, and nothing inside an op does.
 
 Inside an op autocast would round products that are meant to be fp32.
 """

@@ -70,8 +70,3 @@ class PolicyObjective(Objective):
             "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
         }
         return Measured(sums=sums | self.tell(micro, policy.found), most={"mismatch": log_ratio_M.abs().max()})
-
-    def n_tokens(self, micro: MicroBatch) -> float:
-        """Completion tokens of the whole minibatch."""
-        lengths = self.batch.completion_lens
-        return float(sum(lengths[i] for i in micro.minibatch))

@@ -113,7 +113,7 @@ class PpoObjective(Objective):
 
     def terms(self, micro: MicroBatch) -> list[Term]:
         experience, options, rows = self._experience, self._options, micro.rows_M
-        denom = self._n_tokens(micro)
+        denom = self.n_tokens(micro)
         mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         value = ValueLoss(
             old_value_M=experience.old_values_M[rows],
@@ -149,14 +149,9 @@ class PpoObjective(Objective):
                 "policy/loss": policy.policy_loss.detach(),
                 "entropy": policy.entropy.detach(),
                 "clip_ratio": policy.clip_fraction.detach(),
-                "approx_kl": k3(before_M, policy.logprob).sum() / self._n_tokens(micro),
+                "approx_kl": k3(before_M, policy.logprob).sum() / self.n_tokens(micro),
             }
         return found
-
-    def _n_tokens(self, micro: MicroBatch) -> float:
-        """Completion tokens of the whole minibatch."""
-        lengths = self.batch.completion_lens
-        return float(sum(lengths[i] for i in micro.minibatch))
 
     def summarise(self, measured: Measured) -> dict[str, float]:
         return {"approx_kl": 0.0, **summarise_values(measured)}

@@ -100,6 +100,11 @@ class Objective(ABC):
         """What the results of the terms, in their order, tell. `mismatch` is the largest difference of a token's
         log-prob to that before the update, `approx_kl` the mean of ratio − 1 − log ratio per token."""
 
+    def n_tokens(self, micro: MicroBatch) -> float:
+        """Completion tokens of the whole minibatch."""
+        lengths = self.batch.completion_lens
+        return float(sum(lengths[i] for i in micro.minibatch))
+
     def summarise(self, measured: Measured) -> dict[str, float]:
         """Metrics of a whole minibatch."""
         return measured.floats()

@@ -227,9 +227,7 @@ class RlTrainer:
         if self.eval_set is None:
             return None
         config = self.config
-        unfinished = [config.missing_eos_penalty]
-        if config.missing_eos_score is not None:  # absent from the digests of runs that never had it
-            unfinished.append(config.missing_eos_score)
+        unfinished = (config.missing_eos_penalty, config.missing_eos_score)
         return digest([config.reward_funcs, config.reward_weights, *unfinished, self.eval_set.ids])
 
     def _taken_up(self, found: TrainerState) -> TrainerState:

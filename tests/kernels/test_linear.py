@@ -289,14 +289,20 @@ def test_a_copy_goes_with_its_weight_and_trained_ones_have_none(keep):
         cpu.input_gradient(dy, torch.zeros(48, 64, requires_grad=True))
     cpu.input_gradient(dy, torch.zeros(48, 64))  # whoever comes next makes room
     assert packed.held() == 0
+    with torch.inference_mode():
+        inference = torch.zeros(48, 64)
+        for _ in range(3):
+            cpu.input_gradient(dy, inference)
+    assert packed.held() == 0
 
 
 @needs_native
 @pytest.mark.parametrize(
     "part", [(slice(1, None, 2), slice(None)), (slice(None), slice(5, 6)), (slice(None), slice(48, 64))]
 )
-def test_changes_of_some_columns_are_seen_at_once(keep, part):
-    _, weight, _, dy = make(2, 1024, 4096, FP32)
+@pytest.mark.parametrize("k", [80, 1024])  # one turn compares every fifth piece of rows of five, every 64th of 64
+def test_changes_of_some_columns_are_seen_at_once(keep, part, k):
+    _, weight, _, dy = make(2, k, 4096, FP32)
     for _ in range(2):
         cpu.input_gradient(dy, weight)
     for _ in range(3):

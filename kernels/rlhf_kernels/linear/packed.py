@@ -7,7 +7,7 @@ A copy is kept from a weight's second dx on: tensors of one call never have one.
 are dropped when a new weight is met. A copy is made anew once the weight has changed. torch counts changes in place
 (`Tensor._version`), but not those through `Tensor.data`, by which PEFT merges. So each use compares 4,096 pieces of
 sixteen elements with the copy, other ones than the use before. What merging changes is seen at once; a single element
-at the latest after as many uses as the weight has times 65,536 elements. `forget` drops all copies.
+at the latest after about as many uses as the weight has times 65,536 elements. `forget` drops all copies.
 """
 
 from __future__ import annotations
