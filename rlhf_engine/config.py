@@ -93,6 +93,12 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
+    max_grad_norm: float | None = option(
+        None,
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for remax, "
+        "rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        ge=0,
+    )
     token_budget: int | None = option(
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
     )
@@ -106,6 +112,11 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     shard_base: bool = option(
         False, "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score"
     )
+
+    @property
+    def largest_grad_norm(self) -> float | None:
+        never = self.max_grad_norm is None and self.sums_per_answer
+        return None if never else super().largest_grad_norm
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -431,6 +442,12 @@ class PlanConfig(Options):
     max_completion_length: int = option(64, "tokens of every answer", ge=1)
     num_mini_batches: int = option(4, "optimizer steps per epoch over the batch", ge=1)
     per_device_train_batch_size: int = option(16, "sequences per forward and backward", ge=1)
+    max_grad_norm: float | None = option(
+        None,
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for remax, "
+        "rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        ge=0,
+    )
     token_budget: int | None = option(
         None, "most tokens of all lanes together in one traversal of the trunk; none: by device and model", ge=1
     )

@@ -115,6 +115,14 @@ class AlgorithmOptions(Options):
         return self.algorithm in _WITH_CRITIC
 
     @property
+    def sums_per_answer(self) -> bool:
+        """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length.
+
+        One that is scaled down whenever it is greater than a constant is another estimate, and a biased one.
+        """
+        return self.algorithm in ("remax", "rloo", "reinforce")
+
+    @property
     def generations(self) -> int:
         """Answers per prompt, a greedy one included."""
         return self.num_generations or _GENERATIONS.get(self.algorithm, 4)

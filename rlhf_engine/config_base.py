@@ -66,7 +66,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
-    max_grad_norm: float | None = option(1.0, "largest gradient norm of a role; none: no clipping", gt=0)
+    max_grad_norm: float | None = option(
+        None, "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1", ge=0
+    )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     max_tokens_per_micro_batch: int | None = option(
         None,
@@ -74,6 +76,11 @@ class TrainingOptions(DataOptions, ModelOptions):
         "rows; none: by rows alone",
         ge=1,
     )
+
+    @property
+    def largest_grad_norm(self) -> float | None:
+        """Norm that a role's gradient is scaled down to; None where it never is."""
+        return 1.0 if self.max_grad_norm is None else self.max_grad_norm or None
 
     def __post_init__(self) -> None:
         super().__post_init__()

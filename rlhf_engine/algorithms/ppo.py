@@ -12,6 +12,7 @@ Legend: N sequences, M completion tokens packed, C the longest completion ([N, C
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,18 @@ def measure_values(value: Any) -> Measured:
 
 
 def summarise_values(measured: Measured) -> dict[str, float]:
-    """Metrics of a minibatch, the value loss's sums turned into the explained variance."""
+    """Metrics of a minibatch, sums turned into the explained variance and the balance of the two losses.
+
+    value/gradient_share: v / (v + p) with v = ‖∂(vf_coef · L_V)/∂h‖ and p = ‖∂L_π/∂h‖, h the hidden states that the
+    heads read, which costs no second backward pass. On the parameters of a slot that actor and critic share, the value
+    loss weighs two to five times more: its gradient points the same way at every token.
+    """
+    rest = measured.floats()
     moments = {name: measured.sums[name] for name in _VALUE_SUMS}
-    rest = {name: value for name, value in measured.floats().items() if name not in moments}
+    for name in _VALUE_SUMS:
+        del rest[name]
+    squares = [rest.pop(f"hidden_grad_sq/{role}", None) for role in ("critic", "actor")]
+    if any(square is not None for square in squares):
+        value, policy = (math.sqrt(square or 0.0) for square in squares)
+        rest["value/gradient_share"] = value / (value + policy) if value + policy else 0.0
     return {**rest, "value/explained_variance": float(explained_variance(**moments))}

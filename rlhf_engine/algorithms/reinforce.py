@@ -5,10 +5,12 @@ before each token, and no clip, no importance ratio and no generalised advantage
 
     r_t = −β KL_t + [t last] (1−β) R        G_t = Σ_{s ≥ t} γ^{s−t} r_s
     L_PG = −(1/n) Σ_i Σ_t (G_{i,t} − V_{i,t}) log π(a_{i,t} | x_i, a_{i,<t})        V constant here
-    L_V  = ½ Σ_i Σ_t (V_{i,t} − G_{i,t})² / Σ_i T_i
+    L_V  = (1/n) Σ_i Σ_t ½ (V_{i,t} − G_{i,t})²
 
 The policy gradient is unbiased for any V, because V_t does not depend on a_t; a better V only makes it vary less. Where
 answers may be drawn without bound, the optimum is π* ∝ π_ref exp((1−β) r / β).
+Both losses are sums over an answer. On a slot that actor and critic share, their balance is then that of single tokens,
+whatever the answers' length; a mean over tokens beside a sum would fade as 1/T.
 
 Legend: N sequences, M completion tokens packed.
 """
@@ -63,13 +65,14 @@ class ReinforceObjective(PolicyGradientObjective):
             old_value_M=self._values_M[rows],
             return_M=self._returns_M[rows],
             mask_M=torch.ones(len(rows), dtype=torch.bool, device=rows.device),
-            denom=self.n_tokens(micro),
+            denom=float(len(micro.minibatch)),
         )
         policy = super().terms(micro) if self._train_actor else []
         return [*policy, Term(value, self._vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         found = measure_values(results[-1])
+        found.sums["value/loss"] *= len(micro.minibatch) / self.n_tokens(micro)  # per token, as elsewhere
         if self._train_actor:
             found.add(super().measure(micro, results))
         return found

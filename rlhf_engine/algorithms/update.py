@@ -20,7 +20,7 @@ import torch
 from rlhf_engine.data import pack
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HydraModel, Output, PackedBatch
+from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,25 +318,53 @@ class _Minibatch:
             micro = self._micro(chosen)
             terms = self.objective.terms(micro)
             together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
-            loss, results = self._backward(micro.batch, [terms] if together else [[term] for term in terms])
+            measured, results = self._backward(micro.batch, terms, together=together)
             for role in self.objective.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None
-            total.add(Measured(sums={"loss": loss}))
+            total.add(measured)
             total.add(self.objective.measure(micro, results))
         return total
 
-    def _backward(self, part: PackedBatch, groups: Sequence[Sequence[Term]]) -> tuple[torch.Tensor, list[Any]]:
-        """Add a micro-batch's gradients, group by group of terms; the weighted sum [] of all, and their results."""
-        losses: list[torch.Tensor] = []
+    def _backward(self, part: PackedBatch, terms: Sequence[Term], *, together: bool) -> tuple[Measured, list[Any]]:
+        """Add a micro-batch's gradients, of all terms at once or one by one; what they tell, and the terms' results."""
+        measured = Measured()
         results: list[Any] = []
-        for group in groups:
-            found = self.model(part, [term.output for term in group], dropout_seed=self.dropout_seed)
+        for group in [terms] if together else [[term] for term in terms]:
+            outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
+            found = self.model(part, outputs, dropout_seed=self.dropout_seed)
             loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
             loss.backward()
-            losses.append(loss.detach())
+            measured.add(Measured(sums={"loss": loss.detach()}))
+            for output in outputs:
+                if isinstance(output, _Watched):
+                    measured.add(Measured(sums=output.squares))
             results.extend(found)
-        return torch.stack(losses).sum(), results
+        return measured, results
+
+
+class _Watched:
+    """An output that also measures the gradient of its loss at the hidden states it reads."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self.squares: dict[str, torch.Tensor] = {}
+        """Squared norm of that gradient by role, 0-d fp32, as `hidden_grad_sq/ROLE`; after the backward pass."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self._output.roles
+
+    def compute(self, states: HiddenStates) -> Any:
+        own = {role: hidden_T.view_as(hidden_T) for role, hidden_T in states.hidden_T.items() if role in self.roles}
+        for role, hidden_T in own.items():
+            if hidden_T.requires_grad:
+                hidden_T.register_hook(functools.partial(self._measure, role))
+        return self._output.compute(dataclasses.replace(states, hidden_T={**states.hidden_T, **own}))
+
+    def _measure(self, role: str, gradient_T: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
+        self.squares[f"hidden_grad_sq/{role}"] = norm.square()
 
 
 def _roles(terms: Sequence[Term]) -> list[str]:

@@ -4,6 +4,7 @@ from rlhf_engine.hydra.bank import SlotConfig
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel, Scores
 from rlhf_engine.hydra.outputs import (
+    HiddenStates,
     LmLoss,
     LogprobLoss,
     LogprobPair,
@@ -31,6 +32,7 @@ from rlhf_engine.hydra.roles import (
 __all__ = [
     "METHODS",
     "OFF",
+    "HiddenStates",
     "HydraModel",
     "LmLoss",
     "LogprobLoss",

@@ -139,7 +139,7 @@ class RewardTrainer:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.largest_grad_norm,
         )
         self.model.eval()
         if resume is not None:

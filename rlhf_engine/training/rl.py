@@ -186,7 +186,7 @@ class RlTrainer:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.largest_grad_norm,
         )
         self.model.eval()
         beta = None if config.kl_target is None else config.beta

@@ -246,7 +246,7 @@ class SftTrainer:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.largest_grad_norm,
         )
 
         if resume is not None:

@@ -16,7 +16,7 @@ from rlhf_engine.algorithms.ppo import (
     token_kl,
     token_rewards,
 )
-from rlhf_engine.algorithms.update import Schedule, minibatches, update
+from rlhf_engine.algorithms.update import MicroBatch, Schedule, minibatches, update
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.training.optimizer import RoleOptimizer
@@ -162,6 +162,42 @@ def test_target_kl_is_of_this_update_and_not_of_a_policy_that_drew_before(algori
     assert metrics["optimizer_steps"] == 3
     assert metrics["approx_kl"] < 1e-6
     assert metrics["mismatch/update_max"] < 1e-4
+
+
+def test_the_share_of_the_value_loss_is_that_of_gradients_at_the_hidden_states():
+    model, batch = build("j_hydra"), random_batch()
+    made = experience(model, batch)
+    shares = {}
+    for vf_coef in (0.0, 0.5, 1.5):
+        metrics = update(model, objective(made, vf_coef=vf_coef), schedule(), lambda: {}, seed=0)
+        shares[vf_coef] = metrics["value/gradient_share"]
+        model.zero_grad(set_to_none=True)
+    assert shares[0.0] == 0.0
+    ratio = {coef: share / (1 - share) for coef, share in shares.items()}
+    assert ratio[1.5] == pytest.approx(3 * ratio[0.5], rel=1e-4)
+    # the value head is linear, h ↦ h w + b, so ∂L_V/∂h_t = (V_t − G_t) w / M where nothing is clipped
+    error_M = made.old_values_M - made.returns_M
+    weight = model.heads[model.roles["critic"].head].weight
+    value = 0.5 * float(error_M.norm() * weight.norm()) / batch.n_completion_tokens
+    rows_M = torch.arange(batch.n_completion_tokens)
+    whole = MicroBatch(batch=batch, indices=range(4), rows_M=rows_M, minibatch=range(4))
+    kept = Kept(objective(made).terms(whole)[0].output)
+    model(batch, [kept])[0].loss.backward()
+    assert value / float(kept.hidden_T.grad.norm()) == pytest.approx(ratio[0.5], rel=1e-4)
+
+
+class Kept:
+    """An output whose hidden states keep their gradient."""
+
+    roles = ("actor",)
+
+    def __init__(self, output):
+        self._output = output
+
+    def compute(self, states):
+        self.hidden_T = states.hidden_T["actor"]
+        self.hidden_T.retain_grad()
+        return self._output.compute(states)
 
 
 def test_critic_warm_up_leaves_the_actor_alone():

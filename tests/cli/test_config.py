@@ -37,7 +37,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         target_kl=None, generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
         per_device_train_batch_size=16, max_steps=100, learning_rate=1e-4, critic_learning_rate=None,
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
-        adam_epsilon=1e-8, max_grad_norm=1.0, critic_warmup_steps=0, token_budget=None,
+        adam_epsilon=1e-8, max_grad_norm=None, critic_warmup_steps=0, token_budget=None,
         gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
         max_tokens_per_micro_batch=None,
         max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
@@ -64,7 +64,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         max_bad_rows=0.0, truncation="error",
         gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
-        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0,
+        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=None,
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
         kernels="auto", seed=0, report_to=[],
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_forms_of_flags() -> None:
     config = parse(
         "--beta=0.1", "--max-steps", "7", "--whiten_rewards", "--no_whiten_advantages",
         "--gradient-checkpointing=true",
-        "--reward_funcs", "lane", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "none",
+        "--reward_funcs", "lane", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "0",
         "--lora_target_modules", "q_proj,v_proj", "--learning_rate", "3e-5",
     )  # fmt: skip
     assert (config.beta, config.max_steps, config.whiten_rewards, config.whiten_advantages) == (
@@ -111,7 +111,8 @@ def test_forms_of_flags() -> None:
     assert config.gradient_checkpointing is True
     assert config.reward_funcs == ["lane", "a/b.py:f"]
     assert config.reward_weights == [1.0, -1e-3]
-    assert config.max_grad_norm is None
+    assert config.max_grad_norm == 0
+    assert config.largest_grad_norm is None
     assert config.lora_target_modules == ["q_proj", "v_proj"]
     assert config.learning_rate == 3e-5
     assert parse("--lora_target_modules", "a", "b").lora_target_modules == ["a", "b"]
@@ -188,7 +189,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         (["--beta", "nan"], r"beta: expected a number, got nan"),
         (["--kl_estimator", "k2"], r"kl_estimator: expected one of 'k1', 'k3', 'exact', got 'k2'"),
         (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--max_grad_norm", "0"], r"max_grad_norm: expected a number or none > 0, got 0\.0"),
+        (["--max_grad_norm", "-1"], r"max_grad_norm: expected a number or none >= 0, got -1\.0"),
         (["--reward_funcs", "nothing"], r"reward_funcs: expected lane, module:function .* got 'nothing'"),
         (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
         (["--reward_adapter", "x", "--reward_funcs", "a:b"], r"reward_adapter: expected 'lane' among"),
@@ -267,3 +268,12 @@ def test_configs_do_not_share_lists() -> None:
     config.to_dict()["reward_funcs"].append("x:y")
     assert config.reward_funcs == ["lane"]
     assert parse().reward_funcs is not config.reward_funcs
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "online_dpo", "best_of_n", "remax", "rloo", "reinforce"])
+def test_gradients_that_are_sums_per_answer_are_not_scaled_down_unless_wanted(algorithm: str) -> None:
+    is_sum = algorithm in ("remax", "rloo", "reinforce")
+    assert parse("--algorithm", algorithm).largest_grad_norm == (None if is_sum else 1.0)
+    assert parse("--algorithm", algorithm, "--max_grad_norm", "0.5").largest_grad_norm == 0.5
+    assert parse("--algorithm", algorithm, "--max_grad_norm", "0").largest_grad_norm is None
+    assert parse_config(SFTConfig, [*ARGV, "--full"]).largest_grad_norm == 1.0
