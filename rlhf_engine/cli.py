@@ -13,9 +13,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_engine import __version__
 from rlhf_engine.config import (
@@ -29,7 +30,7 @@ from rlhf_engine.config import (
     TrainConfig,
     parse_config,
 )
-from rlhf_engine.errors import ConfigError, EngineError, RewardError, RunStopped
+from rlhf_engine.errors import ConfigError, EngineError, RewardError, RunStopped, notes
 from rlhf_engine.launch import asked_to_shard, launched, launched_rank
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
@@ -76,9 +77,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(name, error, 1)
 
 
+_THREADS_END_WITHIN = 5.0
+"""Seconds that threads of other libraries or of a reward function have, once a command is done."""
+
+
+def run_and_exit() -> NoReturn:
+    """Run the command of this process and end it with the command's exit code.
+
+    A thread that somebody's code has left running does not keep the process: it has a few seconds to end.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code = 1
+
+    def end() -> None:
+        own = (threading.main_thread(), threading.current_thread())
+        left = sorted(t.name for t in threading.enumerate() if not t.daemon and t not in own)
+        print(f"rlhf-engine: done, but {', '.join(left)} still ran and was left behind", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(code)
+
+    last = threading.Timer(_THREADS_END_WITHIN, end)
+    last.daemon = True
+    try:
+        code = main()
+    finally:
+        last.start()
+    sys.exit(code)
+
+
 def _fail(name: str, error: Exception, code: int) -> int:
     rank = f", rank {launched_rank()}" if launched() > 1 else ""
-    print(f"rlhf-engine {name}{rank}: {' '.join(str(error).split())}", file=sys.stderr)
+    text = "; ".join([str(error), *notes(error)])
+    print(f"rlhf-engine {name}{rank}: {' '.join(text.split())}", file=sys.stderr)
     return code
 
 
@@ -428,5 +458,4 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    run_and_exit()

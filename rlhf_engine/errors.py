@@ -53,3 +53,13 @@ class RankError(EngineError, RuntimeError):
 
 class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an error; `BaseException.add_note`, which Python 3.10 has not."""
+    error.__notes__ = [*notes(error), text]  # type: ignore[attr-defined]
+
+
+def notes(error: BaseException) -> list[str]:
+    """Lines that `note` has added."""
+    return list(getattr(error, "__notes__", []))

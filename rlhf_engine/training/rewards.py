@@ -12,15 +12,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import math
 import numbers
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -82,11 +85,13 @@ def score_with_functions(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]] | None = None,
+    timeout: float | None = None,
 ) -> FunctionRewards:
     """Call every function on all rows and sum their rewards.
 
     weights: one per function, None for all 1. completion_ids: token ids of each answer without padding.
     columns: the data's other columns, one entry per row, handed to the functions by name.
+    timeout: seconds after which one call is given up, see `_time_limit`; None for never.
     Raises ValueError or TypeError for a wrong result, `RewardError` from what a function raised.
     """
     if not functions:
@@ -109,7 +114,7 @@ def score_with_functions(
             **columns,
         }
         copies = {key: list(values) for key, values in arguments.items()}
-        by_name[name] = _checked(name, _call(name, function, copies), prompts)
+        by_name[name] = _checked(name, _call(name, function, copies, timeout), prompts)
     means: dict[str, float | None] = {}
     for name, column in by_name.items():
         present = [r for r in column if r is not None]
@@ -138,6 +143,7 @@ def check_reward(
     function: RewardFunction,
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[Any]] | None = None,
+    timeout: float | None = None,
 ) -> None:
     """A dry run on two rows, so that a broken function is found before the model is loaded.
 
@@ -150,7 +156,7 @@ def check_reward(
     two_columns = {name: [values[i] for i in rows] for name, values in (columns or {}).items()}
     two_prompts = [prompts[i] for i in rows]
     score_with_functions(
-        [function], None, two_prompts, ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]], two_columns
+        [function], None, two_prompts, ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]], two_columns, timeout
     )
 
 
@@ -188,9 +194,42 @@ def _load_module(name: str, spec: str) -> ModuleType:
         raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
 
 
-def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) -> Any:
+class _TookTooLong(BaseException):
+    """Raised inside a function whose time is over; no Exception, which the function might handle itself."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `_TookTooLong` within the block after so many seconds, and again each second until the block ends.
+
+    By a timer's signal, which Python handles in the main thread alone: in another thread, and on Windows, there is no
+    limit. Code that never comes back to the interpreter is not interrupted.
+    """
+    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        return function(**arguments)
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # it may have gone off right here
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], timeout: float | None) -> Any:
+    try:
+        with _time_limit(timeout):
+            return function(**arguments)
+    except _TookTooLong as error:
+        raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
     except (Exception, SystemExit) as error:  # a user's function may raise anything; it is named and passed on
         raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
 

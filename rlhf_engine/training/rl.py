@@ -12,7 +12,7 @@ import functools
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, RunStopped
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, NonFiniteError, RunStopped, note
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
@@ -156,7 +156,11 @@ class RlTrainer:
             vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
             require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
         self.scorer = AnswerScorer(
-            config.reward_funcs, config.reward_weights, config.missing_eos_penalty, config.missing_eos_score
+            config.reward_funcs,
+            config.reward_weights,
+            config.missing_eos_penalty,
+            config.missing_eos_score,
+            timeout=config.reward_timeout,
         )
         context = read_context_length(config.model_name_or_path, config.reward_model_path)
         self.reports: dict[str, Report] = {}
@@ -221,6 +225,8 @@ class RlTrainer:
         """Of the newest checkpoint that this process has written."""
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
         """Roles of which no update has been seen to change anything yet."""
+        self._in_update = False
+        """Whether weights have changed since the last whole step."""
 
     def _judge(self) -> str | None:
         """What an evaluation's reward is measured by; None without one."""
@@ -294,19 +300,42 @@ class RlTrainer:
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
             trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
             while self.state.step < self.config.max_steps:
-                metrics = self.step()
-                if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
-                    found = self.evaluate()
-                    self._note_best(found.get("eval/reward"))
-                    metrics |= found
-                    if self.config.num_samples and self.state.step < self.config.max_steps:
-                        with self._whole_base():
-                            world.on_main("samples", self._note_samples)
-                # bound now: it runs before the loop goes on
-                world.each("metrics and checkpoints", functools.partial(self._note, writer, trackers, metrics, on_step))
+                with self._saved_on_error(writer):
+                    metrics = self.step()
+                    if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
+                        found = self.evaluate()
+                        self._note_best(found.get("eval/reward"))
+                        metrics |= found
+                        if self.config.num_samples and self.state.step < self.config.max_steps:
+                            with self._whole_base():
+                                world.on_main("samples", self._note_samples)
+                    # bound now: it runs before the loop goes on
+                    record = functools.partial(self._note, writer, trackers, metrics, on_step)
+                    world.each("metrics and checkpoints", record)
                 if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
                     world.each("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
+
+    @contextlib.contextmanager
+    def _saved_on_error(self, writer: MetricsWriter | None) -> Iterator[None]:
+        """Write a checkpoint of the last whole step where the block fails without having changed a weight since.
+
+        A failing reward function or server thus costs the answers of one step. Weights that are not finite are never
+        written: checkpoints from before they went bad stay the newest.
+        """
+        done, past = self.state.step, self.source.state()  # a draw that fails may have taken answers out of the source
+        try:
+            yield
+        except BaseException as error:
+            is_whole = not self._in_update and all(bool(p.isfinite().all()) for p in self._trained())
+            is_there = (self.output / f"checkpoint-{self.state.step}").is_dir()
+            if writer is not None and is_whole and self.state.step > 0 and not is_there:
+                try:
+                    self._save_after(writer, past if self.state.step == done else None)
+                    note(error, f"checkpoint of step {self.state.step} written, --resume_from_checkpoint auto goes on")
+                except CheckpointWriteError as failed:
+                    note(error, f"no checkpoint of step {self.state.step}: {failed}")
+            raise
 
     def _begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""
@@ -426,6 +455,7 @@ class RlTrainer:
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
             beta=self._next_beta(scored.metrics["kl"], n_answers),
         )
+        self._in_update = False
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.draws_beside:
             clock.lap("publish")
@@ -504,11 +534,14 @@ class RlTrainer:
         answers = self.answer(self.eval_set, indices, seed=self.config.seed, sample_ids=indices)
         return answers.scores, float(self._kl_sum(answers.rollout))
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank; its folder."""
+    def save(self, past: PastState | None = None) -> Path:
+        """Write a checkpoint of the current step, where this is the main rank; its folder.
+
+        past: what is known of the answers to come; None for what their source holds now.
+        """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
-        past = self.source.state()
+        past = self.source.state() if past is None else past
         state = replace(
             self.state,
             policies_after={str(done): policy.version for done, policy in past.policies.items()},
@@ -525,11 +558,11 @@ class RlTrainer:
         if self._saved_step != self.state.step:
             self._save_after(writer)
 
-    def _save_after(self, writer: MetricsWriter | None) -> None:
+    def _save_after(self, writer: MetricsWriter | None, past: PastState | None = None) -> None:
         """A checkpoint, once the metrics of the steps before it are on the disk."""
         if writer is not None:
             writer.sync()
-        self.save()
+        self.save(past)
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""
@@ -658,7 +691,12 @@ class RlTrainer:
     def _apply(self) -> dict[str, float]:
         """An optimizer step on the gradients of a minibatch, of which each rank has its share."""
         sum_gradients(self.world, self._trained())
-        return self.optimizer.step()
+        before, self._in_update = self._in_update, True
+        try:
+            return self.optimizer.step()
+        except NonFiniteError:  # raised before anything is applied
+            self._in_update = before
+            raise
 
     def _check_same(self, step: int) -> None:
         """Ranks hold the same parameters after so many steps, and go on with the memory that all of them have."""

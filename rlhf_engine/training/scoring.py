@@ -41,10 +41,14 @@ class AnswerScorer:
         weights: Sequence[float] | None,
         missing_eos_penalty: float | None = None,
         missing_eos_score: float | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
+        """timeout: seconds after which one call of a function is given up; None for never."""
         self.specs = list(specs)
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
         self.missing_eos_penalty, self.missing_eos_score = missing_eos_penalty, missing_eos_score
+        self.timeout = timeout
         if self.specs.count(LANE) > 1:
             raise ConfigError(f"reward_funcs: expected {LANE!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != LANE]
@@ -57,7 +61,7 @@ class AnswerScorer:
     def dry_run(self, prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
         """Call every function once on two rows, before any time is spent."""
         for function in self.functions:
-            check_reward(function, prompts, columns)
+            check_reward(function, prompts, columns, self.timeout)
 
     def __call__(
         self,
@@ -75,7 +79,9 @@ class AnswerScorer:
         by_function: dict[str, list[float | None]] = {}
         if self.functions:
             try:
-                scored = score_with_functions(self.functions, None, prompts, completions, completion_ids, columns)
+                scored = score_with_functions(
+                    self.functions, None, prompts, completions, completion_ids, columns, self.timeout
+                )
             except (ValueError, TypeError) as error:  # the user's function returned what it must not
                 raise RewardError(str(error)) from error
             by_function = scored.columns

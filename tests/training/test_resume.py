@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, NonFiniteError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
 from rlhf_engine.report import TrainingProgress
@@ -28,7 +28,7 @@ from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.run_folder import LOCK_FILE
 from rlhf_engine.training.stop import StopSignals
-from tests.training.test_data import train_config, write_model, write_prompts
+from tests.training.test_data import train_config, write_model, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
 
 CROSSING = {
@@ -410,6 +410,61 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, packa
     resumed.run()
     assert same(trained(whole), trained(resumed))
     assert [row["step"] for row in metrics(resumed)] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("mode", ["off", "replay", "overlap"])
+def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode):
+    """The checkpoint of the last whole step is written, and the run that goes on from it makes the same floats."""
+    body = "if len(calls) == 4:\n    raise OSError('no judge')\nreturn [float(len(c)) for c in completions]"
+    reward = write_reward(tmp_path, body)
+    options = {**CROSSING, "async_mode": mode, "max_steps": 5, "save_steps": 0, "reward_funcs": [reward]}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    with pytest.raises(RewardError, match="raised OSError: no judge") as raised:
+        trainer.run()
+    assert notes(raised.value) == ["checkpoint of step 2 written, --resume_from_checkpoint auto goes on"]
+    assert [folder.name for folder in list_checkpoints(trainer.output)] == ["checkpoint-2"]
+    options["reward_funcs"] = [write_reward(tmp_path, body.replace("== 4", "== 0"), "mended")]
+    resumed = RlTrainer(train_config(model, tmp_path / "run", **options, resume_from_checkpoint="auto"))
+    resumed.run()
+    whole = RlTrainer(train_config(model, tmp_path / "whole", **options))
+    whole.run()
+    assert same(trained(whole), trained(resumed))
+    assert [row["step"] for row in metrics(resumed)] == [1, 2, 3, 4, 5]
+
+
+def test_a_step_that_fails_half_way_writes_nothing(model, tmp_path, monkeypatch):
+    """Weights that some minibatches of a step have moved are no state to go on from."""
+    trainer = RlTrainer(train_config(model, tmp_path / "run", max_steps=3, save_steps=0, num_mini_batches=2))
+    steps = []
+
+    def fail() -> None:
+        steps.append(trainer.state.step)
+        if len(steps) == 6:
+            raise NonFiniteError("the second minibatch of step 2")
+
+    trainer.optimizer.adamw.register_step_pre_hook(lambda *_: fail())
+    with pytest.raises(NonFiniteError, match="of step 2"):
+        trainer.run()
+    assert list_checkpoints(trainer.output) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "text"),
+    [
+        ("time.sleep(3600)", 1, "took longer than 1 seconds (reward_timeout); checkpoint of step 1 written"),
+        ("threading.Thread(target=time.sleep, args=(3600,), name='judge').start()", 0, "judge still ran"),
+    ],
+    ids=["hangs", "leaves_a_thread"],
+)
+def test_rewards_do_not_keep_the_process(model, tmp_path, package_table, body, code, text):
+    late = f"import threading, time\nif len(calls) == 3:\n    {body}\nreturn [1.0] * len(prompts)"
+    reward = write_reward(tmp_path, late)
+    options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward], "reward_timeout": 1.0}
+    with start(train_config(model, tmp_path / "run", **options), tmp_path / "run.yaml") as process:
+        errors = process.communicate(timeout=120)[1]
+    assert process.returncode == code, errors
+    assert text in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
