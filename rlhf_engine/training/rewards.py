@@ -203,7 +203,7 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     """Raise `_TookTooLong` within the block after so many seconds, and again each second until the block ends.
 
     By a timer's signal, which Python handles in the main thread alone: in another thread, and on Windows, there is no
-    limit. Code that never comes back to the interpreter is not interrupted.
+    limit. Nor is there one for code that never comes back to the interpreter, or that sets the timer itself.
     """
     if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
