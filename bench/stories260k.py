@@ -3,8 +3,8 @@
 
     python bench/stories260k.py --model MODEL_FOLDER [--seeds 0 1 2] [--output bench/results/cpu/stories260k]
 
-The run is `rlhf-engine train --config examples/stories260k.yaml` for each seed. Before and after it, every prompt is
-answered once with the same sampling seed; the reward function, the exact KL to the reference and the share of repeated
+The run is `rlhf-engine train --config examples/stories260k.yaml` for each seed. Before and after it, every held-out prompt
+is answered once with the same sampling seed; the reward function, the exact KL to the reference and the share of repeated
 trigrams are averaged over those answers.
 """
 
@@ -47,7 +47,8 @@ def run(model: str, seed: int, folder: Path, output: Path) -> dict[str, object]:
     """One seed: train in `folder`, keep metrics, curves, samples and the record in `output`."""
     argv = ["--config", CONFIG, "--model_name_or_path", model, "--output_dir", str(folder), "--seed", str(seed)]
     trainer = RlTrainer(parse_config(TrainConfig, argv))
-    prompts = trainer.train_set
+    prompts = trainer.eval_set
+    assert prompts is not None  # the config has them
     indices = list(range(len(prompts.rows)))
     before = trainer.answer(prompts, indices, role="reference", seed=SAMPLING_SEED)
     began = time.perf_counter()

@@ -201,29 +201,60 @@ def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str
 def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     """summary.md and curves.png; returns the table."""
     columns = [*grid.final, *(f"seconds to {metric} {level:g}" for metric, level in grid.reach.items())]
-    lines = [
-        f"| {' '.join(axis for axis in grid.axes if axis != SEED)} | runs | " + " | ".join(columns) + " |",
-        "|---" * (2 + len(columns)) + "|",
-    ]
+    axes = " ".join(axis for axis in grid.axes if axis != SEED)
+    rows = {}
     for name, members in groups(grid, records).items():
-        cells = []
-        for metric in grid.final:
-            values = [member["final"][metric] for member in members]
-            spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.4g}{spread} ({', '.join(f'{v:.4g}' for v in values)})")
-        for metric, level in grid.reach.items():
-            cells.append(_times([seconds_to(member, metric, level) for member in members]))
-        lines.append(f"| {name} | {len(members)} | " + " | ".join(cells) + " |")
-    table = "\n".join(lines)
+        cells = [_interval([member["final"][metric] for member in members], signed=False) for metric in grid.final]
+        cells += [_times([seconds_to(m, metric, level) for m in members]) for metric, level in grid.reach.items()]
+        rows[name] = [str(len(members)), *cells]
+    table = _table([axes, "runs", *columns], rows)
     found = [record["git_commit"] for record in records if record["git_commit"]]
     commits = sorted({c["commit"][:12] + (" with changed files" if c["dirty"] else "") for c in found})
-    caption = f"Mean ± standard deviation (each run) of the grid's runs, commit {', '.join(commits)}."
-    (out / "summary.md").write_text(f"# {grid.name}\n\n{caption}\n\n{table}\n")
+    text = (
+        f"# {grid.name}\n\nMeans over the grid's runs, with the 95 % interval of each mean (Student's t). "
+        f"Commit {', '.join(commits)}.\n\n{table}\n"
+    )
+    first, pairs = _paired(grid, records)
+    if pairs and grid.final:
+        text += f"\nDifference from `{first}` in runs of the same seed.\n\n"
+        text += _table([axes, "pairs", *grid.final], pairs) + "\n"
+    (out / "summary.md").write_text(text)
     if grid.against:
         plot_against(grid, records, out / "curves.png")
     elif grid.curves:
         plot(grid, records, out / "curves.png")
     return table
+
+
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
+
+
+def _interval(values: list[float], *, signed: bool) -> str:
+    """A mean and half the width of its 95 % interval; the mean alone of a single run."""
+    mean = f"{statistics.fmean(values):{'+' if signed else ''}.4g}"
+    if len(values) == 1:
+        return mean
+    quantile = _T_95[min(len(values) - 1, len(_T_95)) - 1]  # of fewer degrees of freedom: wider, never narrower
+    return f"{mean} ± {quantile * statistics.stdev(values) / len(values) ** 0.5:.2g}"
+
+
+def _paired(grid: Grid, records: list[dict[str, Any]]) -> tuple[str, dict[str, list[str]]]:
+    """The first group's name, and a row per other group: differences in runs of the same seed."""
+    (first, base), *others = groups(grid, records).items()
+    by_seed = {record["run"].get(SEED): record["final"] for record in base}
+    rows = {}
+    for name, members in others:
+        pairs = [(m["final"], by_seed[m["run"].get(SEED)]) for m in members if m["run"].get(SEED) in by_seed]
+        if pairs:
+            cells = [_interval([own[metric] - its[metric] for own, its in pairs], signed=True) for metric in grid.final]
+            rows[name] = [str(len(pairs)), *cells]
+    return first, rows
+
+
+def _table(header: list[str], rows: Mapping[str, list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items())])
 
 
 def seconds_to(record: dict[str, Any], metric: str, level: float) -> float | None:

@@ -150,10 +150,17 @@ def test_presets_of_an_axis_and_curves_over_another(tmp_path, sweep):
     curves = {"step": [1, 2, 3], "reward": [0.0, 1.0, 2.0], "kl": [0.0, 0.5, 1.0], "seconds/step": [1.0, 2.0, 4.0]}
     assert sweep._curve({"curves": curves}, "seconds") == [1.0, 3.0, 7.0]
     records = [
-        {"run": point, "final": {"reward": 1.0, "kl": 0.1}, "curves": curves, "git_commit": None}
+        {
+            "run": point,
+            "final": {metric: 1.0 + point["seed"] + 0.5 * (point["algorithm"] == "remax") for metric in grid.final},
+            "curves": curves,
+            "git_commit": None,
+        }
         for point in grid.runs()
     ]
-    assert "| remax | 2 | " in sweep.summarise(grid, records, tmp_path)
+    # two values, 1 apart: 12.706 (Student's t for one degree of freedom) times 0.5
+    assert "| remax | 2 | 2 ± 6.4" in sweep.summarise(grid, records, tmp_path)
+    assert "| remax | 2 | +0.5 ± 0" in (tmp_path / "summary.md").read_text()  # paired by seed
     reaching = dataclasses.replace(grid, reach={"reward": 0.5, "kl": 9.0})
     assert "| 3.0 ± 0 (3.0, 3.0) | never |" in sweep.summarise(reaching, records, tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 5000
