@@ -3,9 +3,9 @@
 
     python bench/stories260k.py --model MODEL_FOLDER [--seeds 0 1 2] [--output bench/results/cpu/stories260k]
 
-The run is `rlhf-engine train --config examples/stories260k.yaml` for each seed. Before and after it, every held-out prompt
-is answered once with the same sampling seed; the reward function, the exact KL to the reference and the share of repeated
-trigrams are averaged over those answers.
+The run is `rlhf-engine train --config examples/stories260k.yaml` for each seed. Before and after it, every held-out
+prompt is answered once with the same sampling seed; the reward function, the exact KL to the reference and the share of
+repeated trigrams are averaged over those answers.
 """
 
 from __future__ import annotations
