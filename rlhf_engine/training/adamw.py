@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,12 +48,51 @@ def gradient_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if optim == "adamw" and dtype in HALF else dtype
 
 
+def state_layout(optim: Optim, shape: torch.Size, dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in the state of a parameter."""
+    whole = (shape, torch.float32 if dtype in HALF else dtype)
+    found = {"step": (torch.Size(), torch.float32)}
+    if dtype in HALF and has_masters(optim):
+        found["master"] = whole
+    if not has_8bit_moments(optim):
+        return {**found, "exp_avg": whole, "exp_avg_sq": whole}
+    if shape.numel() < MIN_8BIT_SIZE:
+        return {**found, "state1": whole, "state2": whole}
+    codes = (shape, torch.uint8)
+    scales = (torch.Size([-(-shape.numel() // BLOCK)]), torch.float32)
+    return {**found, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
+
+
+def temporary_bytes(optim: Optim, shape: torch.Size, dtype: torch.dtype, device_type: str) -> int:
+    """Most bytes that a step allocates for a parameter beside its gradient and state."""
+    copies = 0
+    if dtype in HALF:
+        copies += optim != "adamw"  # the gradient in float32
+        copies += 2 * (not has_masters(optim))  # the weights in float32 and the random numbers
+    if has_8bit_moments(optim) and device_type == "cpu" and shape.numel() >= MIN_8BIT_SIZE:
+        copies += 5  # bitsandbytes has no fused kernel there: both moments, the gradient, the denominator and its root
+    return 4 * copies * shape.numel()
+
+
 def require_optim(optim: Optim) -> None:
     """Raise ConfigError for an `optim` whose library is not installed."""
     if has_8bit_moments(optim) and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             "optim: expected 'adamw' or 'adamw_stochastic' where bitsandbytes is not installed "
             f"(pip install 'rlhf-engine[bnb]'), got {optim!r}"
+        )
+
+
+def warn_without_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where an optimizer that is not this module's steps half-precision parameters, in which it rounds."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    half = [p for p in held if p.dtype in HALF]
+    if half:
+        warnings.warn(
+            f"{len(half)} of {len(held)} trained tensors are in {str(half[0].dtype).removeprefix('torch.')}, and "
+            f"{type(optimizer).__name__} has no float32 master weights: steps of less than 1/512 of a weight round "
+            "away; load what is trained in float32 (PEFT: autocast_adapter_dtype=True)",
+            stacklevel=3,
         )
 
 
@@ -179,10 +219,11 @@ class AdamW:
             self._load(name, fields)
 
     def _check(self, name: str, fields: Mapping[str, torch.Tensor]) -> None:
-        expected = self._layout(name)
+        p = self.parameters[name].detach()
+        expected = state_layout(self.optim, p.shape, p.dtype)
         if fields.keys() != expected.keys():
             raise ValueError(
-                f"optim: expected the state that {self.optim!r} has of {name} in {self.parameters[name].dtype} "
+                f"optim: expected the state that {self.optim!r} has of {name} in {p.dtype} "
                 f"({', '.join(sorted(expected))}), got {', '.join(sorted(fields))}"
             )
         for key, (shape, dtype) in expected.items():
@@ -192,25 +233,8 @@ class AdamW:
                     f"optimizer state: expected {name}|{key} of shape {list(shape)} and {dtype}, got "
                     f"{list(found.shape)} and {found.dtype}"
                 )
-        p = self.parameters[name].detach()
         if "master" in fields and not torch.equal(fields["master"].to(p.device).to(p.dtype), p):
             raise ValueError(f"optimizer state: expected master weights of {name} that round to it, got others")
-
-    def _layout(self, name: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of every tensor of a parameter's state."""
-        p = self.parameters[name]
-        half = name in self._float32
-        whole = (p.shape, torch.float32 if half else p.dtype)
-        found = {"step": (torch.Size(), torch.float32)}
-        if half and has_masters(self.optim):
-            found["master"] = whole
-        if not has_8bit_moments(self.optim):
-            return {**found, "exp_avg": whole, "exp_avg_sq": whole}
-        if p.numel() < MIN_8BIT_SIZE:
-            return {**found, "state1": whole, "state2": whole}
-        codes = (p.shape, torch.uint8)
-        scales = (torch.Size([-(-p.numel() // BLOCK)]), torch.float32)
-        return {**found, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
 
     def _load(self, name: str, fields: Mapping[str, torch.Tensor]) -> None:
         p, stepped = self.parameters[name], self._stepped[name]
