@@ -133,6 +133,30 @@ def test_a_resumed_run_makes_the_same_floats(tmp_path, optim):
     assert whole.model.backbone().dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "full_ppo", "dtype": "bfloat16", "optim": "adamw_stochastic"},
+        {"method": "hydra_ppo", "adapter_dtype": "bfloat16"},
+    ],
+    ids=["full", "adapters"],
+)
+def test_a_resumed_run_of_rl_makes_the_same_floats(tmp_path, options):
+    base = write_model(tmp_path / "base")
+    options = {"max_steps": 2, "learning_rate": 1e-4, "num_samples": 0, **options}
+    whole = RlTrainer(train_config(base, tmp_path / "whole", **options))
+    whole.step()
+    folder = whole.save()
+    whole.step()
+    resumed = RlTrainer(train_config(base, tmp_path / "parts", resume_from_checkpoint=str(folder), **options))
+    resumed.step()
+    for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+    before, after = whole.optimizer.state_tensors(), resumed.optimizer.state_tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
 def test_state_of_another_kind_and_damaged_masters_are_refused():
     def stepped(optim: str = "adamw") -> RoleOptimizer:
         model = whole(torch.bfloat16)
