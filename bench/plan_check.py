@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -27,8 +27,9 @@ from transformers import AutoConfig
 from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
 from rlhf_engine.algorithms.update import Schedule, update
 from rlhf_engine.bench.memory import _status, set_up_malloc
-from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
-from rlhf_engine.planning.phases import Setting, build_model
+from rlhf_engine.config_base import Optim
+from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
+from rlhf_engine.planning.phases import FULL_SFT, Setting, build_model
 from rlhf_engine.planning.predict import PHASES, Planner
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.metrics import git_commit
@@ -72,12 +73,13 @@ def setting_of(shape: str, device_type: str, **changes: Any) -> Setting:
     return dataclasses.replace(setting, **changes)
 
 
-def optimizer_with_state(model: HydraModel) -> RoleOptimizer:
-    """An optimizer whose moments exist, as after its first step."""
-    optimizer = RoleOptimizer(model, {"actor": 0.0, "critic": 0.0})
+def optimizer_with_state(model: HydraModel, optim: Optim) -> RoleOptimizer:
+    """An optimizer whose state exists, as after its first step."""
+    trained = [name for name, role in model.roles.items() if role.trainable]
+    optimizer = RoleOptimizer(model, dict.fromkeys(trained, 0.0), optim=optim)
     for group in optimizer.groups.values():
         for p in group.values():
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     optimizer.step()
     return optimizer
 
@@ -93,6 +95,15 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
     if phase == "inference":
         model.score(batch)
         return
+    model.train()
+    if phase == "update" and "sft" in model.roles:
+        for part in range(0, s.batch, s.micro_batch):
+            rows = batch.select(range(part, min(s.batch, part + s.micro_batch)))
+            (loss,) = model(rows, (LmLoss(role="sft", denom=float(batch.n_completion_tokens)),))
+            loss.backward()
+            del loss
+        optimizer.step()
+        return
     per_token = torch.full((batch.n_completion_tokens,), 0.1, device=model.device)
     experience = Experience(
         batch=batch,
@@ -103,20 +114,19 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
     )
     options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
     schedule = Schedule(num_epochs=1, num_mini_batches=s.num_mini_batches, micro_batch_size=s.micro_batch)
-    model.train()
     update(model, PpoObjective(experience, options), schedule, optimizer.step, seed=0)
 
 
-def measure(phase: str, method: str, shape: str, device: str) -> int:
+def measure(phase: str, method: str, shape: str, device: str, optim: Optim) -> int:
     """Peak bytes of a phase above what was there before the model. Runs in a process that has not computed before."""
     set_up_malloc()
     torch.manual_seed(0)
-    setting = setting_of(shape, torch.device(device).type)
+    setting = setting_of(shape, torch.device(device).type, optim=optim)
     small = dataclasses.replace(setting, batch=2, micro_batch=1, prompt_length=4, completion_length=2)
     # what a process gets once: code, thread stacks, buffers of libraries
     config = type(setting.config)(**{**CONFIGS[shape][1], "vocab_size": 64})
     tiny = build_model(method, dataclasses.replace(small, config=config), 1).to(device)
-    run_phase(phase, tiny, optimizer_with_state(tiny), small)
+    run_phase(phase, tiny, optimizer_with_state(tiny, optim), small)
     del tiny
     _trim()
     if device != "cpu":
@@ -125,7 +135,7 @@ def measure(phase: str, method: str, shape: str, device: str) -> int:
     else:
         before = _status("VmRSS")
     model = build_model(method, setting, setting.config.get_text_config().num_hidden_layers).to(device)
-    optimizer = optimizer_with_state(model)
+    optimizer = optimizer_with_state(model, optim)
     _trim()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -145,10 +155,10 @@ def _trim() -> None:
         libc.malloc_trim(0)
 
 
-def predict(method: str, shape: str, device: str) -> dict[str, int]:
+def predict(method: str, shape: str, device: str, optim: Optim) -> dict[str, int]:
     """Predicted peaks by phase, and what is resident through all of them."""
-    planner = Planner(method, setting_of(shape, torch.device(device).type))
-    return {"resident": planner.resident} | {phase: planner.peak(phase) for phase in PHASES}
+    planner = Planner(method, setting_of(shape, torch.device(device).type, optim=optim))
+    return {"resident": planner.resident} | {phase: planner.peak(phase) for phase in planner.phases}
 
 
 def in_child(function: Callable[..., Any], *arguments: str) -> Any:
@@ -173,14 +183,14 @@ def in_child(function: Callable[..., Any], *arguments: str) -> Any:
 
 
 def check(
-    shapes: list[str], methods: list[str], device: str, known: dict[tuple[str, str, str], int]
+    shapes: list[str], methods: list[str], device: str, optim: Optim, known: dict[tuple[str, str, str], int]
 ) -> Iterator[dict[str, Any]]:
     """One row per shape, method and phase. known: what need not be measured again."""
     for shape in shapes:
         for method in methods:
-            predicted = in_child(predict, method, shape, device)
-            for phase in PHASES:
-                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device)
+            predicted = in_child(predict, method, shape, device, optim)
+            for phase in [phase for phase in PHASES if phase in predicted]:
+                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device, optim)
                 yield {
                     "shape": shape,
                     "method": method,
@@ -216,7 +226,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
-    parser.add_argument("--method", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--method", nargs="*", default=list(METHODS), choices=[*METHODS, FULL_SFT])
+    parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder for DEVICE.md and DEVICE.json")
     parser.add_argument("--again", type=Path, help="an earlier rows file: predict anew, keep what was measured")
@@ -229,7 +240,7 @@ def main() -> None:
     for model_type, _, _ in CONFIGS.values():  # what a child would import for itself
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     rows = []
-    for row in check(arguments.shape, arguments.method, arguments.device, known):
+    for row in check(arguments.shape, arguments.method, arguments.device, arguments.optim, known):
         rows.append(row)
         print(markdown([row]).splitlines()[2], flush=True)
     print(markdown(rows))
@@ -237,6 +248,7 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {
             "device": arguments.device,
+            "optim": arguments.optim,
             "command": sys.argv,
             "git_commit": git_commit(Path(__file__)),
             "torch": torch.__version__,

@@ -23,9 +23,11 @@ from typing import Literal
 from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
 from rlhf_engine.config_async import AsyncOptions, Correction
 from rlhf_engine.config_base import (
+    OPTIM_HELP,
     Dtype,
     Kernels,
     ModelOptions,
+    Optim,
     RunOptions,
     SupervisedOptions,
     TrainingOptions,
@@ -428,8 +430,8 @@ class PlanConfig(Options):
     """How much memory each method takes, and the largest batches that fit, from a model's config alone."""
 
     model: str = required("a preset such as llama-7b, or a folder with config.json; weights are not needed")
-    method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"] = option(
-        "all", "one method of train, or all five side by side"
+    method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo", "full_sft"] = option(
+        "all", "one method of train, or all five side by side; full_sft: sft --full, a step being one minibatch"
     )
     batch: int = option(64, "prompts per step (generation_batch_size of train)", ge=1)
     gpu: str = option("80GB", "memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB")
@@ -437,6 +439,7 @@ class PlanConfig(Options):
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
     adapter_dtype: Dtype = option("float32", "dtype of the adapters")
+    optim: Optim = option("adamw", OPTIM_HELP)
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"

@@ -15,6 +15,11 @@ from rlhf_engine.errors import ConfigError
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
+Optim = Literal["adamw", "adamw_8bit", "adamw_stochastic", "adamw_8bit_stochastic"]
+OPTIM_HELP = (
+    "AdamW's state: adamw: float32 moments, and float32 master weights of what is trained in bfloat16; 8bit: moments "
+    "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random"
+)
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -55,13 +60,14 @@ class TrainingOptions(DataOptions, ModelOptions):
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
     lora_r: int = option(16, "rank of the adapters", ge=1)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
-    adapter_dtype: Dtype = option("float32", "dtype of the adapters and their optimizer state; heads are in float32")
+    adapter_dtype: Dtype = option("float32", "dtype of the adapters; heads are in float32")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
     )
     lr_scheduler_type: Literal["constant", "cosine"] = option("constant", "learning rate after the warm-up")
     warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
+    optim: Optim = option("adamw", OPTIM_HELP)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)

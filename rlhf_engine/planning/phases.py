@@ -17,15 +17,24 @@ from transformers import (
 
 from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
 from rlhf_engine.algorithms.update import Schedule, update
+from rlhf_engine.config_base import Optim
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, SlotConfig
+from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
 from rlhf_engine.planning.tracing import Timeline, traced
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.adamw import gradient_dtype
 
 ROLES = ("actor", "reference", "critic", "reward")
+FULL_SFT = "full_sft"
+"""`sft --full` without a reward head, beside the methods of RL."""
+
+
+def roles_of(method: str) -> dict[str, RoleSpec]:
+    """The role table of a method of RL, or of `full_sft`."""
+    return {"sft": RoleSpec(trainable=True)} if method == FULL_SFT else METHODS[method]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +58,7 @@ class Setting:
     """Sequences per forward and backward (per_device_train_batch_size)."""
     token_budget: int
     gradient_checkpointing: bool
+    optim: Optim = "adamw"
 
     @property
     def length(self) -> int:
@@ -126,7 +136,7 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> 
 
 def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
     """The method's model with `n_layers` layers, as `training.build` makes it, with random weights."""
-    roles = METHODS[method]()
+    roles = roles_of(method)
     config = shallow(setting.config, n_layers)
     model = HydraModel(
         {
@@ -140,6 +150,9 @@ def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
         token_budget=setting.token_budget,
         adapter_dtype=setting.adapter_dtype,
     )
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad_dtype = gradient_dtype(setting.optim, p.dtype)
     if setting.gradient_checkpointing:
         for name in {role.backbone for role in roles.values() if role.trainable}:
             model.backbone(name).enable_gradient_checkpointing()
@@ -188,9 +201,32 @@ def trace_inference(model: HydraModel, s: Setting, rows: int, repeats: int) -> T
 
 
 def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Timeline:
-    """One minibatch of `repeats` micro-batches. The optimizer's state is counted elsewhere, its step is in place."""
-    n = rows * repeats
-    batch = _batch(s, n)
+    """One minibatch of `repeats` micro-batches. State and temporary tensors of the optimizer are counted elsewhere."""
+
+    def clear() -> dict[str, float]:
+        model.zero_grad(set_to_none=True)
+        return {}
+
+    def learn() -> object:
+        if "sft" not in model.roles:
+            return update(model, _objective(s, rows * repeats), schedule, clear, seed=0)
+        for _ in range(repeats):
+            batch = _batch(s, rows)
+            (loss,) = model(batch, (LmLoss(role="sft", denom=float(batch.n_completion_tokens)),))
+            loss.backward()
+        return clear()
+
+    schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=rows)
+    model.train()
+    try:
+        return traced(learn, _known(model), s.device_type)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+
+def _objective(s: Setting, rows: int) -> PpoObjective:
+    batch = _batch(s, rows)
     per_token = torch.zeros(batch.n_completion_tokens)
     experience = Experience(
         batch=batch,
@@ -200,16 +236,4 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
         returns_M=per_token,
     )
     options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
-    objective = PpoObjective(experience, options)
-    schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=rows)
-
-    def clear() -> dict[str, float]:
-        model.zero_grad(set_to_none=True)
-        return {}
-
-    model.train()
-    try:
-        return traced(lambda: update(model, objective, schedule, clear, seed=0), _known(model), s.device_type)
-    finally:
-        model.zero_grad(set_to_none=True)
-        model.eval()
+    return PpoObjective(experience, options)

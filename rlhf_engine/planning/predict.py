@@ -6,7 +6,8 @@ adapter parameter; counted on a model without data:
     frozen_weights, trained_weights   Σ P over backbones, less the LM head where no role reads it
     adapters    n_slots · S · a             heads   2 (d + 1) · 4
     packed_weights    copies of frozen linears that their input gradients keep on a CPU, within their budget
-    gradients   trained parameters in their own dtype      optimizer   2 moments likewise, 4 bytes a tensor for its step
+    gradients   trained parameters, in the dtype that `optim` accumulates them in
+    optimizer   masters, moments and step counts of `optim`, see `training.adamw`
 
 Peaks, each = what is resident in the phase + the traced peak of what the phase allocates:
 
@@ -28,18 +29,20 @@ from rlhf_kernels.head_native import has_whole_tiles
 from rlhf_kernels.linear import packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_engine.hydra import METHODS, HydraModel, host
+from rlhf_engine.hydra import HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
+    FULL_SFT,
     ROLES,
     Setting,
     build_model,
     check_setting,
     layer_period,
     plain_model,
+    roles_of,
     trace_generation,
     trace_inference,
     trace_update,
@@ -48,6 +51,7 @@ from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
 from rlhf_engine.planning.workspace import backend_of
 from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.step import PREFILL_TOKENS
+from rlhf_engine.training.adamw import gradient_dtype, state_layout, temporary_bytes
 
 _TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
     "generation": trace_generation,
@@ -83,8 +87,9 @@ class Prediction:
 
     @property
     def largest_batch(self) -> int:
-        """Prompts per step that fit; 0 where the update of not even one does."""
-        return self.max_batch["generation"] if self.max_batch["update"] else 0
+        """Prompts per step that fit; 0 where the update of not even one does. Without rollouts, the micro-batch."""
+        micro_batch = self.max_batch["update"]
+        return self.max_batch.get("generation", micro_batch) if micro_batch else 0
 
 
 class Planner:
@@ -94,7 +99,8 @@ class Planner:
         """shared: numbers that methods have in common; the same dict for every planner of one setting."""
         self.method, self.setting = method, setting
         self._shared: dict[Any, Any] = {} if shared is None else shared
-        self.roles = METHODS[method]()
+        self.roles = roles_of(method)
+        self.phases = ("update",) if method == FULL_SFT else PHASES
         check_setting(setting)
         self._modes: dict[int, FakeTensorMode] = {}
         self._models: dict[int, HydraModel] = {}
@@ -108,14 +114,13 @@ class Planner:
         slots = {(r.backbone, r.slot): r.trainable for r in self.roles.values() if r.slot is not None}
         heads = {r.head: r.trainable for r in self.roles.values() if r.head != LM_HEAD}
         shapes = {headed: self._shape(headed) for headed in {needs_lm_head(self.roles, name) for name in backbones}}
-        frozen = trained = trained_tensors = 0
+        frozen = trained = 0
         for name in backbones:
-            shape = shapes[needs_lm_head(self.roles, name)]
+            weight_bytes = shapes[needs_lm_head(self.roles, name)].weight_bytes
             if base_is_trained(self.roles, name):
-                trained += shape.weight_bytes
-                trained_tensors += shape.tensors
+                trained += weight_bytes
             else:
-                frozen += shape.weight_bytes
+                frozen += weight_bytes
         any_shape = next(iter(shapes.values()))
         behind = {r.backbone for r in self.roles.values() if r.trainable and r.slot is not None}  # gradients pass these
         frozen_linears = [
@@ -126,17 +131,33 @@ class Planner:
         ]
         slot_bytes = any_shape.slot_parameters * self.setting.adapter_dtype.itemsize
         head_bytes = 4 * (any_shape.hidden_size + 1)
-        moved = trained + slot_bytes * sum(slots.values()) + head_bytes * sum(heads.values())
-        trained_tensors += any_shape.slot_tensors * sum(slots.values()) + 2 * sum(heads.values())
+        optim, tensors = self.setting.optim, self._trained_tensors
         return {
             "frozen_weights": frozen,
             "trained_weights": trained,
             "adapters": slot_bytes * len(slots),
             "heads": head_bytes * len(heads),
             "packed_weights": self._packed(frozen_linears),
-            "gradients": moved,
-            "optimizer": 2 * moved + 4 * trained_tensors,
+            "gradients": sum(shape.numel() * gradient_dtype(optim, dtype).itemsize for shape, dtype in tensors),
+            "optimizer": sum(
+                size.numel() * kind.itemsize
+                for shape, dtype in tensors
+                for size, kind in state_layout(optim, shape, dtype).values()
+            ),
         }
+
+    @cached_property
+    def _trained_tensors(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of everything that is trained."""
+        found: list[tuple[torch.Size, torch.dtype]] = []
+        for name in dict.fromkeys(role.backbone for role in self.roles.values()):
+            if base_is_trained(self.roles, name):
+                found += [(size, self.setting.dtype) for size in self._shape(needs_lm_head(self.roles, name)).weights]
+        any_shape = self._shape(any(role.head == LM_HEAD for role in self.roles.values()))
+        slots = {(r.backbone, r.slot) for r in self.roles.values() if r.trainable and r.slot is not None}
+        found += [(size, self.setting.adapter_dtype) for size in any_shape.slot_weights] * len(slots)
+        heads = {r.head for r in self.roles.values() if r.trainable and r.head != LM_HEAD}
+        return found + [(torch.Size(size), torch.float32) for size in ((1, any_shape.hidden_size), (1,))] * len(heads)
 
     @property
     def resident(self) -> int:
@@ -176,10 +197,10 @@ class Planner:
             weights = dict(backbone.base_parameters()).values()
             return _Shape(
                 weight_bytes=sum(p.numel() * p.element_size() for p in weights),
-                tensors=len(weights),
+                weights=tuple(p.shape for p in weights),
                 hidden_size=backbone.hidden_size,
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
-                slot_tensors=len(list(slot.parameters())),
+                slot_weights=tuple(p.shape for p in slot.parameters()),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
                 head=(self.setting.config.get_text_config().vocab_size, backbone.hidden_size),
                 linears=tuple(
@@ -200,7 +221,8 @@ class Planner:
             return resident + self._traced("generation", together, 1) + others
         if phase == "inference":
             return resident + self._traced("inference", *self._scored_together(rows))
-        step = self.state_bytes["gradients"]  # while AdamW runs in place
+        temporary = (temporary_bytes(s.optim, *tensor, s.device_type) for tensor in self._trained_tensors)
+        step = self.state_bytes["gradients"] + max(temporary)  # while AdamW runs, one parameter at a time
         return resident + max(step, self._traced("update", rows, min(2, s.micro_batches)))
 
     def _prefilled_together(self, rows: int) -> int:
@@ -219,7 +241,7 @@ class Planner:
     @property
     def kv_cache_bytes(self) -> int:
         """Keys and values of every layer for `batch` rows of full length, as generation allocates them."""
-        return self._cache_bytes(self.setting.batch)
+        return self._cache_bytes(self.setting.batch) if "generation" in self.phases else 0
 
     def _cache_bytes(self, rows: int) -> int:
         blocks = -(-(self.setting.length - 1) // BLOCK)  # the last token is never read
@@ -253,7 +275,8 @@ class Planner:
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
         """What a phase runs, whatever its backbones and slots are called: methods that agree in it cost the same."""
-        names = {"generation": ("actor",), "update": ("actor", "critic")}.get(phase, ROLES)
+        trained = tuple(name for name, role in self.roles.items() if role.trainable)
+        names = {"generation": ("actor",), "update": trained}.get(phase, ROLES)
         backbones: dict[str, int] = {}
         slots: dict[str | None, int] = {}
         lanes = []
@@ -293,15 +316,16 @@ class Planner:
 
     def predict(self, budget: int) -> Prediction:
         """Everything, with the largest batches within `budget` bytes."""
-        peaks = {phase: self.peak(phase) for phase in PHASES}
-        held = {phase: self.resident for phase in PHASES}
-        held["generation"] += self.kv_cache_bytes
+        peaks = {phase: self.peak(phase) for phase in self.phases}
+        held = {phase: self.resident for phase in self.phases}
+        if "generation" in held:
+            held["generation"] += self.kv_cache_bytes
         held["update"] += self.state_bytes["gradients"]
         return Prediction(
             method=self.method,
             state_bytes=self.state_bytes,
             peak_bytes=peaks,
-            activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in PHASES},
+            activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in self.phases},
             kv_cache_bytes=self.kv_cache_bytes,
             max_batch=self.max_batch(budget),
         )
@@ -318,19 +342,19 @@ class Planner:
         def above(phase: str) -> int:
             return self._rows_together(phase) if self._most_lanes(phase) > 1 else 0
 
-        return {
-            "generation": largest_fitting(rollout, budget, above=above("inference")),
-            "update": largest_fitting(update, budget, above=above("update")),
-        }
+        found = {"update": largest_fitting(update, budget, above=above("update"))}
+        if "generation" in self.phases:
+            found["generation"] = largest_fitting(rollout, budget, above=above("inference"))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
     weight_bytes: int
-    tensors: int
+    weights: tuple[torch.Size, ...]
     hidden_size: int
     slot_parameters: int
-    slot_tensors: int
+    slot_weights: tuple[torch.Size, ...]
     native_step: bool
     """Whether rollouts are expected to go through it."""
     linears: tuple[tuple[int, int], ...]

@@ -16,9 +16,10 @@ from rlhf_engine.config import PlanConfig, parse_size
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, SlotConfig
 from rlhf_engine.hydra.model import default_token_budget
-from rlhf_engine.planning.phases import Setting
+from rlhf_engine.planning.phases import FULL_SFT, Setting
 from rlhf_engine.planning.predict import PHASES, Planner, Prediction
 from rlhf_engine.planning.presets import find_config
+from rlhf_engine.training.adamw import gradient_dtype, has_8bit_moments, has_masters
 
 PHASE_NAMES = {"generation": "generation", "inference": "inference (scoring)", "update": "update"}
 _STATE_NAMES = {
@@ -70,6 +71,7 @@ def make_setting(config: PlanConfig) -> Setting:
         config=found,
         dtype=DTYPES[config.dtype],
         adapter_dtype=DTYPES[config.adapter_dtype],
+        optim=config.optim,
         device_type=config.device,
         slot=SlotConfig(r=config.lora_r, target_modules=targets),
         prompt_length=config.max_prompt_length,
@@ -114,10 +116,10 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         table.add_row(name, *(gigabytes(p.state_bytes[part]) for p in predictions))
     table.add_row("KV cache", *(gigabytes(p.kv_cache_bytes) for p in predictions))
     for phase in PHASES:
-        table.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes[phase]) for p in predictions))
+        table.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes.get(phase, 0)) for p in predictions))
     table.add_section()
     for phase in PHASES:
-        table.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes[phase]) for p in predictions))
+        table.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes.get(phase, 0)) for p in predictions))
     table.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
     table.add_section()
     table.add_row(f"largest batch in {config.gpu}", *(f"{p.largest_batch:,}" for p in predictions))
@@ -137,8 +139,8 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
     lines = [
         f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; the "
         "learned reward (lane), KL by k1, no evaluation.",
-        f"Whole backbones train in {config.dtype} with moments in {config.dtype}; adapters in {config.adapter_dtype}, "
-        "scalar heads in float32, AdamW with two moments each.",
+        f"Whole backbones train in {config.dtype}, adapters in {config.adapter_dtype}, scalar heads in float32. "
+        f"AdamW (optim {config.optim}) has {_moments(config)}.",
         "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
         f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation. Where "
         "lanes of one backbone share a traversal (up to token_budget), a smaller micro-batch can need more than a "
@@ -156,23 +158,22 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
             f"({packed.ENVIRONMENT_VARIABLE}). Not in here: the interpreter and its libraries, and packed copies that "
             "matrix libraries make."
         )
-    for prediction in predictions:
-        if prediction.method == "full_ppo":
-            lines.append(_conventional(prediction, config))
+    if any(prediction.method == FULL_SFT for prediction in predictions):
+        lines.append(
+            f"{FULL_SFT}: sft --full on rows of one answer, without a reward head; a pair of answers is two sequences."
+        )
     return lines
 
 
-def _conventional(prediction: Prediction, config: PlanConfig) -> str:
-    """full_ppo as mixed precision is usually meant: half weights and gradients, fp32 master copy and moments."""
-    size = DTYPES[config.dtype].itemsize
-    trained = prediction.state_bytes["trained_weights"] // size
-    frozen = prediction.state_bytes["frozen_weights"] // size
-    without = 2 * frozen + 2 * trained + 12 * trained
-    return (
-        "full_ppo with half-precision weights and a float32 master copy and moments would hold "
-        f"{gigabytes(without)} GB of state, {gigabytes(without + 2 * trained)} GB with half-precision gradients; this "
-        "engine has no master copy."
-    )
+def _moments(config: PlanConfig) -> str:
+    """What the optimizer holds beside the parameters."""
+    moments = "8 bits, in float32 for small parameters" if has_8bit_moments(config.optim) else "float32"
+    found = f"two moments in {moments}"
+    if DTYPES["bfloat16"] not in (DTYPES[config.dtype], DTYPES[config.adapter_dtype]):
+        return found
+    gradients = str(gradient_dtype(config.optim, torch.bfloat16)).removeprefix("torch.")
+    masters = "float32 master weights" if has_masters(config.optim) else "stochastic rounding in place of masters"
+    return f"{found}; for what is trained in bfloat16, {masters} and gradients in {gradients}"
 
 
 def plot_plan(predictions: Sequence[Prediction], config: PlanConfig, path: str) -> None:
@@ -180,10 +181,10 @@ def plot_plan(predictions: Sequence[Prediction], config: PlanConfig, path: str) 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    labels = [f"{p.method}\n{phase}" for p in predictions for phase in PHASES]
+    labels = [f"{p.method}\n{phase}" for p in predictions for phase in p.peak_bytes]
     stacks: dict[str, list[float]] = {}
     for prediction in predictions:
-        for phase in PHASES:
+        for phase in prediction.peak_bytes:
             for name, size in stack(prediction, phase).items():
                 stacks.setdefault(name, []).append(size / 1e9)
     figure = Figure(figsize=(2.4 + 0.8 * len(labels), 5.2), layout="constrained")

@@ -1,15 +1,17 @@
-"""AdamW over adapters and heads: one owner per parameter, stateless schedule, clipping by role, plain-tensor state."""
+"""One AdamW over all that is trained: one owner per parameter, stateless schedule, clipping by role."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
+from rlhf_engine.config_base import Optim, TrainingOptions
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel
+from rlhf_engine.training.adamw import HALF, AdamW
 
 
 def require_warm_up(warmup_steps: int, total_steps: int) -> None:
@@ -45,7 +47,10 @@ class RoleOptimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
+        optim: Optim = "adamw",
+        seed: int = 0,
     ) -> None:
+        """optim: what the state is made of, see `training.adamw`. seed: of stochastic rounding."""
         self.model = model
         self.learning_rates = dict(learning_rates)
         self.max_grad_norm = max_grad_norm
@@ -59,18 +64,30 @@ class RoleOptimizer:
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
         if left:
             raise ValueError(f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}")
-        self.adamw = torch.optim.AdamW(
-            [{"params": list(g.values()), "lr": learning_rates[role]} for role, g in self.groups.items()],
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=True,
+        self.adamw = AdamW(
+            list(self.groups.values()), optim=optim, seed=seed, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+        self.set_lr_factor(1.0)
+
+    @classmethod
+    def configured(
+        cls, model: HydraModel, learning_rates: Mapping[str, float], config: TrainingOptions
+    ) -> RoleOptimizer:
+        """The optimizer that a command's options describe."""
+        return cls(
+            model,
+            learning_rates,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.largest_grad_norm,
+            optim=config.optim,
+            seed=config.seed,
         )
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale every role's learning rate."""
-        for role, group in zip(self.groups, self.adamw.param_groups, strict=True):
-            group["lr"] = self.learning_rates[role] * factor
+        self.adamw.set_lr([self.learning_rates[role] * factor for role in self.groups])
 
     def step(self) -> dict[str, float]:
         """Clip each role's gradient, apply, clear; by role the norm before clipping, and 1 or 0: was it clipped?
@@ -82,12 +99,15 @@ class RoleOptimizer:
             gradients = [p.grad for p in group.values() if p.grad is not None]
             if not gradients:
                 continue
-            norm = torch.nn.utils.get_total_norm(gradients)
+            # each on its own where a norm in the gradient's dtype would have 8 bits
+            norm = torch.nn.utils.get_total_norm(
+                [torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in HALF else g for g in gradients]
+            )
             if not math.isfinite(float(norm)):
                 # finite gradients can have a norm that overflows
                 bad = [n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()]
                 place = f"first in {bad[0]}" if bad else "its norm overflows"
-                self.adamw.zero_grad(set_to_none=True)
+                self.adamw.zero_grad()
                 raise NonFiniteError(f"gradient of {role} is not finite, {place}; nothing was applied")
             norms[f"grad_norm/{role}"] = float(norm)
         clipped = {}
@@ -100,35 +120,20 @@ class RoleOptimizer:
                 with_gradient = [p for p in group.values() if p.grad is not None]
                 torch.nn.utils.clip_grads_with_norm_(with_gradient, self.max_grad_norm, torch.tensor(total))
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
         return norms | clipped
 
     def has_stepped(self, role: str) -> bool:
         """Whether a step has been applied to some parameter of a role, before a run was taken up again included."""
-        return any(self.adamw.state.get(p) for p in self.groups[role].values())
+        return any(self.adamw.has_stepped(name) for name in self.groups[role])
+
+    def weights(self, role: str) -> Iterator[torch.Tensor]:
+        """What steps change of a role's parameters, one by one; masters where the parameters are rounded copies."""
+        return (self.adamw.weights(name) for name in self.groups[role])
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Moments and step counts as flat named tensors, for safetensors."""
-        found = {}
-        for group in self.groups.values():
-            for name, p in group.items():
-                for key, value in self.adamw.state.get(p, {}).items():
-                    found[f"{name}|{key}"] = value.detach().cpu().contiguous()
-        return found
+        """Masters, moments and step counts as flat named tensors, for safetensors."""
+        return self.adamw.state_tensors()
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors`. Raises ValueError for tensors of parameters that are not trained here."""
-        by_name: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, _, field = key.rpartition("|")
-            by_name.setdefault(name, {})[field] = tensor
-        known = {n: p for group in self.groups.values() for n, p in group.items()}
-        unknown = sorted(set(by_name) - set(known))
-        if unknown:
-            raise ValueError(f"optimizer state: expected parameters of this model, got {unknown[:3]}")
-        for name, fields in by_name.items():
-            p = known[name]
-            # copies: AdamW updates its state in place, which must not reach the tensors that were handed in
-            self.adamw.state[p] = {
-                k: v.to(p.device, v.dtype if k == "step" else p.dtype, copy=True) for k, v in fields.items()
-            }
+        """Inverse of `state_tensors`. Raises ValueError for the state of other parameters or of another `optim`."""
+        self.adamw.load_state_tensors(tensors)

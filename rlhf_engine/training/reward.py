@@ -36,6 +36,7 @@ from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
+from rlhf_engine.training.adamw import require_optim
 from rlhf_engine.training.checkpoint import (
     begin_kernels,
     check,
@@ -91,6 +92,7 @@ class RewardTrainer:
         self.config = config
         self.output = Path(config.output_dir)
         require_trackers(config.report_to)
+        require_optim(config.optim)
         require_unlocked(self.output)
         resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
@@ -133,14 +135,7 @@ class RewardTrainer:
         epochs = math.ceil(config.num_train_epochs * len(self.train_set) / self.rows_per_step)
         self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
         require_warm_up(config.warmup_steps, self.total_steps)
-        self.optimizer = RoleOptimizer(
-            self.model,
-            {"reward": config.learning_rate},
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.largest_grad_norm,
-        )
+        self.optimizer = RoleOptimizer.configured(self.model, {"reward": config.learning_rate}, config)
         self.model.eval()
         if resume is not None:
             self.state = replace(

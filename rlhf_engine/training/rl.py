@@ -33,6 +33,7 @@ from rlhf_engine.hydra.loading import read_config, read_context_length
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.training.adamw import require_optim
 from rlhf_engine.training.build import PAST, build_policy_model, check_sources, shard_base
 from rlhf_engine.training.checkpoint import (
     TrainerState,
@@ -133,6 +134,7 @@ class RlTrainer:
             overwrite=config.overwrite_output_dir,
         )
         require_trackers(config.report_to)
+        require_optim(config.optim)
         self._resumed_step = 0
         if self._resume is not None:
             counters: TrainerState = read_counters(self._resume)
@@ -184,14 +186,7 @@ class RlTrainer:
         if config.has_critic:
             critic_rate = config.critic_learning_rate
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
-        self.optimizer = RoleOptimizer(
-            self.model,
-            rates,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.largest_grad_norm,
-        )
+        self.optimizer = RoleOptimizer.configured(self.model, rates, config)
         self.model.eval()
         beta = None if config.kl_target is None else config.beta
         self.state = TrainerState(
@@ -704,16 +699,15 @@ class RlTrainer:
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     def _fingerprints(self) -> dict[str, list[int]]:
-        """Of the trained tensors of every role that no update has been seen to change yet."""
-        groups = self.optimizer.groups
-        return {role: [fingerprint(p) for p in groups[role].values()] for role in sorted(self._unmoved)}
+        """Of the trained weights of every role that no update has been seen to change yet."""
+        return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
 
     def _check_moved(self, before: dict[str, list[int]], update: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
         for role, tensors in before.items():
             if self.optimizer.learning_rates[role] == 0 or update.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
-            if [fingerprint(p) for p in self.optimizer.groups[role].values()] == tensors:
+            if [fingerprint(w) for w in self.optimizer.weights(role)] == tensors:
                 raise EngineError(
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )

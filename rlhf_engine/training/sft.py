@@ -53,6 +53,7 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.loading import read_context_length
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.adamw import require_optim
 from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.checkpoint import (
     begin_kernels,
@@ -196,6 +197,7 @@ class SftTrainer:
         resume = self._check_output()
         rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         require_trackers(config.report_to)
+        require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
@@ -240,14 +242,8 @@ class SftTrainer:
                 f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
             )
         require_warm_up(config.warmup_steps, self.total_steps)
-        self.optimizer = RoleOptimizer(
-            self.model,
-            dict.fromkeys(self.model.roles, config.learning_rate),
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.largest_grad_norm,
-        )
+        rates = dict.fromkeys(self.model.roles, config.learning_rate)
+        self.optimizer = RoleOptimizer.configured(self.model, rates, config)
 
         if resume is not None:
             self.state = replace(

@@ -159,7 +159,7 @@ def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     chosen = [p for p, flags in zip(parameters, zip(*held, strict=True), strict=True) if any(flags)]
     for p in chosen:
         if p.grad is None:
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     world.sum([p.grad for p in chosen if p.grad is not None])
 
 

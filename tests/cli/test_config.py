@@ -37,7 +37,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         target_kl=None, generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
         per_device_train_batch_size=16, max_steps=100, learning_rate=1e-4, critic_learning_rate=None,
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
-        adam_epsilon=1e-8, max_grad_norm=None, critic_warmup_steps=0, token_budget=None,
+        adam_epsilon=1e-8, optim="adamw", max_grad_norm=None, critic_warmup_steps=0, token_budget=None,
         gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
         max_tokens_per_micro_batch=None,
         max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
@@ -64,7 +64,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         max_bad_rows=0.0, truncation="error",
         gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
-        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=None,
+        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
         kernels="auto", seed=0, report_to=[],
     )  # fmt: skip

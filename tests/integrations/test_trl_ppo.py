@@ -424,6 +424,14 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
         make(headless, tmp_path / "x", "lane")
 
 
+def test_adapters_in_half_precision_without_master_weights_are_said(folder, tmp_path):
+    trainer = make(folder, tmp_path)
+    for p in trainer.hydra.trainable_parameters("actor").values():
+        p.data = p.data.bfloat16()
+    with pytest.warns(UserWarning, match=r"trained tensors are in bfloat16, and AdamW has no float32 master weights"):
+        trainer.create_optimizer()
+
+
 def test_a_reward_that_is_not_finite_stops_the_run(folder, tmp_path):
     def bad(prompts, completions, completion_ids, **columns):
         return [float("inf")] * len(prompts)

@@ -74,6 +74,13 @@ def test_thumbs_are_learned_and_judged(folder, tmp_path):
     assert float(losses[-1]) < float(losses[0])
 
 
+def test_half_precision_without_master_weights_is_said(folder, tmp_path):
+    trainer = make(folder, tmp_path, THUMBS)
+    trainer.model.to(torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"trained tensors are in bfloat16, and AdamW has no float32 master weights"):
+        trainer.create_optimizer()
+
+
 def test_each_of_several_evaluations_is_judged_by_itself(folder, tmp_path):
     trainer = make(folder, tmp_path, THUMBS)
     sets = {"a": trainer.eval_dataset.select(range(9)), "b": trainer.eval_dataset.select(range(9, 36))}

@@ -55,7 +55,7 @@ def test_table_and_chart(capsys, folder, tmp_path):
     assert (code, err) == (0, "")
     assert "largest micro-batch in 2MB" in out
     assert "Every prompt has 8 tokens and every answer 8" in out
-    assert "this engine has no master copy" in out.replace("\n", " ")
+    assert "AdamW (optim adamw) has two moments in float32." in out.replace("\n", " ")
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 

@@ -22,6 +22,7 @@ from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker, extrapolated_peak
 from rlhf_engine.training.optimizer import RoleOptimizer
 from tests.hydra.architectures import CONFIGS
+from tests.training.test_adamw import every_optim
 
 RANK = 4
 TRACED = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma2")
@@ -79,6 +80,43 @@ def test_state_equals_a_real_model_and_its_optimizer(name, method):
     assert found["optimizer"] == sum(t.nbytes for t in optimizer.state_tensors().values())
 
 
+@pytest.mark.parametrize("method", ["full_sft", "full_ppo", "hydra_ppo"])
+@every_optim
+def test_state_in_half_precision_equals_a_real_optimizer(method, optim):
+    plan = setting(dtype=torch.bfloat16, adapter_dtype=torch.bfloat16, optim=optim)
+    plan.config.vocab_size = 256  # some tensors with 8-bit moments
+    model = build_model(method, plan, plan.config.num_hidden_layers)
+    planner = Planner(method, plan)
+    roles = [name for name, role in model.roles.items() if role.trainable]
+    optimizer = RoleOptimizer(model, dict.fromkeys(roles, 1e-4), optim=optim)
+    trained = [p for group in optimizer.groups.values() for p in group.values()]
+    for p in trained:
+        p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+    found = planner.state_bytes
+    assert found["gradients"] == sum(p.grad.nbytes for p in trained)
+    optimizer.step()
+    state = optimizer.state_tensors()
+    assert found["optimizer"] == sum(t.nbytes for t in state.values())
+    assert any(key.endswith("absmax1") for key in state) == ("8bit" in optim and method != "hydra_ppo")
+
+
+def test_a_full_sft_is_an_update_alone():
+    plan = setting(dtype=torch.bfloat16)
+    found = Planner("full_sft", plan).predict(10**9)
+    assert set(found.peak_bytes) == set(found.max_batch) == {"update"}
+    assert found.kv_cache_bytes == found.state_bytes["frozen_weights"] == found.state_bytes["heads"] == 0
+    weights = found.state_bytes["trained_weights"]
+    # bfloat16 weights; gradients, masters and two moments in float32
+    assert found.state_bytes["gradients"] == 2 * weights
+    assert found.state_bytes["optimizer"] == pytest.approx(6 * weights, rel=0.01)
+    assert found.peak > 9 * weights
+    assert found.largest_batch == found.max_batch["update"] > 4
+    trained = Planner("full_sft", dataclasses.replace(plan, optim="adamw_stochastic"))
+    largest = max(size.numel() for size, _ in trained._trained_tensors)
+    step = trained.resident + trained.state_bytes["gradients"] + 12 * largest
+    assert trained.peak("update", 1) >= step
+
+
 @every_method
 def test_state_follows_the_table_of_the_paper(method):
     """(frozen backbones, trained backbones, slots) as in arXiv 2309.00754, table 1."""
@@ -104,7 +142,8 @@ def test_state_follows_the_table_of_the_paper(method):
     assert found["trained_weights"] == (2 * (2 * whole - head) if trained else 0)
     assert found["adapters"] == 4 * slots * slot
     assert found["heads"] == 4 * 2 * (c.hidden_size + 1)
-    assert found["gradients"] == found["trained_weights"] + found["adapters"] + found["heads"] // 2
+    # those of bfloat16 weights are in float32
+    assert found["gradients"] == 2 * found["trained_weights"] + found["adapters"] + found["heads"] // 2
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

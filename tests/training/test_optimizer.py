@@ -50,7 +50,7 @@ def test_lr_factor_shapes():
 def test_a_shared_parameter_has_one_owner():
     joint = build("j_hydra")
     optimizer = RoleOptimizer(joint, {"actor": 1e-3, "critic": 1e-2})
-    owned = [id(p) for group in optimizer.adamw.param_groups for p in group["params"]]
+    owned = [id(p) for group in optimizer.groups.values() for p in group.values()]
     assert len(owned) == len(set(owned))
     assert set(owned) == {id(p) for p in joint.parameters() if p.requires_grad}
     assert set(optimizer.groups["critic"]) == {"heads.value.weight", "heads.value.bias"}

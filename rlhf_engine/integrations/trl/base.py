@@ -34,6 +34,7 @@ from rlhf_engine.integrations.trl.progress import Progress
 from rlhf_engine.integrations.trl.shared import HEADS, forward_through, has_learned, hydra_on, is_on_same_tensors
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.adamw import warn_without_masters
 
 require_trl()
 from trl import GRPOTrainer  # noqa: E402
@@ -223,6 +224,7 @@ class HydraTrainer(GRPOTrainer):
         """With a learning rate of their own for critic and value head, where there is one."""
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
         optimizer = super().create_optimizer(*([] if model is None else [model]))
+        warn_without_masters(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for role in self.hydra.roles:
             if any(id(p) not in held for p in self.hydra.trainable_parameters(role).values()):

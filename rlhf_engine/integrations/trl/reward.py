@@ -23,6 +23,7 @@ from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.integrations.peft import Fusion, fuse_lora
 from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.training.adamw import warn_without_masters
 from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 require_trl()
@@ -110,6 +111,12 @@ class PerlRewardTrainer(RewardTrainer):
             )
         balanced = getattr(self.args, "pos_weight", "none") == "balanced"  # TRL's own RewardConfig has none
         return (len(labels) - liked) / liked if balanced else 1.0
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As RewardTrainer, with a warning where steps would round away."""
+        optimizer = super().create_optimizer(*([] if model is None else [model]))
+        warn_without_masters(optimizer)
+        return optimizer
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
