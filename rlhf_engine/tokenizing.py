@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_config
+from rlhf_engine.manifest import check_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _ELSEWHERE = "a reward model with another tokenizer can be one of the reward_funcs"
@@ -22,6 +23,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    check_model(path, weights=False)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -52,6 +54,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
         size = int(read_config(folder).get_text_config().vocab_size)
     except ValueError as error:
         raise ConfigError(str(error).replace("model_name_or_path", "reward_model_path", 1)) from error
+    check_model(folder, weights=False)
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):  # transformers may make one up
         if size != vocabulary:
             raise ConfigError(

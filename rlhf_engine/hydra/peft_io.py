@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
-from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
+from rlhf_engine.manifest import check_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -96,6 +96,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
     """
     where = f"adapter {str(folder)!r}"
+    check_model(folder, weights=False)
     config = _read_json(Path(folder), CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
     # absolute, because a relative folder `sft` would be taken for the slot of that name
@@ -107,6 +108,7 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 
     Raises ValueError for a file that is not JSON.
     """
+    check_model(folder, weights=False)
     found: list[str | None] = []
     for file, key in ((CONFIG_FILE, "base_model_name_or_path"), (ENGINE_FILE, "base_hash")):
         there = (Path(folder) / file).is_file()
@@ -305,8 +307,7 @@ def _read_tensors(folder: str | os.PathLike[str]) -> PairTensors:
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    if (path.parent / MANIFEST_FILE).is_file():  # in the root of a checkpoint
-        check_manifest(path.parent, [path.name])
+    check_model(path.parent, [path.name])
     try:
         return load_file(path)
     except SafetensorError as error:

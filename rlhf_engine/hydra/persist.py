@@ -27,7 +27,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
-from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
+from rlhf_engine.manifest import MANIFEST_FILE, check_model
 
 _FORMAT = 2
 
@@ -36,6 +36,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     """Write slots, heads, roles and trained backbones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # of what is overwritten
     actor = model.roles.get("actor")
     slots: dict[str, dict[str, str]] = {}
     backbones: dict[str, dict[str, Any]] = {}
@@ -92,11 +93,10 @@ def load_pretrained(
 
     dtype and quantization must be those of the saved model, or its backbones are others (their hashes differ).
     Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs), and
-    CorruptCheckpointError for a checkpoint that is not as it was written.
+    CorruptCheckpointError for a folder with a manifest that is not as it was written.
     """
     folder = Path(folder)
-    if (folder / MANIFEST_FILE).is_file():  # of a checkpoint
-        check_manifest(folder)
+    check_model(folder)
     record = read_record(folder)
     given = {**(backbones or {}), **({} if base is None else {"base": base})}
     unknown = sorted(name for name in given if name not in record["backbones"] or record["backbones"][name]["folder"])

@@ -30,6 +30,7 @@ from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, N
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_config, read_context_length
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
@@ -577,6 +578,7 @@ class RlTrainer:
             shutil.rmtree(temporary, ignore_errors=True)
             save_pretrained(self.model, temporary)
             self.tokenizer.save_pretrained(temporary)
+            write_manifest(temporary)
             put_in_place(temporary, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)

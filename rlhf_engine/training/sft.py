@@ -51,6 +51,7 @@ from rlhf_engine.hydra import (
     peft_io,
 )
 from rlhf_engine.hydra.loading import read_context_length
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.build import slot_config
@@ -387,6 +388,7 @@ class SftTrainer:
             )
         self.tokenizer.save_pretrained(temporary)
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
+        write_manifest(temporary)
         put_model_in_place(temporary, self.output)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
