@@ -230,6 +230,11 @@ def read_context_length(*paths: str | os.PathLike[str] | None) -> int:
     return min(context_length(read_config(path)) for path in paths if path is not None)
 
 
+def read_vocabulary(path: str | os.PathLike[str]) -> int:
+    """Number of token ids of a model folder, without loading the model."""
+    return int(read_config(path).get_text_config().vocab_size)
+
+
 def context_length(config: PreTrainedConfig) -> int:
     """Longest sequence that the model's positions allow."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -31,7 +31,7 @@ from rlhf_engine.data import Report, Tally, batch_indices, pack, require_room, s
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import reward_model
-from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
+from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves
@@ -357,6 +357,7 @@ class RewardTrainer:
             max_length=min(config.max_length or context, context),
             truncation=config.truncation,
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
+            vocabulary=read_vocabulary(config.model_name_or_path),
             group_column=config.group_column,
         )
         self.reports[argument] = tally.report()
