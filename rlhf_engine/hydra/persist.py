@@ -192,12 +192,16 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / peft_io.ENGINE_FILE
     if not path.is_file():
         raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
-    record: dict[str, Any] = json.loads(path.read_text())
+    record = peft_io.read_json(Path(folder), peft_io.ENGINE_FILE, "folder")
     if record.get("format") == 1:  # one frozen backbone, before there were others
         base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
         slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}
         found = {"format": _FORMAT, "backbones": {"base": base}, "slots": slots, "adapter_dtype": "float32"}
-        return {**record, **found}
+        record = {**record, **found}
     if record.get("format") != _FORMAT:
         raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
+    for held in (*record["slots"].values(), *record["backbones"].values()):
+        where = Path(held["folder"] or ".")
+        if where.is_absolute() or ".." in where.parts:
+            raise ValueError(f"{path}: expected folders that lie in {str(folder)!r}, got {held['folder']!r}")
     return record
