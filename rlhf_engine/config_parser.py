@@ -254,12 +254,26 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
 # ---- files and help ----------------------------------------------------------------------------------------
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """YAML's safe loader, which takes no key twice: of two values the last would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = lines.setdefault(key.value, key.start_mark.line + 1) if isinstance(key, yaml.ScalarNode) else 0
+            if line not in (0, key.start_mark.line + 1):
+                text = f"expected each key once, got {key.value!r} in lines {line} and {key.start_mark.line + 1}"
+                raise yaml.constructor.ConstructorError(problem=text)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
 def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config: expected the path of a YAML file, but there is no file {str(path)!r}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader)  # a SafeLoader
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

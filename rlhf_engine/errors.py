@@ -16,7 +16,7 @@ class ConfigError(EngineError, ValueError):
 
 
 class CorruptCheckpointError(ConfigError):
-    """A checkpoint is not what was written: a file was changed, cut short, lost or added."""
+    """A checkpoint or a model's folder is not what was written: a file was changed, cut short, lost or added."""
 
 
 class CheckpointWriteError(EngineError, OSError):

@@ -49,13 +49,15 @@ def finish_replacements(root: Path, names: str) -> None:
         finish_replacement(root / replaced.name.removeprefix(".").removesuffix(_REPLACED))
 
 
+MANIFEST_FILE = "manifest.json"
 MODEL_FILES = (
+    MANIFEST_FILE,
     "*.safetensors",
     "*.safetensors.index.json",
     "adapter_config.json",
     "config.json",
     "generation_config.json",
-    "engine.json",
+    "rlhf_engine.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

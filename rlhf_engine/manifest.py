@@ -1,19 +1,26 @@
 """A folder's own list of its files, with sizes and SHA-256: what was changed since it was written is not loaded.
 
-`manifest.json` is the list. There is one way to write it, so that a change of the list itself is noticed, too.
+`manifest.json` is the list. There is one way to write it, so that a change of the list itself is noticed, too. A
+checkpoint is never read without its list. A model's or an adapter's folder may have none: PEFT and transformers write
+none, and whoever edits such a folder on purpose deletes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_engine.errors import CorruptCheckpointError
+from rlhf_engine.folders import MANIFEST_FILE, MODEL_FILES
 
-MANIFEST_FILE = "manifest.json"
 _CHUNK = 1 << 20
+_PARENTS = 2
+"""Folders above one of a model whose manifest may list it: `slots/NAME` and `backbones/NAME` lie two levels down."""
+_Files = dict[str, dict[str, int | str]]
 
 
 def write_manifest(folder: Path) -> None:
@@ -28,19 +35,92 @@ def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     listed = _read(folder)
     there = set(_files(folder))
-    for what, wrong in (("not there", set(listed) - there), ("not listed", there - set(listed))):
-        if wrong:
-            raise CorruptCheckpointError(
-                f"{folder}: expected the {len(listed)} files of {MANIFEST_FILE}, got {sorted(wrong)[:3]} {what}"
-            )
+    _require_none(folder, listed, set(listed) - there, "not there")
+    _require_none(folder, listed, there - set(listed), "not listed")
     for name in sorted(listed) if names is None else names:
         if name not in listed:
             raise CorruptCheckpointError(f"{folder}: expected {name} in {MANIFEST_FILE}, which lists {sorted(listed)}")
-        found = _entry(folder / name)
-        if found != listed[name]:
-            raise CorruptCheckpointError(
-                f"{folder / name}: expected the file as it was written, {_shown(listed[name])}, got {_shown(found)}"
-            )
+        _compare(folder / name, listed[name])
+
+
+def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = None, *, weights: bool = True) -> None:
+    """Check the folder of a model or an adapter against the manifest that lists its files, where there is one.
+
+    Other files may lie beside them, such as those of the run, unless they have the name of a model's file.
+
+    Args:
+        folder: that is to be loaded; a folder within one that has a manifest is checked, too.
+        names: compare the content of these files alone, of those that are listed.
+        weights: False leaves out the content of safetensors files, which may be large.
+
+    Raises:
+        CorruptCheckpointError: a file was changed, lost or added.
+    """
+    folder = Path(folder)
+    root = _manifest_of(folder)
+    if root is None:
+        return
+    try:
+        files = _within(folder, root)
+        _require_none(folder, files, {name for name in files if not (folder / name).is_file()}, "not there")
+        beside = (path for parent in {(folder / name).parent for name in files} for path in _model_files(parent))
+        added = {path.relative_to(folder).as_posix() for path in beside} - set(files) - {MANIFEST_FILE}
+        _require_none(folder, files, added, "not listed")
+        wanted = files if names is None else set(names) & set(files)
+        for name in sorted(wanted):
+            if weights or not name.endswith(".safetensors"):
+                _compare(folder / name, files[name])
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}; delete {root / MANIFEST_FILE} if this was done on purpose") from error
+
+
+def _manifest_of(folder: Path) -> Path | None:
+    """The folder of the manifest that lists the files of `folder`; None without one.
+
+    Files of that name by other programs are passed over, and further up also those that are damaged.
+    """
+    if (folder / MANIFEST_FILE).is_file() and not _is_foreign(folder / MANIFEST_FILE):
+        return folder
+    for root in list(folder.absolute().parents)[:_PARENTS]:
+        if (root / MANIFEST_FILE).is_file():
+            with contextlib.suppress(CorruptCheckpointError):
+                if _within(folder, root):
+                    return root
+    return None
+
+
+def _within(folder: Path, root: Path) -> _Files:
+    """What the manifest of `root` lists of `folder`, which is the same or lies in it, as paths within `folder`."""
+    place = "" if folder == root else f"{folder.absolute().relative_to(root).as_posix()}/"
+    return {name.removeprefix(place): entry for name, entry in _read(root).items() if name.startswith(place)}
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a manifest is JSON that this package does not write, even if one place in it were changed."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return not isinstance(found, dict) or not {"files", "format"} & set(found)
+
+
+def _model_files(folder: Path) -> Iterable[Path]:
+    return (path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file())
+
+
+def _require_none(folder: Path, listed: _Files, wrong: set[str], what: str) -> None:
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{folder}: expected the {len(listed)} files of {MANIFEST_FILE}, got {sorted(wrong)[:3]} {what}"
+        )
+
+
+def _compare(path: Path, entry: dict[str, int | str]) -> None:
+    found = _entry(path)
+    if found != entry:
+        raise CorruptCheckpointError(
+            f"{path}: expected the file as it was written, {_shown(entry)}, got {_shown(found)}"
+        )
 
 
 def _files(folder: Path) -> list[str]:
@@ -57,18 +137,18 @@ def _entry(path: Path) -> dict[str, int | str]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _text(files: dict[str, dict[str, int | str]]) -> bytes:
+def _text(files: _Files) -> bytes:
     return (json.dumps({"files": files, "format": 1}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _read(folder: Path) -> dict[str, dict[str, int | str]]:
+def _read(folder: Path) -> _Files:
     path = folder / MANIFEST_FILE
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{folder}: expected {MANIFEST_FILE}, which is not there") from None
     try:
-        files: dict[str, dict[str, int | str]] = json.loads(raw)["files"]
+        files: _Files = json.loads(raw)["files"]
         as_written = _text(files) == raw
     except (ValueError, TypeError, KeyError, RecursionError):
         as_written = False

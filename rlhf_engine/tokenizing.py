@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_config
+from rlhf_engine.manifest import check_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _ELSEWHERE = "a reward model with another tokenizer can be one of the reward_funcs"
@@ -22,6 +23,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    check_model(path, weights=False)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -52,6 +54,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
         size = int(read_config(folder).get_text_config().vocab_size)
     except ValueError as error:
         raise ConfigError(str(error).replace("model_name_or_path", "reward_model_path", 1)) from error
+    check_model(folder, weights=False)
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):  # transformers may make one up
         if size != vocabulary:
             raise ConfigError(
@@ -73,25 +76,33 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """Every token that ends an answer: the tokenizer's, and those that the model's generation config names."""
-    return _ends(tokenizer, model.generation_config)
+    """Every token that ends an answer: the tokenizer's, and those that the model's generation config names.
+
+    Raises ConfigError for one that the model does not have.
+    """
+    return _ends(tokenizer, model.generation_config, int(model.config.get_text_config().vocab_size))
 
 
 def read_eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> tuple[int, ...]:
     """`eos_token_ids` of a model folder, without loading the model."""
+    config = read_config(path)
+    ends = GenerationConfig.from_model_config(config)
     if (Path(path) / "generation_config.json").is_file():
-        return _ends(tokenizer, GenerationConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
-    return _ends(tokenizer, GenerationConfig.from_model_config(read_config(path)))
+        ends = GenerationConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return _ends(tokenizer, ends, int(config.get_text_config().vocab_size))
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | None) -> tuple[int, ...]:
-    found = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+def _ends(tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | None, vocabulary: int) -> tuple[int, ...]:
+    found = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     configured = config.eos_token_id if config is not None else None
-    if isinstance(configured, int):
-        found.add(configured)
-    elif configured is not None:
-        found |= {int(token) for token in configured}
-    return tuple(sorted(found))
+    found += configured if isinstance(configured, list) else [] if configured is None else [configured]
+    wrong = [token for token in found if type(token) is not int or not 0 <= token < vocabulary]
+    if wrong:
+        raise ConfigError(
+            f"model_name_or_path: expected end-of-sequence tokens among the model's ids of 0 to {vocabulary - 1}, got "
+            f"{wrong[0]!r} from its tokenizer or its generation config (eos_token_id)"
+        )
+    return tuple(sorted(set(found)))
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

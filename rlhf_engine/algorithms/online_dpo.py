@@ -7,8 +7,8 @@ With w the best and l the worst answer by score, and π_ref the reference,
     sigmoid    L = −(1/n) Σ log σ(β h)                log 2 where π = π_ref
     ipo        L = (1/n) Σ (h − 1/(2β))²              arXiv 2310.12036
 
-A prompt whose best and worst answer score the same says nothing and is left out. An answer that never ends keeps its
-score less a penalty (`missing_eos_penalty`), and loses to answers that score more than that.
+A prompt whose best and worst answer score the same says nothing and is left out: n counts the other pairs. An answer
+that never ends keeps its score less a penalty (`missing_eos_penalty`), and loses to answers that score more than that.
 
 Legend: N sequences in groups of one prompt, P pairs; a batch of pairs holds w and l of each pair next to each other.
 """

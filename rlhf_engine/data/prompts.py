@@ -49,16 +49,25 @@ def tokenize_prompts(
     max_completion_length: int,
     max_prompt_length: int | None = None,
     truncation: Truncation = "error",
+    vocabulary: int | None = None,
 ) -> PromptSet:
     """Rows as prompts of at most max_prompt_length tokens, and few enough for an answer of max_completion_length.
 
-    What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `tokenize_rows` does.
+    What is bad, dropped or cut is counted in `tally`. vocabulary, and what is raised: as for `tokenize_rows`.
     """
     longest = context_length - max_completion_length
     limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"
     if max_prompt_length is not None and max_prompt_length <= longest:
         longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
-    found = tokenize_rows(rows, tokenizer, tally, max_length=longest, truncation=truncation, limit_name=limit_name)
+    found = tokenize_rows(
+        rows,
+        tokenizer,
+        tally,
+        max_length=longest,
+        truncation=truncation,
+        limit_name=limit_name,
+        vocabulary=vocabulary,
+    )
     return PromptSet(
         rows=[tokens.row for tokens in found],
         prompts=[plain_text(tokenizer, tokens.row.prompt) for tokens in found],

@@ -64,17 +64,21 @@ def tokenize_rows(
     truncation: Truncation = "error",
     limit_name: str = "tokens of prompt and answer",
     end_ids: Sequence[int] | None = None,
+    vocabulary: int | None = None,
 ) -> list[Tokenized]:
     """Rows as token ids of at most max_length tokens; what is bad, dropped or cut is counted in `tally`.
 
     limit_name: what messages call max_length's tokens. end_ids: tokens that end an answer (`read_eos_token_ids`); the
-    tokenizer's own alone where not given. Raises ConfigError where a conversation meets a tokenizer
-    without a chat template, and as `Tally.check` does.
+    tokenizer's own alone where not given. vocabulary: number of token ids that the model has, to which
+    those of every row must belong; None takes any. Raises ConfigError where a conversation meets a tokenizer without a
+    chat template, and as `Tally.check` does.
     """
     found = []
     for row in rows:
         try:
             tokens = tokenize_row(row, tokenizer, end_ids)
+            if vocabulary is not None:
+                _require_known(tokens, vocabulary, tokenizer)
             kept = int(tokens.prompt[0] == tokenizer.bos_token_id)
             one = fit_to_length(tokens, max_length, truncation, limit_name, keep_first=kept)
         except RowError as error:
@@ -101,6 +105,15 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
         raise RowError("a prompt of at least one token", shown(row.prompt))
     answers = tuple(_answer(tokenizer, row.prompt, prompt, text, end_ids) for text in texts)
     return Tokenized(row=row, prompt=prompt, answers=answers)
+
+
+def _require_known(tokens: Tokenized, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    highest = max(max(ids, default=0) for ids in (tokens.prompt, *tokens.answers))
+    if highest >= vocabulary:
+        raise RowError(
+            f"tokens that the model has, with ids of 0 to {vocabulary - 1}",
+            f"id {highest}, {shown(tokenizer.decode([highest]))}",
+        )
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:

@@ -124,6 +124,11 @@ class Backbone(nn.Module):
         return found
 
     @property
+    def vocabulary(self) -> int:
+        """Number of token ids, which are 0 to one less."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
     def transposed(self) -> bool:
         """Whether linears keep their weight as [in, out], as GPT-2's do."""
         return any(isinstance(module, Conv1D) for module in self.model.modules())
@@ -251,7 +256,7 @@ class Backbone(nn.Module):
         return hidden
 
     def _probe_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        vocabulary = self.model.config.get_text_config().vocab_size
+        vocabulary = self.vocabulary
         positions = torch.arange(_PROBE_TOKENS, device=self.device)
         return (7 * positions + 1) % vocabulary, positions
 

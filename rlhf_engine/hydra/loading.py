@@ -26,6 +26,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from rlhf_engine.manifest import check_model
+
 Quantization = Literal["none", "8bit", "4bit"]
 
 _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
@@ -37,6 +39,7 @@ def require_model_folder(path: str | os.PathLike[str]) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
+    check_model(path, ["config.json"])  # and whether files were lost or added
     if (folder / "adapter_config.json").is_file():
         # transformers would load the adapter's base and inject the adapter into it: "off" would then not be off
         raise ValueError(
@@ -150,6 +153,7 @@ def load_model(
     Nothing is fetched from a network.
     """
     config = read_config(path)
+    check_model(path)
     if lm_head:
         require_lm_head(config, str(path))
     headless = not lm_head and can_be_headless(config)
@@ -224,6 +228,11 @@ def read_context_length(*paths: str | os.PathLike[str] | None) -> int:
     """`Backbone.context_length` of a model folder, without loading the model; of several, which read the same answers,
     the shortest. None is no folder."""
     return min(context_length(read_config(path)) for path in paths if path is not None)
+
+
+def read_vocabulary(path: str | os.PathLike[str]) -> int:
+    """Number of token ids of a model folder, without loading the model."""
+    return int(read_config(path).get_text_config().vocab_size)
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
-from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
+from rlhf_engine.manifest import check_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -96,10 +96,15 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
     """
     where = f"adapter {str(folder)!r}"
-    config = _read_json(Path(folder), CONFIG_FILE, "adapter")
+    check_model(folder, weights=False)
+    config = read_json(Path(folder), CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
+    tensors = _read_tensors(folder)
+    for path, (a, _) in tensors.items():  # before anything of that size is made
+        if a.dim() != 2 or a.shape[0] != config["r"]:
+            raise ValueError(f"{where}: expected A of {path} as [r={config['r']}, in], got {tuple(a.shape)}")
     # absolute, because a relative folder `sft` would be taken for the slot of that name
-    return slot_config(config, _read_tensors(folder), where, init_from=str(Path(folder).resolve()))
+    return slot_config(config, tensors, where, init_from=str(Path(folder).resolve()))
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
@@ -107,10 +112,11 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 
     Raises ValueError for a file that is not JSON.
     """
+    check_model(folder, weights=False)
     found: list[str | None] = []
     for file, key in ((CONFIG_FILE, "base_model_name_or_path"), (ENGINE_FILE, "base_hash")):
         there = (Path(folder) / file).is_file()
-        found.append(_read_json(Path(folder), file, "adapter").get(key) if there else None)
+        found.append(read_json(Path(folder), file, "adapter").get(key) if there else None)
     return found[0], found[1]
 
 
@@ -128,7 +134,7 @@ def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Hashe
             f"{slot.name!r}, got r={theirs.r} and scale {theirs.scale:g}"
         )
     if backbone is not None and (Path(folder) / ENGINE_FILE).is_file():
-        record = _read_json(Path(folder), ENGINE_FILE, "adapter")
+        record = read_json(Path(folder), ENGINE_FILE, "adapter")
         by_trunk = not backbone.has_lm_head and record.get("trunk_hash") is not None
         recorded = record["trunk_hash"] if by_trunk else record.get("base_hash")
         ours = backbone.trunk_hash if by_trunk else backbone.base_hash
@@ -305,8 +311,7 @@ def _read_tensors(folder: str | os.PathLike[str]) -> PairTensors:
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    if (path.parent / MANIFEST_FILE).is_file():  # in the root of a checkpoint
-        check_manifest(path.parent, [path.name])
+    check_model(path.parent, [path.name])
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -328,7 +333,8 @@ def _pair_up(tensors: Mapping[str, torch.Tensor], origin: str) -> PairTensors:
     return {path: (pair["A"], pair["B"]) for path, pair in halves.items()}
 
 
-def _read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
+    """The object in a folder's JSON file. Raises ValueError, naming the argument, where there is none."""
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{argument}: expected a folder with {name}, got {str(folder)!r} which has none")

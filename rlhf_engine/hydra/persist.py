@@ -27,7 +27,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
-from rlhf_engine.manifest import MANIFEST_FILE, check_manifest
+from rlhf_engine.manifest import MANIFEST_FILE, check_model
 
 _FORMAT = 2
 
@@ -36,6 +36,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     """Write slots, heads, roles and trained backbones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # of what is overwritten
     actor = model.roles.get("actor")
     slots: dict[str, dict[str, str]] = {}
     backbones: dict[str, dict[str, Any]] = {}
@@ -92,11 +93,10 @@ def load_pretrained(
 
     dtype and quantization must be those of the saved model, or its backbones are others (their hashes differ).
     Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs), and
-    CorruptCheckpointError for a checkpoint that is not as it was written.
+    CorruptCheckpointError for a folder with a manifest that is not as it was written.
     """
     folder = Path(folder)
-    if (folder / MANIFEST_FILE).is_file():  # of a checkpoint
-        check_manifest(folder)
+    check_model(folder)
     record = read_record(folder)
     given = {**(backbones or {}), **({} if base is None else {"base": base})}
     unknown = sorted(name for name in given if name not in record["backbones"] or record["backbones"][name]["folder"])
@@ -192,12 +192,16 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / peft_io.ENGINE_FILE
     if not path.is_file():
         raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
-    record: dict[str, Any] = json.loads(path.read_text())
+    record = peft_io.read_json(Path(folder), peft_io.ENGINE_FILE, "folder")
     if record.get("format") == 1:  # one frozen backbone, before there were others
         base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
         slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}
         found = {"format": _FORMAT, "backbones": {"base": base}, "slots": slots, "adapter_dtype": "float32"}
-        return {**record, **found}
+        record = {**record, **found}
     if record.get("format") != _FORMAT:
         raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
+    for held in (*record["slots"].values(), *record["backbones"].values()):
+        where = Path(held["folder"] or ".")
+        if where.is_absolute() or ".." in where.parts:
+            raise ValueError(f"{path}: expected folders that lie in {str(folder)!r}, got {held['folder']!r}")
     return record

@@ -33,6 +33,7 @@ from rlhf_engine.hydra.loading import (
     load_model,
     read_config,
 )
+from rlhf_engine.manifest import check_model
 
 _SCORE = ("score", "classifier")
 """Names of the module that reads the last hidden state in transformers' sequence classifiers."""
@@ -44,6 +45,7 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
     Raises ValueError for a head with more than one output.
     """
     folder = Path(folder)
+    check_model(folder, weights=False)
     if "reward" in peft_io.head_names(folder):
         return peft_io.read_head(folder, "reward")
     adapter = folder / peft_io.WEIGHTS_FILE
@@ -57,6 +59,7 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
                 for key in f.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     name, _, leaf = key.removeprefix(peft_io.PREFIX).rpartition(".")
                     if name.removesuffix(".modules_to_save") in _SCORE and leaf in ("weight", "bias"):
+                        check_model(folder, [path.name])
                         found[leaf] = f.get_tensor(key).float()
         except SafetensorError as error:
             raise ValueError(f"{path}: expected a safetensors file, got {error}") from error

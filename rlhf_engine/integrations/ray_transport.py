@@ -132,9 +132,12 @@ class RayTransport:
             def drawn(values: dict[str, Any]) -> Event | None:
                 if values["digest"] != digest:
                     return self._lose(found, EngineError(f"{worker} has drawn {order.name} by another policy"))
+                try:
+                    answered = wire.unpack_answers(values["answers"], self._device)
+                except EngineError as error:
+                    return self._lose(found, error)
                 found.order = None
                 registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
-                answered = wire.unpack_answers(values["answers"], self._device)
                 return Drawn(worker=worker, order=order, answered=answered, seconds=values["seconds"])
 
             self._ask(found, "draw", wire.pack_order(order), sorted(self._held), then=drawn)

@@ -8,6 +8,8 @@ behind it. Values that are null in the metrics file (NaN or infinite when writte
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +79,8 @@ def smooth(values: Sequence[float], decay: float = SMOOTHING) -> list[float]:
 def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
     """Draw every panel of `PANELS` that the metrics file has data for; returns their titles.
 
-    A line of fewer than 20 points (evaluations, short runs) is drawn as it is: smoothed, it would only lag.
+    A line of fewer than 20 points (evaluations, short runs) is drawn as it is: smoothed, it would only lag. Where the
+    disk is full or fails there is no picture, and a warning: it can be drawn again from the metrics.
     """
     # inside: matplotlib takes half a second to import, which commands without a plot need not wait for
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -113,8 +116,14 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
             axes.legend(fontsize=8, frameon=False)
     if smoothed_any:
         figure.suptitle(f"pale: raw; solid: exponential mean, decay {SMOOTHING:g}", fontsize=9, color="0.35")
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=120)
+    png_path = Path(png_path)
+    try:
+        png_path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png_path, dpi=120)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            png_path.unlink()  # half of a picture
+        warnings.warn(f"{png_path}: the curves were not drawn: {error.strerror}", stacklevel=2)
     return [panel.title for panel, _ in drawn]
 
 

@@ -26,8 +26,8 @@ MOST_POINTS = 2000
 def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
     """Write the page of some runs' output folders; its path.
 
-    Raises ConfigError for a folder that holds no run, where two have the same name and cannot be told apart, and where
-    `out` is a folder.
+    Raises ConfigError for a folder that holds no run or a damaged one, where two have the same name and cannot be told
+    apart, and where `out` cannot be written.
     """
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
@@ -42,8 +42,11 @@ def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None
     out = Path(out)
     if out.is_dir():
         raise ConfigError(f"out: expected a file, such as {str(out / 'report.html')!r}, got the folder {str(out)!r}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out: expected a file that can be written, got {str(out)!r}: {error.strerror}") from error
     return out
 
 
@@ -91,12 +94,21 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _run(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return _whole_run(folder, name)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"run: expected the files of a run in {str(folder)!r}, got: {error}") from error
+
+
+def _whole_run(folder: Path, name: str) -> dict[str, Any]:
     rows = read_metrics(folder / METRICS_FILE)
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
-    record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    record = _record(folder / RECORD_FILE)
     every, curves = _curves(rows)
-    return {
+    found = {
         "name": name,
         "steps": rows[-1]["step"],
         "every": every,
@@ -106,6 +118,32 @@ def _run(folder: Path, name: str) -> dict[str, Any]:
         "config": record.get("config", {}),
         "facts": _facts(record),
     }
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
+    return found
+
+
+_RECORDED: dict[str, type] = {
+    "config": dict,
+    "versions": dict,
+    "command": list,
+    "git_commit": dict,
+    "kernel_backends": dict,
+    "base_hash": str,
+}
+"""Fields of a run's record that the page takes apart; all but the first may be null or missing."""
+
+
+def _record(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ConfigError(f"run: expected a JSON object in {path}, got {type(found).__name__}")
+    held = {name: found[name] for name in _RECORDED if found.get(name) is not None}
+    for name, value in held.items():
+        if not isinstance(value, _RECORDED[name]):
+            raise ConfigError(f"run: expected {_RECORDED[name].__name__} as {name} in {path}, got {value!r:.80}")
+    if not isinstance(held.get("git_commit", {}).get("commit", ""), str):
+        raise ConfigError(f"run: expected text as the commit in {path}, got {held['git_commit']['commit']!r:.80}")
+    return {**{name: value for name, value in found.items() if name not in _RECORDED}, **held}
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
@@ -128,10 +166,11 @@ def _is_number(value: Any) -> bool:
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """What ran where, as text."""
     commit = record.get("git_commit") or {}
+    commit = commit if "commit" in commit else {}
     versions = record.get("versions", {})
     found = {
         "started": record.get("started"),
-        "command": " ".join(record.get("command", [])),
+        "command": " ".join(map(str, record.get("command", []))),
         "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),

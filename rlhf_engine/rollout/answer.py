@@ -14,7 +14,7 @@ from rlhf_engine.config import GenerateConfig
 from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.hydra.loading import read_config, read_context_length
+from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import collect
@@ -41,8 +41,7 @@ class AnswerSession:
         rows = read_prompts(config, tally)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
-            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
-            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
+            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
         prompts = tokenize_prompts(
             rows,
             self.tokenizer,
@@ -51,6 +50,7 @@ class AnswerSession:
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,
+            vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.report = tally.report()
         """What became of the prompts."""

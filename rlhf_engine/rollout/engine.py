@@ -36,6 +36,7 @@ from rlhf_engine.rollout.request import (
     Request,
     RolloutStats,
     SamplingConfig,
+    check_ids,
     check_prompt,
     row_seed,
 )
@@ -107,11 +108,14 @@ class RolloutEngine:
         if sampling.stop and decode is None:
             raise ValueError(f"decode: expected a function from tokens to text for the stop texts {sampling.stop}")
         self._stop = StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None
+        check_ids("eos_token_ids", sampling.eos_token_ids, self.backbone.vocabulary)
         self._eos = frozenset(sampling.eos_token_ids)
         rows = [_row(model, i, request, sampling) for i, request in enumerate(requests)]
         context = self.backbone.context_length
         for i, row in enumerate(rows):
-            check_prompt(f"prompts[{i}]", row.prompt, context, row.sampling.max_completion_length)
+            check_prompt(
+                f"prompts[{i}]", row.prompt, context, row.sampling.max_completion_length, self.backbone.vocabulary
+            )
         step = _choose_step(options, self.backbone)
         self._max_rows = min(len(rows), options.max_rows or len(rows))
         kind = _KINDS[step]

@@ -343,15 +343,13 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
 
 
 def _trial_tokens(backbone: Backbone) -> torch.Tensor:
-    vocabulary = backbone.model.config.get_text_config().vocab_size
-    return (31 * torch.arange(_TRIAL_STEPS + 1, device=backbone.device) + 7) % vocabulary
+    return (31 * torch.arange(_TRIAL_STEPS + 1, device=backbone.device) + 7) % backbone.vocabulary
 
 
 def _trial_steps(step: Step, cache: KVCache, backbone: Backbone, late: int) -> torch.Tensor:
     """Hidden states [steps + 1, H] of a few tokens after a prompt, and of one at the end of the context."""
     tokens = _trial_tokens(backbone)
-    vocabulary = backbone.model.config.get_text_config().vocab_size
-    prompt = tuple(token % vocabulary for token in _TRIAL_PROMPT)
+    prompt = tuple(token % backbone.vocabulary for token in _TRIAL_PROMPT)
     step.prefill([Prompt(tokens=prompt, slot=None, blocks=[0])])
     table, columns = SlotTable.uniform(None, 1), late // cache.block + 1
     state = RowState.idle(1, columns, backbone.device)

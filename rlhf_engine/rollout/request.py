@@ -173,16 +173,20 @@ class Rollout:
         return tuple(reason != "length" for reason in self.finish_reasons)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: int, max_completion_length: int) -> None:
-    """Raise ValueError for an empty batch, an empty prompt, or one that leaves no room for the answer."""
+def check_prompts(
+    prompts: Sequence[Sequence[int]], context_length: int, max_completion_length: int, vocabulary: int
+) -> None:
+    """Raise ValueError for an empty batch and as `check_prompt` does."""
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
     for i, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{i}]", prompt, context_length, max_completion_length)
+        check_prompt(f"prompts[{i}]", prompt, context_length, max_completion_length, vocabulary)
 
 
-def check_prompt(name: str, prompt: Sequence[int], context_length: int, max_completion_length: int) -> None:
-    """Raise ValueError for an empty prompt or one that leaves no room for the answer."""
+def check_prompt(
+    name: str, prompt: Sequence[int], context_length: int, max_completion_length: int, vocabulary: int
+) -> None:
+    """Raise ValueError for an empty prompt, one that leaves no room for the answer, or ids outside the vocabulary."""
     if len(prompt) == 0:
         raise ValueError(f"{name}: expected at least one token, got an empty prompt")
     if len(prompt) + max_completion_length > context_length:
@@ -190,6 +194,14 @@ def check_prompt(name: str, prompt: Sequence[int], context_length: int, max_comp
             f"{name}: expected at most {context_length - max_completion_length} tokens (context "
             f"{context_length} − max_completion_length {max_completion_length}), got {len(prompt)}"
         )
+    check_ids(name, prompt, vocabulary)
+
+
+def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise ValueError for a token id outside a vocabulary of this size."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = next(i for i in ids if not 0 <= i < vocabulary)
+        raise ValueError(f"{name}: expected token ids of 0 to {vocabulary - 1}, got {wrong}")
 
 
 _MASK_64 = 0xFFFFFFFFFFFFFFFF

@@ -202,7 +202,7 @@ class VllmRollouts:
         """
         n = len(prompts)
         backbone = self.model.role_backbone(role)
-        check_prompts(prompts, backbone.context_length, sampling.max_completion_length)
+        check_prompts(prompts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
         ids = tuple(sample_ids) if sample_ids is not None else tuple(range(n))
         flags = tuple(greedy) if greedy is not None else (False,) * n
         for argument, given in (("greedy", flags), ("sample_ids", ids)):
@@ -214,7 +214,7 @@ class VllmRollouts:
             for i, flag in zip(ids, flags, strict=True)
         ]
         began = time.perf_counter()
-        answers = self._complete(name, prompts, bodies)
+        answers = self._complete(name, prompts, bodies, backbone.vocabulary)
         seconds = time.perf_counter() - began
         reasons = tuple(finish_reason(answer, sampling) for answer in answers)
         batch = PackedBatch.from_lists(
@@ -239,7 +239,7 @@ class VllmRollouts:
         )
 
     def _complete(
-        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]]
+        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]], vocabulary: int
     ) -> list[Completion]:
         """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
         group = RequestGroup()
@@ -247,7 +247,7 @@ class VllmRollouts:
         pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS), thread_name_prefix="vllm")
         try:
             futures = [
-                pool.submit(self.client.complete, name, prompt, body, group=group)
+                pool.submit(self.client.complete, name, prompt, body, vocabulary=vocabulary, group=group)
                 for prompt, body in zip(prompts, bodies, strict=True)
             ]
             for future in as_completed(futures):

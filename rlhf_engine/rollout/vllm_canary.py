@@ -73,7 +73,11 @@ class Canary:
         """
         found = [
             self.client.complete(
-                name, prompt, sampling_body(self.sampling, seed=row_seed(self.seed, i)), prompt_logprobs=True
+                name,
+                prompt,
+                sampling_body(self.sampling, seed=row_seed(self.seed, i)),
+                vocabulary=self.model.role_backbone("actor").vocabulary,
+                prompt_logprobs=True,
             )
             for i, prompt in enumerate(self.prompts)
         ]

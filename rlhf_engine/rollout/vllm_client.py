@@ -150,12 +150,13 @@ class VllmClient:
         prompt: Sequence[int],
         body: Mapping[str, Any],
         *,
+        vocabulary: int,
         prompt_logprobs: bool = False,
         group: RequestGroup | None = None,
     ) -> Completion:
         """One answer of a served model to a prompt of token ids; body: as `sampling_body` makes it.
 
-        group: what it is ended with.
+        vocabulary: number of token ids that the model has. group: what it is ended with.
         """
         request: dict[str, Any] = {
             "model": model,
@@ -170,7 +171,11 @@ class VllmClient:
             request["prompt_logprobs"] = 1
         payload = self._json("POST", "/v1/completions", request, group)
         try:
-            return _completion(payload, model, prompt, prompt_logprobs)
+            found = _completion(payload, model, prompt, prompt_logprobs)
+            unknown = [token for token in found.tokens if not 0 <= token < vocabulary]
+            if unknown:
+                raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
+            return found
         except _Unusable as error:
             raise self._http.error(f"expected {error} from /v1/completions of {model!r}") from error
 
@@ -244,7 +249,7 @@ def _token_ids(direct: Any, names: Any) -> tuple[int, ...]:
                 f"(earlier ones), got {_short(names)}"
             )
         return named
-    if not isinstance(direct, list) or not all(isinstance(token, int) for token in direct):
+    if not isinstance(direct, list) or not all(type(token) is int for token in direct):
         raise _Unusable(f"a list of integers as token_ids, got {_short(direct)}")
     if named is not None and named != tuple(direct):
         raise _Unusable(f"the same tokens in token_ids and logprobs.tokens, got {_short(direct)} and {_short(names)}")

@@ -189,7 +189,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Lines of a JSONL file with their line ends, without those that are no JSON objects.
+    """Lines of a JSONL file with their line ends, without those that are no JSON objects with a step.
 
     At the end those are what a crash has left: a line cut short, or after a power cut blocks of zeros. Of one before
     the end a warning names the number.
@@ -202,15 +202,17 @@ def whole_lines(path: Path) -> list[bytes]:
     damaged = sorted(set(range(1, last + 1)) - {number for number, _ in found})
     if damaged:
         numbered = ", ".join(map(str, damaged[:5]))
-        warnings.warn(f"{path}: expected a JSON object in each line, left out line {numbered}", stacklevel=2)
+        expected = "a JSON object with a step in each line"
+        warnings.warn(f"{path}: expected {expected}, left out line {numbered}", stacklevel=2)
     return [line for _, line in found]
 
 
 def _is_whole(line: bytes) -> bool:
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
-    except ValueError:  # of which a text that is no UTF-8 is one
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # of the former a text that is no UTF-8 is one
         return False
+    return line.endswith(b"\n") and isinstance(found, dict) and type(found.get("step")) is int
 
 
 def write_atomic(path: Path, content: bytes) -> None:

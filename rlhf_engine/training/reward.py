@@ -31,8 +31,9 @@ from rlhf_engine.data import Report, Tally, batch_indices, pack, require_room, s
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import reward_model
-from rlhf_engine.hydra.loading import read_config, read_context_length, require_lm_head
+from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training import reward_metrics
@@ -351,6 +352,7 @@ class RewardTrainer:
             max_length=min(config.max_length or context, context),
             truncation=config.truncation,
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
+            vocabulary=read_vocabulary(config.model_name_or_path),
             group_column=config.group_column,
         )
         self.reports[argument] = tally.report()
@@ -433,6 +435,7 @@ class RewardTrainer:
         temporary = self.output / f".{FINAL_FOLDER}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         write_reward_model(self.model, self.tokenizer, temporary, self.config)
+        write_manifest(temporary)
         put_in_place(temporary, self.output / FINAL_FOLDER)
 
     def _record(self) -> dict[str, Any]:

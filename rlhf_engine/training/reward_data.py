@@ -62,12 +62,14 @@ def load_examples(
     max_length: int,
     truncation: Truncation,
     end_ids: Sequence[int],
+    vocabulary: int,
     group_column: str | None = None,
 ) -> list[RewardExample]:
     """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
 
     What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `data.load_rows` and
     `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
+    vocabulary: number of the model's token ids.
     """
     rows = load_rows(source, tally, kinds=_KINDS[objective], group_column=group_column)
     if objective == "auto" and all(_has_both(row) for row in rows):
@@ -75,7 +77,15 @@ def load_examples(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
             "got 'auto'"
         )
-    found = tokenize_rows(rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids)
+    found = tokenize_rows(
+        rows,
+        tokenizer,
+        tally,
+        max_length=max_length,
+        truncation=truncation,
+        end_ids=end_ids,
+        vocabulary=vocabulary,
+    )
     return [
         RewardExample(
             prompt=tuple(tokens.prompt),

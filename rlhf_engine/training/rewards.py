@@ -21,6 +21,7 @@ import numbers
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -32,6 +33,7 @@ from rlhf_engine.errors import ConfigError, RewardError
 
 RewardFunction = Callable[..., Any]
 _RESERVED = ("prompts", "completions", "completion_ids")
+_LARGEST = torch.finfo(torch.float32).max
 _EXPECTED = "module:function or path/file.py:function"
 
 
@@ -136,6 +138,8 @@ def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[
     for row in zip(*columns, strict=True):
         present = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
         totals.append(math.fsum(present) if len(present) == len(row) else None)
+        if totals[-1] is not None and not abs(totals[-1]) <= _LARGEST:
+            raise ValueError(f"weights: expected sums of rewards that are finite in float32, got {totals[-1]:g}")
     return totals
 
 
@@ -174,7 +178,8 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
     try:
-        found.loader.exec_module(module)
+        with _settings_kept(f"importing {str(path)!r}"):
+            found.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and passed on
         del sys.modules[name]
         raise RewardError(f"importing {str(path)!r} raised {type(error).__name__}: {error}") from error
@@ -183,7 +188,8 @@ def _load_file(path: Path, spec: str) -> ModuleType:
 
 def _load_module(name: str, spec: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with _settings_kept(f"importing {name!r}"):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # only if the named module or a parent of it is missing; one that it imports is a failure of its own
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
@@ -192,6 +198,41 @@ def _load_module(name: str, spec: str) -> ModuleType:
         raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
     except (Exception, SystemExit) as error:  # as for files
         raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+}
+"""Settings of torch that belong to the run: name → (getter, setter)."""
+
+
+@contextlib.contextmanager
+def _settings_kept(name: str) -> Iterator[None]:
+    """Put torch's process-wide settings back after the block, with a warning where it changed one.
+
+    A function that loads a model of its own often sets some, which is no reason to stop a run. Random numbers are left
+    alone: the run draws none from torch's own generator, and put back it would give a function the same ones each time.
+    """
+    before = {setting: get() for setting, (get, _) in _SETTINGS.items()}
+    try:
+        yield
+    finally:
+        for setting, (get, put_back) in _SETTINGS.items():
+            found = get()
+            if found != before[setting]:
+                put_back(before[setting])
+                warnings.warn(
+                    f"{name} changed torch's {setting} from {before[setting]} to {found}; it was put back",
+                    stacklevel=4,
+                )
 
 
 class _TookTooLong(BaseException):
@@ -226,7 +267,7 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
 
 def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], timeout: float | None) -> Any:
     try:
-        with _time_limit(timeout):
+        with _settings_kept(f"reward function {name!r}"), _time_limit(timeout):
             return function(**arguments)
     except _TookTooLong as error:
         raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
@@ -236,14 +277,15 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], 
 
 def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | None]:
     """What a function returned, as one finite float or None per prompt."""
+    place = f"reward function {name!r}"
     if isinstance(result, torch.Tensor):
         if result.dim() != 1:
-            raise ValueError(f"reward function {name!r}: expected a tensor of one dimension, got {tuple(result.shape)}")
+            raise ValueError(f"{place}: expected a tensor of one dimension, got {tuple(result.shape)}")
         result = result.detach().cpu().tolist()
     if not isinstance(result, (list, tuple)):
-        raise TypeError(f"reward function {name!r}: expected a list, tuple or tensor, got {type(result).__name__}")
+        raise TypeError(f"{place}: expected a list, tuple or tensor, got {type(result).__name__}")
     if len(result) != len(prompts):
-        raise ValueError(f"reward function {name!r}: expected {len(prompts)} rewards, got {len(result)}")
+        raise ValueError(f"{place}: expected {len(prompts)} rewards, got {len(result)}")
     rewards: list[float | None] = []
     for row, value in enumerate(result):
         where = f"at row {row} (prompt {_excerpt(prompts[row])!r})"
@@ -253,10 +295,16 @@ def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | Non
             rewards.append(None)
             continue
         if not isinstance(value, numbers.Real):
-            raise TypeError(f"reward function {name!r}: expected numbers or None, got {value!r} {where}")
-        if not math.isfinite(value):
-            raise ValueError(f"reward function {name!r}: expected finite numbers, got {float(value)} {where}")
-        rewards.append(float(value))
+            raise TypeError(f"{place}: expected numbers or None, got {value!r} {where}")
+        try:
+            number = float(value)
+        except OverflowError as error:  # a huge integer, whose digits nobody would read
+            raise ValueError(f"{place}: expected numbers of float32, got an integer beyond float64 {where}") from error
+        if not math.isfinite(number):
+            raise ValueError(f"{place}: expected finite numbers, got {number} {where}")
+        if abs(number) > _LARGEST:
+            raise ValueError(f"{place}: expected numbers of float32, got {number} {where}")
+        rewards.append(number)
     return rewards
 
 

@@ -29,7 +29,8 @@ from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, NonFiniteError, RunStopped, note
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.hydra.loading import read_config, read_context_length
+from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves, samples_markdown
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
@@ -155,8 +156,7 @@ class RlTrainer:
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
-            vocabulary = int(read_config(config.model_name_or_path).get_text_config().vocab_size)
-            require_same_tokens(self.tokenizer, config.reward_model_path, vocabulary)
+            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
         self.scorer = AnswerScorer(
             config.reward_funcs,
             config.reward_weights,
@@ -572,6 +572,7 @@ class RlTrainer:
             shutil.rmtree(temporary, ignore_errors=True)
             save_pretrained(self.model, temporary)
             self.tokenizer.save_pretrained(temporary)
+            write_manifest(temporary)
             put_in_place(temporary, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -649,6 +650,7 @@ class RlTrainer:
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,
+            vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.reports[argument] = tally.report()
         return found

@@ -6,7 +6,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.training.metrics import whole_lines, write_atomic
 
 
@@ -28,8 +30,19 @@ class SampleLog:
         self.path = path
 
     def read(self) -> list[Samples]:
-        """All looks, in order."""
-        return [Samples(**json.loads(line)) for line in whole_lines(self.path)]
+        """All looks, in order. Raises ConfigError for a line of other fields than a look has."""
+        return [self._look(json.loads(line)) for line in whole_lines(self.path)]
+
+    def _look(self, found: dict[str, Any]) -> Samples:
+        kinds = {"prompts": (str,), "completions": (str,), "scores": (int, float, type(None))}
+        lists = {name: found.get(name) for name in kinds}
+        of_kind = [isinstance(x, list) and all(type(y) in kinds[name] for y in x) for name, x in lists.items()]
+        if set(found) != {"step", *kinds} or not all(of_kind) or len({len(x or ()) for x in lists.values()}) > 1:
+            raise ConfigError(
+                f"{self.path}: expected prompts, completions and scores, as many of each, got other fields at step "
+                f"{found['step']}"
+            )
+        return Samples(**found)
 
     def drop_from(self, step: int) -> None:
         """Drop the looks at this step and later ones: the run has gone back."""

@@ -50,7 +50,8 @@ from rlhf_engine.hydra import (
     RoleSpec,
     peft_io,
 )
-from rlhf_engine.hydra.loading import read_context_length
+from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.adamw import require_optim
@@ -117,13 +118,22 @@ def tokenize_rows(
     pairs: bool,
     truncation: Truncation = "error",
     end_ids: Sequence[int] | None = None,
+    vocabulary: int | None = None,
 ) -> list[Example]:
     """Rows as token ids; without pairs, rejected answers are left aside. Raises ConfigError as `data.tokenize_rows`."""
     if not pairs:  # nor does their length matter
         rows = [_chosen_alone(row) if isinstance(row, Preference) else row for row in rows]
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None)
-        for t in tokenize(rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids)
+        for t in tokenize(
+            rows,
+            tokenizer,
+            tally,
+            max_length=max_length,
+            truncation=truncation,
+            end_ids=end_ids,
+            vocabulary=vocabulary,
+        )
     ]
 
 
@@ -211,6 +221,7 @@ class SftTrainer:
             pairs=self.pairs,
             truncation=config.truncation,
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
+            vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.reports: tuple[Report, ...] = (tally.report(),)
         require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
@@ -383,6 +394,7 @@ class SftTrainer:
             )
         self.tokenizer.save_pretrained(temporary)
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
+        write_manifest(temporary)
         put_model_in_place(temporary, self.output)
 
     # ---- inside ----------------------------------------------------------------------------------------------------

@@ -70,6 +70,18 @@ def test_defaults_and_flag_names_of_reward() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "text", ["seed: 1\nbeta: 0.1\nseed: 2\n", "seed: 1\n'seed': 1\n", "{seed: 1,\n beta: 0.1, seed: 2}"]
+)
+def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"config: .*yaml is not valid YAML: expected each key once, got 'seed' in lines 1"
+    ):
+        parse("--config", str(path))
+
+
 def test_an_option_with_a_name_that_python_keeps(tmp_path: Path) -> None:
     assert parse("--async", "overlap") == parse("--async_mode=overlap") == parse("--async=overlap")
     path = tmp_path / "config.yaml"

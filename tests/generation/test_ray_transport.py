@@ -188,6 +188,13 @@ class Deaf(Stub):
         return held
 
 
+class Garbling(Stub):
+    def draw(self, order, keep):
+        found = super().draw(order, keep)
+        tensors = found["answers"]["tensors"]
+        return {**found, "answers": {**found["answers"], "tensors": tensors[:-1] + bytes([tensors[-1] ^ 1])}}
+
+
 class Mistaken(Stub):
     def hold(self, version, digest, data):
         return super().hold(version, digest, data) if version == 0 else "0" * 64
@@ -198,6 +205,7 @@ class Mistaken(Stub):
     [
         (Damaging, "EngineError: policy version 1 arrived damaged"),
         (Deaf, "EngineError: generator 1 has drawn the answers of step 3, share . of 2 by another policy"),
+        (Garbling, "EngineError: answers arrived damaged: expected ones of digest"),
         (Mistaken, "EngineError: policy version 1: generator 1 holds digest 000000000000…"),
     ],
 )

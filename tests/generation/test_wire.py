@@ -91,6 +91,20 @@ def test_answers(frozen):
         assert torch.equal(found.frozen.rewards_N, frozen.rewards_N)
 
 
+def test_answers_that_were_changed_on_their_way_are_refused():
+    values = wire.pack_answers(answered(FROZEN))
+    tensors = bytearray(values["tensors"])
+    tensors[-1] ^= 1
+    for change in (
+        {"tensors": bytes(tensors)},
+        {"finish_reasons": ("eos", "eos")},
+        {"scored": False},
+        {"digest": None},
+    ):
+        with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
+            wire.unpack_answers({**values, **change})
+
+
 def test_other_frozen_weights_are_refused():
     wire.require_same_frozen({"backbone base": "a"}, {"backbone base": "a", "head reward": "b"})
     with pytest.raises(ConfigError, match="got a head reward of hash c…, not b…"):

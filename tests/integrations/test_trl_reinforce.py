@@ -119,6 +119,26 @@ def test_rloo_leaves_answers_out_that_have_no_other_to_compare_with(folder, tmp_
     assert seen[0][0].keep_N.tolist() == [True, True, False, False, *[False] * 4]
 
 
+@pytest.mark.parametrize(("kind", "options"), [("remax", {}), ("rloo", {"loss_type": "vanilla"}), ("rloo", {})])
+def test_means_are_over_the_answers_that_are_learned_from(kind, options, folder, tmp_path):
+    def some(prompts, completions, completion_ids, **columns):
+        return [float(len(ids)) if i % 4 < 2 else None for i, ids in enumerate(completion_ids)]
+
+    trainer = make(kind, folder, tmp_path, some, beta=0.0, max_steps=1, **options)
+    seen, denominators = watched(trainer), []
+    losses = trainer.losses
+
+    def keep(micro):
+        denominators.append(micro.n_answers)
+        return losses(micro)
+
+    trainer.losses = keep
+    trainer.train()
+    answers, _, _ = seen[0]
+    assert 0 < int(answers.keep_N.sum()) < len(answers.keep_N)
+    assert set(denominators) == {float(answers.keep_N.sum())}
+
+
 def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
     sizes = {"num_generations": 4, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     trainer = make("rloo", folder, tmp_path, loss_type="vanilla", max_steps=1, **sizes)

@@ -181,6 +181,17 @@ def test_forbidding_with_a_softcap_that_bites():
     torch.testing.assert_close(out.logprob, torch.zeros(20), rtol=0, atol=1e-5)
 
 
+def test_something_must_be_left_to_draw():
+    hidden, weight = torch.randn(2, 8), torch.randn(5, 8)
+    keys = {"seed": torch.zeros(2, dtype=torch.int64), "position": torch.zeros(2, dtype=torch.int64)}
+    everything, some = torch.arange(5), torch.tensor([False, True])
+    with pytest.raises(ValueError, match="forbidden: expected fewer than the 5 tokens of the vocabulary, got all"):
+        sample(hidden, weight, forbidden=everything, forbids=some, **keys)
+    for forbidden, forbids in ((everything, some & False), (everything.clamp(max=3), some), (everything[:4], some)):
+        drawn = sample(hidden, weight, forbidden=forbidden, forbids=forbids, **keys)
+        assert not forbids[1] or drawn.token[1] == 4
+
+
 def test_forbidding_needs_both_arguments():
     hidden, weight, seed, position = make(2, 3, 5)
     with pytest.raises(ValueError, match="forbids: expected it together with forbidden"):

@@ -419,6 +419,11 @@ def test_bad_sampling_options(options, message):
 
 def test_a_request_that_contradicts_the_run_is_refused():
     request = Request(prompt=(5,), sample_id=0, max_completion_length=2)
+    for prompt in ([5, 61], [-1]):
+        with pytest.raises(ValueError, match=rf"prompts\[0\]: expected token ids of 0 to 60, got {prompt[-1]}"):
+            generate(build(), [prompt], sampling())
+    with pytest.raises(ValueError, match="eos_token_ids: expected token ids of 0 to 60, got 61"):
+        generate(build(), [[5]], sampling(eos_token_ids=(2, 61)))
     with pytest.raises(ValueError, match="min_completion_length: expected 0 to max_completion_length"):
         generate_requests(build(), [request], sampling(min_completion_length=3))
 

@@ -502,6 +502,13 @@ def changed(**fields: Any):
         (changed(logprobs={"tokens": [], "token_logprobs": []}, token_ids=[]), "at least one token, got none"),
         (changed(token_ids=[5]), "the same tokens in token_ids and logprobs.tokens, got"),
         (changed(token_ids=["5"]), "a list of integers as token_ids"),
+        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[True]), "a list of integers as token_ids, got"),
+        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[-1]), "expected token ids of 0 to 60, got -1"),
+        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[61]), "expected token ids of 0 to 60, got 61"),
+        (
+            changed(logprobs={"tokens": ["token_id:61"], "token_logprobs": [-1.0]}, token_ids=None),
+            "expected token ids of 0 to 60, got 61",
+        ),
         (
             changed(logprobs={"tokens": ["a"], "token_logprobs": [-1.0]}, token_ids=None),
             r"expected token ids, in token_ids \(vLLM 0\.10\.2 and later\) or as names .*got \['a'\]",

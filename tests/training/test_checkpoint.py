@@ -175,6 +175,18 @@ def test_a_saved_and_loaded_model_gives_equal_scores(base, tmp_path, roles):
     assert torch.equal(load_pretrained(tmp_path, base=moved).score(batch).rewards_N, before.rewards_N)
 
 
+@pytest.mark.parametrize("where", ["../other", "/etc", "slots/../../other"])
+def test_a_record_points_to_no_other_folder(base, tmp_path, where):
+    save_pretrained(make(base)[0], tmp_path / "m")
+    path = tmp_path / "m" / "rlhf_engine.json"
+    record = json.loads(path.read_text())
+    record["slots"]["critic"]["folder"] = where
+    path.write_text(json.dumps(record))
+    shutil.copytree(tmp_path / "m" / "slots" / "critic", tmp_path / "other")
+    with pytest.raises(ValueError, match=r"rlhf_engine\.json: expected folders that lie in .*, got"):
+        load_pretrained(tmp_path / "m")
+
+
 def test_loading_says_what_is_wrong_with_a_folder(base, tmp_path):
     model = make(base)[0]
     save_pretrained(model, tmp_path / "m")

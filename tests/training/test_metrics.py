@@ -95,7 +95,7 @@ def test_damage_before_the_end_costs_one_line_and_is_said(path: Path) -> None:
             writer.write(step, {"a": step})
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\xff" + lines[2][1:], *lines[3:]]))
-    with pytest.warns(UserWarning, match=r"expected a JSON object in each line, left out line 3$"):
+    with pytest.warns(UserWarning, match=r"expected a JSON object with a step in each line, left out line 3$"):
         assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4]
     with pytest.warns(UserWarning, match="line 3"):
         writer = MetricsWriter(path)

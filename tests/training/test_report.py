@@ -54,6 +54,15 @@ def test_no_known_metric_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "c.png").exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_picture_alone(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 3, "reward")
+    (tmp_path / "c.png").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match=r"c\.png: the curves were not drawn: No space left on device"):
+        plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png")
+    assert not (tmp_path / "c.png").exists()
+
+
 def test_smoothing_has_no_bias_at_the_start() -> None:
     assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     assert smooth([1.0, 0.0], decay=0.5) == pytest.approx([1.0, 0.5 / 1.5])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from rlhf_engine.report.page import MOST_POINTS, write_page
 from rlhf_engine.training.metrics import MetricsWriter
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.samples import SampleLog, Samples
+from tests.training.test_damaged_folders import damage
 from tests.training.test_data import train_config, write_model, write_prompts
 
 
@@ -168,6 +171,62 @@ def test_a_page_is_a_file(run, tmp_path):
 def test_requests_that_cannot_be_served(capsys, argv, message):
     assert main(["report", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+DAMAGES = {
+    "no JSON": ("run.json", lambda text: text[:-10]),
+    "no text": ("run.json", lambda text: "\ud800"),
+    "a list": ("run.json", lambda text: "[1]"),
+    "a command of another run's": ("run.json", lambda text: '{"command": 3}'),
+    "versions of another kind": ("run.json", lambda text: '{"versions": ["1.0"]}'),
+    "a commit of another kind": ("run.json", lambda text: '{"git_commit": {"commit": 12}}'),
+    "a hash of another kind": ("run.json", lambda text: '{"base_hash": [1]}'),
+    "NaN": ("run.json", lambda text: '{"config": {"beta": NaN}}'),
+    "half a character": ("run.json", lambda text: '{"config": {"title": "\\ud800"}}'),
+    "depth": ("run.json", lambda text: "[" * 100_000),
+    "metrics without steps": ("metrics.jsonl", lambda text: '{"loss": 1.0}\n'),
+    "metrics that are text": ("metrics.jsonl", lambda text: "loss 1.0\n"),
+    "infinite metrics": ("metrics.jsonl", lambda text: '{"step": 1, "reward": 1e999}\n'),
+    "huge metrics": ("metrics.jsonl", lambda text: '{"step": 1, "reward": 1' + "0" * 400 + "}\n"),
+    "samples without scores": ("samples.jsonl", lambda text: '{"step": 1, "prompts": [], "completions": []}\n'),
+    "samples of numbers": (
+        "samples.jsonl",
+        lambda text: '{"step": 1, "prompts": [1], "completions": ["a"], "scores": [0]}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_foreign_runs_are_refused_in_one_line(run, tmp_path, capsys, damage):
+    folder = copy_run(run, tmp_path / "run")
+    name, change = DAMAGES[damage]
+    path = folder / name
+    path.write_bytes(change(path.read_text()).encode(errors="surrogatepass"))
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert str(folder) in said
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*left out line")
+@pytest.mark.parametrize("n", [300, pytest.param(20_000, marks=pytest.mark.long)])
+def test_no_damage_to_a_run_is_a_traceback(run, tmp_path, n):
+    folder = copy_run(run, tmp_path / "run")
+    files, chosen = sorted(folder.iterdir()), random.Random(n)
+    for i in range(n):
+        path = files[i % len(files)]
+        content = path.read_bytes()
+        damage(path, chosen)
+        with contextlib.suppress(ConfigError):
+            write_page([folder], tmp_path / "page.html")
+        path.write_bytes(content)
+
+
+def test_a_page_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out: expected a file that can be written, got .*page\.html"):
+        write_page([run], tmp_path / "file" / "page.html")
 
 
 def test_a_run_without_a_step(run, tmp_path):

@@ -150,29 +150,7 @@ def test_nothing_lost_changes_nothing(model, tmp_path, replay):
     assert resumed.state == whole.state
 
 
-# ---- changed bytes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [500, pytest.param(12_000, marks=pytest.mark.long)])
-def test_no_changed_byte_is_loaded(model, tmp_path, n):
-    trainer = RlTrainer(train_config(model, tmp_path / "run"))
-    trainer.step()
-    folder = trainer.save()
-    before = trained(trainer)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    chosen = random.Random(n)
-    for i in range(n):
-        path = files[i % len(files)]  # as many of small files as of large ones
-        content = path.read_bytes()
-        at = chosen.randrange(len(content))
-        changed = bytearray(content)
-        changed[at] ^= chosen.randrange(1, 256)
-        path.write_bytes(changed)
-        with pytest.raises(CorruptCheckpointError, match="resume_from_checkpoint: "):
-            load_checkpoint(folder, trainer.model, trainer.optimizer)
-        path.write_bytes(content)
-    assert same(before, trained(trainer))
-    load_checkpoint(folder, trainer.model, trainer.optimizer)
+# ---- damage (more of it in test_damaged_folders.py) ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "lost", "added", "renamed", "emptied"])

@@ -756,6 +756,12 @@ def test_rows_of_supervised_training_serve_too(base, tmp_path):
     assert trainer.step()["reward_loss"] == pytest.approx(math.log(2))  # a fresh head tells nothing apart
 
 
+def test_a_tokenizer_larger_than_its_model(tmp_path):
+    base = write_model(tmp_path / "base", vocab_size=12)
+    with pytest.raises(ConfigError, match=r"expected tokens that the model has, with ids of 0 to 11, got id \d\d"):
+        RewardTrainer(reward_config(base, tmp_path / "run"))
+
+
 def test_epochs_become_steps(base, tmp_path):
     def steps(**options: Any) -> int:
         return RewardTrainer(reward_config(base, tmp_path / "run", max_steps=None, **options)).total_steps

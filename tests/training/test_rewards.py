@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.training.rewards import check_reward, load_reward, score_with_functions, weighted_total
+from rlhf_engine.training.rewards import _SETTINGS, check_reward, load_reward, score_with_functions, weighted_total
 
 PROMPTS = ["one", "two", "three"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -182,3 +183,49 @@ def test_load_errors_name_what_is_wrong(tmp_path: Path) -> None:
     for _ in range(2):  # a failed import is not remembered as an empty module
         with pytest.raises(RewardError, match=r"broken.py' raised ModuleNotFoundError: .*no_such_module_here"):
             load_reward(f"{tmp_path}/broken.py:f")
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 1e300, 4e38], ids=["integer", "negative", "float64", "float32"])
+def test_rewards_that_float32_cannot_hold(huge) -> None:
+    with pytest.raises(ValueError, match=r"^reward function 'given': expected numbers of float32, got .* at row 1"):
+        score(returning([0.0, huge, 0.0]))
+    with pytest.raises(ValueError, match="weights: expected sums of rewards that are finite in float32, got 6e"):
+        weighted_total([[3e38], [3e38]], None)
+
+
+CHANGES = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_settings_of_torch_are_put_back(setting, fails) -> None:
+    def careless(**_):
+        CHANGES[setting]()
+        return [1.0 / (0.0 if fails else 1.0)] * 3
+
+    before = {name: get() for name, (get, _) in _SETTINGS.items()}
+    with contextlib.suppress(RewardError), pytest.warns(UserWarning, match=f"'careless' changed torch's {setting}"):
+        score(careless)
+    assert {name: get() for name, (get, _) in _SETTINGS.items()} == before
+
+
+def test_a_file_that_sets_torch_s_defaults_is_no_setting_of_the_run(tmp_path) -> None:
+    text = "import torch\ntorch.set_default_dtype(torch.float64)\ndef f(**_):\n    return [1.0]\n"
+    (tmp_path / "r.py").write_text(text)
+    with pytest.warns(UserWarning, match=r"importing .*r\.py' changed torch's default dtype from torch\.float32"):
+        load_reward(f"{tmp_path}/r.py:f")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_random_numbers_of_a_function_go_on() -> None:
+    def by_chance(**_):
+        return torch.rand(3)
+
+    assert score(by_chance).totals != score(by_chance).totals

@@ -336,6 +336,13 @@ def broken_model(folder: Path) -> Path:
     return folder
 
 
+def with_another_end(folder: Path, end: Any) -> Path:
+    write_model(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
+    return folder
+
+
 def rewards(body: str):
     return lambda path: {"reward_funcs": [write_reward(path, body)]}
 
@@ -402,6 +409,22 @@ def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path, a
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
         RlTrainer(train_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
     RlTrainer(train_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
+
+
+def test_a_tokenizer_larger_than_its_model(tmp_path):
+    base = write_model(tmp_path / "base", reward_head=False, vocab_size=12)
+    for trainer, config in ((RlTrainer, train_config), (SftTrainer, sft_config)):
+        with pytest.raises(ConfigError, match=r"expected tokens that the model has, with ids of 0 to 11, got id \d\d"):
+            trainer(config(base, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("end", [999, -1, [2, 999], "x"])
+def test_ends_that_the_model_does_not_have(tmp_path, end):
+    base = with_another_end(tmp_path / "base", end)
+    with pytest.raises(ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*, got"):
+        RlTrainer(train_config(base, tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*, got"):
+        SftTrainer(sft_config(base, tmp_path / "sft"))
 
 
 def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):

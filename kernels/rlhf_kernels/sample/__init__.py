@@ -69,7 +69,7 @@ def sample(
         temperature: > 0, one number or one per row. Greedy rows report their log-prob at it too.
         greedy: [N] bool, or None for no greedy row.
         forbidden, forbids: [F] int64 and [N] bool, both or neither: tokens that the rows marked in `forbids` never
-            draw. log-prob and entropy of such a row are those of the rest, renormalised.
+            draw. log-prob and entropy of such a row are those of the rest, renormalised. ValueError where none is left.
         outputs: which of `SampleOutputs`' fields to return.
         top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
             and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. The
@@ -86,6 +86,7 @@ def sample(
     if forbidden is not None and forbids is not None:
         check_tensor("forbidden", forbidden, tuple(forbidden.shape[:1]), hidden, "int64")
         check_tensor("forbids", forbids, (n_rows,), hidden, "bool")
+        _require_rest(forbidden, forbids, weight.shape[0])
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k: expected None or an int ≥ 1, got {top_k!r}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
@@ -120,6 +121,12 @@ def sample(
     return SampleOutputs(
         **{name: x if name in wanted else None for name, x in zip(SampleOutputs._fields, results, strict=True)}
     )
+
+
+def _require_rest(forbidden: Tensor, forbids: Tensor, n_vocab: int) -> None:
+    """Raise ValueError where a row may draw no token. Only as many tokens as the vocabulary has are looked at."""
+    if forbidden.numel() >= n_vocab and forbidden.unique().numel() >= n_vocab and bool(forbids.any()):
+        raise ValueError(f"forbidden: expected fewer than the {n_vocab} tokens of the vocabulary, got all of them")
 
 
 def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> str:

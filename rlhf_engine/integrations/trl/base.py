@@ -93,7 +93,12 @@ class Micro:
     n_tokens: float
     """Denominator: tokens of an optimizer step on this process, as many as the rollout has on average."""
     n_answers: float
-    """Likewise, answers."""
+    """Likewise, answers to learn from."""
+
+    @property
+    def keep_N(self) -> torch.Tensor:
+        """bool [N], whether to learn from an answer."""
+        return self.mask_M[torch.tensor(self.batch.completion_cu[:-1], device=self.mask_M.device)]
 
 
 class HydraTrainer(GRPOTrainer):
@@ -421,11 +426,17 @@ class HydraTrainer(GRPOTrainer):
         return {
             **output,
             "num_items_in_batch": self.accelerator.reduce(mask_M.sum(), reduction="sum"),
+            "num_units_in_batch": self.accelerator.reduce(answers.keep_N.sum(), reduction="sum"),
             **{f"of_{name}": padded(x_M) for name, x_M in made.items()},
             "of_old_logprobs": padded(logprobs_M),
             "answer_mask": padded(torch.ones_like(kl_M)).bool(),
             "loss_mask": padded(mask_M.float()).bool(),
         }
+
+    def _denominator(self, in_rollout: torch.Tensor, mode: str) -> float:
+        """Of what the whole rollout has to learn from, as much as an optimizer step takes on each process."""
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation if mode == "train" else 1.0
+        return float(in_rollout.clamp(min=1.0)) / self.accelerator.num_processes * share
 
     def require_finite(self, message: str, values: torch.Tensor) -> None:
         """Raise NonFiniteError on all processes where one of them has NaN or infinity."""
@@ -468,17 +479,12 @@ class HydraTrainer(GRPOTrainer):
         answer = inputs["answer_mask"]
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         real = torch.cat([inputs["prompt_mask"].bool(), answer], 1)
-        tokens = float(inputs["num_items_in_batch"].clamp(min=1.0)) / self.accelerator.num_processes
-        share, n_answers = 1.0, float(len(answer))
-        if mode == "train":  # of the rollout, as much as an optimizer step takes
-            share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
-            n_answers *= self.current_gradient_accumulation_steps
         micro = Micro(
             batch=PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist()),
             of={name.removeprefix("of_"): x[answer] for name, x in inputs.items() if name.startswith("of_")},
             mask_M=inputs["loss_mask"][answer],
-            n_tokens=tokens * share,
-            n_answers=n_answers,
+            n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
+            n_answers=self._denominator(inputs["num_units_in_batch"], mode),
         )
         loss, metrics = self.combine(micro, self.forward(model, micro.batch, self.losses(micro)))
         self.require_finite("the loss is not finite", loss.detach())

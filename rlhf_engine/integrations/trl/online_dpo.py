@@ -3,7 +3,8 @@
 Of `answers_per_prompt` answers of the present policy the best against the worst, by the total of the rewards (arXiv
 2402.04792; loss of arXiv 2305.18290, or with `loss_type` ipo of arXiv 2310.12036). TRL is shown the first answer of
 each, so that its reward metrics are means over the policy's answers. A prompt whose answers score the same teaches
-nothing. See `base` for sizes: a row of a micro-batch is a prompt, and its two answers go through the base together.
+nothing, and the loss is the mean over the other prompts. See `base` for sizes: a row of a micro-batch is a prompt, and
+its two answers go through the base together.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class HydraOnlineDPOTrainer(HydraTrainer):
             "pair_mask": mask_NC.view(n, 2, width),
             "pair_ref": ref_NC.view(n, 2, width),
             "keep": keep_N,
+            "num_units_in_batch": self.accelerator.reduce(keep_N.sum(), reduction="sum"),
         }
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -110,7 +112,7 @@ class HydraOnlineDPOTrainer(HydraTrainer):
             device=mask.device,
         )
         ref_M = inputs["pair_ref"][mask]
-        n = float(len(keep)) * (self.current_gradient_accumulation_steps if mode == "train" else 1)
+        n = self._denominator(inputs["num_units_in_batch"], mode)
         kept = [2 * i + j for i in keep.nonzero()[:, 0].tolist() for j in range(2)]
 
         def loss(logprobs_M: torch.Tensor) -> Any:

@@ -3,7 +3,7 @@
     ReMax   A_t = r(x, a) − r(x, ā) − β Σ_{s≥t} KL_s     ā the greedy answer (arXiv 2310.10505)
     RLOO    A   = R − mean of the other answers' R        R = r(x, a) − β Σ_t KL_t (arXiv 2402.14740)
 
-    L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t})
+    L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t})            n answers are learned from; those without a score are not
 
 RLOO with `num_iterations` or minibatches clips the ratio of whole answers (`loss_type` proximal); see `base` for sizes,
 and `rlhf_engine.algorithms` for the estimators.
@@ -84,7 +84,8 @@ class _PolicyGradientTrainer(HydraTrainer):
         n = max(1, int(micro.mask_M.sum()))
         log_ratio_M = (found.logprob - micro.of["old_logprobs"]) * micro.mask_M
         told = {
-            "policy_loss": found.loss * (micro.n_answers / micro.batch.n_sequences),  # over this micro-batch alone
+            # over this micro-batch alone
+            "policy_loss": found.loss * (micro.n_answers / max(1, int(micro.keep_N.sum()))),
             "entropy": (found.entropy * micro.mask_M).sum() / n,
             "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
         }
@@ -146,13 +147,12 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
         if self.args.loss_type == "vanilla":
             return super().losses(micro)
         first = torch.tensor(micro.batch.completion_cu[:-1], device=micro.mask_M.device)
-        keep_N = micro.mask_M[first]
 
         def loss(logprobs_M: torch.Tensor) -> rloo.SequenceLoss:
             return rloo.proximal_loss(
                 logprobs_M,
                 micro.of["old_logprobs"],
-                micro.of["advantages"][first] * keep_N,
+                micro.of["advantages"][first] * micro.keep_N,
                 micro.batch,
                 n_answers=micro.n_answers,
                 clip_low=self.epsilon_low,

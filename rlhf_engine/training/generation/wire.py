@@ -1,12 +1,14 @@
 """Policies, orders and answers as bytes and plain values, for generators in other processes.
 
-A policy goes over as the bytes of a safetensors file beside its version and its digest, which the receiver checks;
-nothing is pickled here.
+A policy goes over as the bytes of a safetensors file beside its version and its digest, which the receiver checks,
+and answers beside a digest of their own; nothing is pickled here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -67,24 +69,37 @@ def unpack_order(values: Mapping[str, Any]) -> Order:
 
 
 def pack_answers(answered: Answered) -> dict[str, Any]:
-    """Plain values by name; tensors as the bytes of one safetensors file under `tensors`."""
+    """Plain values by name; tensors as the bytes of one safetensors file under `tensors`, and a digest of it all."""
     rollout, frozen = answered
     plain, tensors = take_apart(rollout)
     for name, tensor in zip(FrozenScores._fields, frozen or (), strict=False):
         if tensor is not None:
             tensors[name] = tensor
-    return {
+    values = {
         "tensors": save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}),
         "scored": frozen is not None,
         **plain,
     }
+    return {**values, "digest": _digest(values)}
 
 
 def unpack_answers(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Answered:
-    """What `pack_answers` was given, on a device."""
+    """What `pack_answers` was given, on a device. Raises EngineError for answers that are not what was sent."""
+    found = _digest(values)
+    if found != values.get("digest"):
+        expected = str(values.get("digest"))[:12]
+        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {found[:12]}…")
     tensors = {name: tensor.to(device) for name, tensor in load(values["tensors"]).items()}
     frozen = FrozenScores(*map(tensors.get, FrozenScores._fields)) if values["scored"] else None
     return Answered(put_together(values, tensors), frozen)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what `pack_answers` makes."""
+    plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
+    found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    found.update(values["tensors"])
+    return found.hexdigest()
 
 
 def frozen_digests(model: HydraModel) -> dict[str, str]:
