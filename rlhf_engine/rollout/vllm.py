@@ -29,6 +29,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gated import GatedHead
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.peft_export import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.rollout.request import (
     FinishReason,
@@ -167,9 +168,7 @@ class VllmRollouts:
             temporary.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
-        peft_io.save_slot(
-            backbone.slot(slot), temporary, base_name=self.base.name, base_hash=backbone.base_hash(), transposed=False
-        )
+        write_adapter(backbone.slot(slot), temporary, backbone=backbone, base_name=self.base.name)
         name = f"{self.run}-v{policy_version}-{_digest(temporary)}"
         put_in_place(temporary, self.folder / name)
         return name
