@@ -211,7 +211,8 @@ def test_attention_of_a_mixture_and_the_lm_head_come_from_peft(tmp_path, name, t
 def test_a_vision_tower_as_deep_as_the_decoder_has_no_adapters():
     shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64}
-    config = Gemma3Config(text_config={**shape, **text}, vision_config={**shape, "image_size": 28, "patch_size": 14})
+    vision = {"image_size": 28, "patch_size": 14, "vision_use_head": False}
+    config = Gemma3Config(text_config={**shape, **text}, vision_config={**shape, **vision})
     for targets in ("all-linear", ("q_proj",)):
         torch.manual_seed(0)
         source = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
