@@ -109,6 +109,7 @@ def write_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, as_parameters = slot.config, set(as_parameters)
+    task = "SEQ_CLS" if score is not None else "CAUSAL_LM" if backbone.has_lm_head else None
     LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT annotates int and computes with floats
@@ -118,7 +119,7 @@ def write_adapter(
         target_modules=sorted(path for path, _ in slot.items() if path not in as_parameters),
         target_parameters=sorted(f"{path}.weight" for path in as_parameters) or None,
         fan_in_fan_out=backbone.transposed,
-        task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
+        task_type=task,  # type: ignore[arg-type]  # PEFT annotates str and takes None: no methods beside forward
         modules_to_save=None if score is None else [SCORE_MODULES[0]],
         base_model_name_or_path=base_name,
         inference_mode=True,
