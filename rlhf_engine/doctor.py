@@ -20,7 +20,6 @@ _CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton")
 _OPTIONAL = {
     "flash-attn": "pip install 'rlhf-engine[flash-attn]'",
     "trl": "pip install 'rlhf-engine[trl]'",
-    "vllm": "pip install 'rlhf-engine[vllm]'",
     "ray": "pip install 'rlhf-engine[ray]'",
     "bitsandbytes": "pip install 'rlhf-engine[bnb]'",
 }

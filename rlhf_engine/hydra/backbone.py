@@ -24,7 +24,7 @@ from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
 from rlhf_engine.hydra.bank import AdapterSlot, LoraPair, SlotConfig
 from rlhf_engine.hydra.block import fuse_blocks
-from rlhf_engine.hydra.gated import GatedHead, gate_linears, holds_gates, is_quantised, match_targets
+from rlhf_engine.hydra.gated import GatedHead, decoder_prefix, gate_linears, holds_gates, is_quantised, match_targets
 
 _PROBE_TOKENS = 6
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -339,9 +339,10 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 
 def _blocks_prefix(model: PreTrainedModel) -> str:
-    """Name prefix of the decoder blocks: the module list with one entry per layer."""
+    """Name prefix of the decoder blocks: the text decoder's module list with one entry per layer."""
     n_layers = model.config.get_text_config().num_hidden_layers
+    prefix = decoder_prefix(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+        if path.startswith(prefix) and isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return path + "."
     raise ValueError(f"{type(model).__name__}: expected a list of {n_layers} decoder blocks, found none")

@@ -147,16 +147,24 @@ def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor, *, copy: boo
     return lora_delta_(y.clone() if copy else y, x, *lora, dropout=dropout)
 
 
+def decoder_prefix(model: PreTrainedModel) -> str:
+    """Start of the names of what lies in a model's text decoder: a vision or audio tower beside it is left out."""
+    decoder = model.get_decoder()
+    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    return f"{path}." if path else ""
+
+
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
-    """Gate every linear of a model; what can be adapted, by name.
+    """Gate every linear of a model's text decoder; what can be adapted, by name.
 
     The LM head is left as it is and listed as a `GatedHead`. Raises ValueError for a linear of a kind that would
     compute something else under the gate.
     """
+    prefix = decoder_prefix(model)
     head = model.get_output_embeddings()
     found: dict[str, GatedLayer] = {}
     for path, module in list(model.named_modules()):
-        if module is head:
+        if module is head or not path.startswith(prefix):
             continue
         stream = len(found)
         if type(module) is nn.Linear or type(module) is Conv1D:

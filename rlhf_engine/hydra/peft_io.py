@@ -1,4 +1,4 @@
-"""PEFT's format in and out: LoRA folders and loaded PeftModels become slots, slots become folders that PEFT loads.
+"""PEFT's format in: LoRA folders and loaded PeftModels become slots. `peft_export` is the way out.
 
 PEFT supplies the format and the config class, not the switching. Folders hold safetensors and JSON only.
 """
@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,6 +22,9 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
 from rlhf_engine.manifest import check_model
+
+if TYPE_CHECKING:
+    from rlhf_engine.hydra.backbone import Backbone
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -35,7 +39,6 @@ _NOT_SERVED = {
     "layer_replication": None,
     "lora_bias": False,
     "trainable_token_indices": None,
-    "target_parameters": None,
     "alora_invocation_tokens": None,
     "use_qalora": False,
     "use_bdlora": None,
@@ -44,24 +47,16 @@ _NOT_SERVED = {
     "arrow_config": None,
     "kasa_config": None,
 }
-_SCORE_MODULES = ("score", "classifier")
+SCORE_MODULES = ("score", "classifier")
 """What PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
+_COPY = ".base_layer.weight"
+"""End of the name of a linear's own weight. PEFT saves it beside a LoRA on the LM head."""
+
 PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """name of the linear → (A [r, in], B [out, r])"""
-
-
-class Hashed(Protocol):
-    """What a folder's record of its base is compared with; a `Backbone` is one."""
-
-    @property
-    def has_lm_head(self) -> bool: ...
-
-    def base_hash(self) -> str: ...
-
-    def trunk_hash(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,15 +74,41 @@ def is_peft_model(source: object) -> bool:
 
 
 def take_peft_adapter(model: Any) -> PeftAdapter:
-    """Take the active LoRA out of a PeftModel and strip PEFT's layers off its base. Nothing is merged."""
+    """Take the active LoRA out of a PeftModel and strip PEFT's layers off its base.
+
+    Raises ValueError, and leaves the model as it is, unless its function is the plain base and that LoRA.
+    """
     name = model.active_adapter
     where = f"the PeftModel's adapter {name!r}"
     config = model.peft_config[name].to_dict()
     require_plain_lora(config, where)  # before the model is taken apart
-    tensors = _pair_up(get_peft_model_state_dict(model, adapter_name=name), where)
+    _require_plainly_on(model, name, where)
+    # what is saved of embeddings otherwise is the base's own
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = _pair_up(state, where)
     copies = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in tensors.items()}
     slot = slot_config(config, copies, where)
     return PeftAdapter(base=model.unload(), config=slot, tensors=copies)
+
+
+def _require_plainly_on(model: PeftModel, name: str, where: str) -> None:
+    """Raise ValueError unless each layer of PEFT runs the named adapter alone, unmerged and at its config's scale."""
+    config: Any = model.peft_config[name]
+    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    layers: dict[str, Any] = {p: m for p, m in model.get_base_model().named_modules() if isinstance(m, BaseTunerLayer)}
+    for path, layer in layers.items():
+        active, theirs = list(layer.active_adapters), layer.scaling.get(name, scale)
+        wrong = None
+        if layer.merged:
+            wrong = f"no weights with adapters merged into them (load the base anew), got {layer.merged_adapters} in"
+        elif layer.disable_adapters:
+            wrong = "it to be on, got adapters disabled at"
+        elif active != [name]:
+            wrong = f"no other active adapter, got {active} at"
+        elif theirs != scale:
+            wrong = f"the scale {scale:g} of its config, got {theirs:g} at"
+        if wrong is not None:
+            raise ValueError(f"{where}: expected {wrong} {path}")
 
 
 def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
@@ -99,7 +120,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     check_model(folder, weights=False)
     config = read_json(Path(folder), CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
-    tensors = _read_tensors(folder)
+    tensors = _pair_up(_load_weights(folder), where)
     for path, (a, _) in tensors.items():  # before anything of that size is made
         if a.dim() != 2 or a.shape[0] != config["r"]:
             raise ValueError(f"{where}: expected A of {path} as [r={config['r']}, in], got {tuple(a.shape)}")
@@ -120,7 +141,7 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
     return found[0], found[1]
 
 
-def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Hashed | None) -> None:
+def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
     """Load a PEFT folder's weights into a slot of a backbone.
 
     Raises ValueError if it belongs to another base or does not fit. A backbone without an LM head is the folder's base
@@ -143,7 +164,28 @@ def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Hashe
                 f"init_from={str(folder)!r}: expected an adapter of this base (hash {ours()[:12]}…), "
                 f"got one of another base (hash {recorded[:12]}…)"
             )
-    load_tensors(slot, _read_tensors(folder), f"init_from={str(folder)!r}")
+    tensors = _load_weights(folder)
+    origin = f"init_from={str(folder)!r}"
+    if backbone is not None:
+        _require_own_weights(tensors, backbone, origin)
+    load_tensors(slot, _pair_up(tensors, origin), origin)
+
+
+def _require_own_weights(tensors: Mapping[str, torch.Tensor], backbone: Backbone, origin: str) -> None:
+    """Raise ValueError for a weight beside the LoRA that is not the backbone's: PEFT would load it into the base."""
+    linears = dict(backbone.model.named_modules())
+    for key, theirs in tensors.items():
+        path = key.removeprefix(PREFIX).removesuffix(_COPY)
+        if not key.endswith(_COPY) or path not in linears:
+            continue
+        ours = linears[path].weight
+        assert isinstance(ours, torch.Tensor)
+        ours = ours.detach().cpu()
+        same = ours.shape == theirs.shape and (
+            torch.equal(ours.to(theirs.dtype), theirs) or torch.equal(ours, theirs.to(ours.dtype))
+        )
+        if not same:
+            raise ValueError(f"{origin}: expected {path}'s own weight beside its LoRA, got another one")
 
 
 def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
@@ -167,49 +209,6 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
             a, b = tensors[path]
             pair.A.copy_(a)
             pair.B.copy_(b)
-
-
-def save_slot(
-    slot: AdapterSlot,
-    folder: str | os.PathLike[str],
-    *,
-    base_name: str,
-    base_hash: str,
-    trunk_hash: str | None = None,
-    transposed: bool = False,
-    score: torch.Tensor | None = None,
-) -> None:
-    """Write a slot as a PEFT LoRA folder that plain `PeftModel.from_pretrained` loads.
-
-    base_hash, trunk_hash: of the backbone that it is on, see `Backbone`; without the latter, a backbone that has no
-    LM head refuses the folder. transposed: the linears keep their weight as [in, out] (GPT-2's Conv1D), PEFT's
-    `fan_in_fan_out`. score: weight [1, H] of a reward head, which makes the folder one of a sequence classifier (PEFT's
-    SEQ_CLS, with `score` under `modules_to_save`).
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = slot.config
-    LoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT annotates int and computes with floats
-        lora_dropout=config.dropout,
-        use_rslora=config.use_rslora,
-        target_modules=sorted(path for path, _ in slot.items()),  # full names match exactly these linears
-        fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
-        modules_to_save=None if score is None else [_SCORE_MODULES[0]],
-        base_model_name_or_path=base_name,
-        inference_mode=True,
-    ).save_pretrained(str(folder))
-    tensors = {}
-    for path, pair in slot.items():
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.A.detach().cpu().contiguous()
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.B.detach().cpu().contiguous()
-    if score is not None:
-        tensors[f"{PREFIX}{_SCORE_MODULES[0]}.weight"] = score.detach().cpu().contiguous()
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    record = {"base_hash": base_hash, "trunk_hash": trunk_hash, "slot": slot.name}
-    (folder / ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[str]) -> None:
@@ -267,12 +266,15 @@ def require_plain_lora(config: Mapping[str, Any], where: str) -> None:
     if str(config.get("peft_type")).rpartition(".")[2] != "LORA":
         raise ValueError(f"{where}: expected peft_type LORA, got {config.get('peft_type')}")
     for key, plain in _NOT_SERVED.items():
-        if config.get(key) not in (plain, None, {}, []):
+        if config.get(key) and config[key] != plain:
             raise ValueError(f"{where}: expected {key}={plain!r}, got {config[key]!r}, which is not served")
+    others = [name for name in config.get("target_parameters") or () if not name.endswith(".weight")]
+    if others:
+        raise ValueError(f"{where}: expected target_parameters that are weights of linears, got {others}, not served")
     whole = config.get("modules_to_save") or []
-    if any(name not in _SCORE_MODULES for name in whole):
+    if any(name not in SCORE_MODULES for name in whole):
         raise ValueError(
-            f"{where}: expected modules_to_save=None, or {list(_SCORE_MODULES)} of a reward model, got {whole!r}, "
+            f"{where}: expected modules_to_save=None, or {list(SCORE_MODULES)} of a reward model, got {whole!r}, "
             "which is not served"
         )
     start = config.get("init_lora_weights")
@@ -303,11 +305,11 @@ def slot_config(
     )
 
 
-def _read_tensors(folder: str | os.PathLike[str]) -> PairTensors:
+def _load_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"adapter: expected {WEIGHTS_FILE} in {str(folder)!r}, which is not there")
-    return _pair_up(_load_tensors(path), f"adapter {str(folder)!r}")
+    return _load_tensors(path)
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -321,8 +323,10 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _pair_up(tensors: Mapping[str, torch.Tensor], origin: str) -> PairTensors:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        if key.removeprefix(PREFIX).split(".")[0] in _SCORE_MODULES and ".lora_" not in key:
+        if key.removeprefix(PREFIX).split(".")[0] in SCORE_MODULES and ".lora_" not in key:
             continue  # the head of a reward model
+        if key.endswith(_COPY):
+            continue  # the base's own, which `load_slot` compares
         path, marker, half = key.removeprefix(PREFIX).rpartition(".lora_")
         if not marker or half not in ("A.weight", "B.weight"):
             raise ValueError(f"{origin}: expected only lora_A and lora_B weights of linears, got {key!r}")

@@ -26,6 +26,7 @@ from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.peft_export import require_exportable, save_slot
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
 from rlhf_engine.manifest import MANIFEST_FILE, check_model
 
@@ -53,14 +54,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         for slot in [slot for slot in backbone.slots if slot in lasting_slots(model.roles)]:
             is_actor = actor is not None and actor.slot == slot
             slots[slot] = {"backbone": name, "folder": "." if is_actor else f"slots/{slot}"}
-            peft_io.save_slot(
-                backbone.slot(slot),
-                folder / slots[slot]["folder"],
-                base_name=source,
-                base_hash=backbone.base_hash(),
-                trunk_hash=backbone.trunk_hash(),
-                transposed=backbone.transposed,
-            )
+            save_slot(backbone, slot, folder / slots[slot]["folder"], base_name=source)
     peft_io.save_heads(model.heads, set(model.heads), folder)
     record = {
         "format": _FORMAT,
@@ -77,6 +71,14 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         },
     }
     (folder / peft_io.ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def require_savable(model: HydraModel) -> None:
+    """Raise ValueError for a model with a slot that `save_pretrained` would refuse, before it is trained."""
+    for name in model.backbones:
+        backbone = model.backbone(name)
+        for slot in [slot for slot in backbone.slots if slot in lasting_slots(model.roles)]:
+            require_exportable(backbone, slot)
 
 
 def load_pretrained(

@@ -33,6 +33,7 @@ from rlhf_engine.hydra.loading import (
     load_model,
     read_config,
 )
+from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.manifest import check_model
 
 _SCORE = ("score", "classifier")
@@ -141,15 +142,7 @@ def save_classifier_adapter(
     `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)` loads it. Raises ValueError for a
     head with a bias.
     """
-    peft_io.save_slot(
-        backbone.slot(slot),
-        folder,
-        base_name=base_name,
-        base_hash=backbone.base_hash(),
-        trunk_hash=backbone.trunk_hash(),
-        transposed=backbone.transposed,
-        score=_score_weight(head),
-    )
+    save_slot(backbone, slot, folder, base_name=base_name, score=_score_weight(head))
 
 
 def save_merged_classifier(

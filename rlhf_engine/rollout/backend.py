@@ -33,6 +33,10 @@ class Rollouts(Protocol):
         """One answer per prompt, as `rollout.generate` draws them."""
         ...
 
+    def close(self) -> None:
+        """Give back what the run has put elsewhere; a later `sync` puts it there again."""
+        ...
+
 
 class LocalRollouts:
     """Draws in this process, on the very weights that train."""
@@ -66,3 +70,6 @@ class LocalRollouts:
             policy_version=self.policy_version,
             options=self.options,
         )
+
+    def close(self) -> None:
+        """Nothing has gone elsewhere."""

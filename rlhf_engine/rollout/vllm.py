@@ -11,11 +11,13 @@ vllm.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path, PurePosixPath
@@ -29,6 +31,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gated import GatedHead
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.peft_export import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.rollout.request import (
     FinishReason,
@@ -46,6 +49,8 @@ CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
 _HIGHEST_RANK = 512
 """The largest --max-lora-rank that vLLM knows."""
+_PARTING_SECONDS = 10.0
+"""Longest wait for a server at a run's end, where it may be what has ended the run."""
 _DIGEST = 8
 """Hexadecimal digits of the digests in names."""
 
@@ -148,7 +153,7 @@ class VllmRollouts:
         if name not in served:  # a run that was killed may have left the very same weights there
             self.client.load_adapter(name, f"{self.server_folder}/{name}")
         measured = self.canary.check(name)
-        self._forget_others(name, served)
+        self._forget_others(name, served, self.client)
         self.policy_version, self.name = policy_version, name
         self._metrics = {
             **measured,
@@ -167,22 +172,37 @@ class VllmRollouts:
             temporary.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
-        peft_io.save_slot(
-            backbone.slot(slot), temporary, base_name=self.base.name, base_hash=backbone.base_hash(), transposed=False
-        )
+        write_adapter(backbone.slot(slot), temporary, backbone=backbone, base_name=self.base.name)
         name = f"{self.run}-v{policy_version}-{_digest(temporary)}"
         put_in_place(temporary, self.folder / name)
         return name
 
-    def _forget_others(self, name: str, served: set[str]) -> None:
+    def _forget_others(self, name: str, served: set[str], client: VllmClient) -> None:
         """Unload and remove this run's other versions, those of a run that was killed included."""
         ours = re.compile(rf"{re.escape(self.run)}-v\d+-[0-9a-f]{{{_DIGEST}}}")
         for other in sorted(served - self._stuck):
-            if other != name and ours.fullmatch(other) and not self.client.unload_adapter(other):
+            if other != name and ours.fullmatch(other) and not client.unload_adapter(other):
                 self._stuck.add(other)
-        for folder in self.folder.iterdir():
+        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             if folder.name != name and ours.fullmatch(folder.name):
                 shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Unload and remove this run's adapters. A server that does not answer any more is left as it is.
+
+        A version that the server would not unload is warned of, so that somebody can.
+        """
+        client = VllmClient(self.client.url, timeout=min(self.client.timeout, _PARTING_SECONDS))
+        try:
+            self._forget_others("", {model.name for model in client.models()}, client)
+        except RolloutServerError as error:
+            warnings.warn(f"adapters of this run may still be loaded there: {error}", stacklevel=2)
+            self._forget_others("", set(), client)
+        if self._stuck:
+            warnings.warn(f"{client.url} has kept these adapters of this run: {sorted(self._stuck)}", stacklevel=2)
+        with contextlib.suppress(OSError):  # another run's adapters are in it, or it never was
+            self.folder.rmdir()
+        self.policy_version, self.name = None, ""
 
     # ---- answers come back -----------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class VllmClient:
 
     def __init__(self, base_url: str, *, timeout: float) -> None:
         """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which all of an answer comes."""
-        self.url = base_url
+        self.url, self.timeout = base_url, timeout
         self._http = Transport(base_url, timeout=timeout)
 
     # ---- endpoints -------------------------------------------------------------------------------------------------
@@ -282,13 +282,13 @@ def _is_vllm_error(raw: bytes) -> bool:
 
 
 def _said(raw: bytes) -> str:
-    """What an error's body says, to be appended to a message."""
+    """What an error's body says, to be appended to a message. What it calls above is in the server's log, not here."""
     found = _parsed(raw)
     text: Any = found
     if isinstance(found, dict):
         inner = found.get("error", found)
         text = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-    return f": {_short(text)}" if text else ""
+    return ": " + _short(text).replace("(above)", "(in the server's log)") if text else ""
 
 
 def _parsed(raw: bytes) -> Any:

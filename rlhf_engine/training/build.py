@@ -20,6 +20,7 @@ from rlhf_engine.hydra.bank import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
+from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.training.distributed import World
@@ -62,6 +63,7 @@ def build_policy_model(config: TrainConfig) -> HydraModel:
     if config.draws_beside:
         roles |= _copies_of_the_actor(roles["actor"])
     model = _load(config, roles, list(roles))
+    require_savable(model)
     if config.critic_init == "reward":
         _start_critic_as_reward(model)
     if config.gradient_checkpointing:

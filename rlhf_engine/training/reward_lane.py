@@ -23,6 +23,8 @@ from rlhf_engine.hydra import (
     reward_model,
 )
 from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.training.build import slot_config
 from rlhf_engine.training.reward_data import RewardExample
 
@@ -61,6 +63,7 @@ def build_reward_model(config: RewardConfig) -> HydraModel:
                 f"lora_target_modules: expected linears of the blocks, whose hidden states the reward head reads, got "
                 f"{outside}"
             )
+    require_savable(model)
     bias = model.heads["reward"].bias
     assert isinstance(bias, nn.Parameter)
     with torch.no_grad():
@@ -133,14 +136,7 @@ def write_reward_model(
         reward_model.save_classifier(backbone.model, head, folder, tokenizer=tokenizer)
         return
     name = str(Path(config.model_name_or_path).resolve())
-    peft_io.save_slot(
-        backbone.slot(REWARD_SLOT),
-        folder,
-        base_name=name,
-        base_hash=backbone.base_hash(),
-        trunk_hash=backbone.trunk_hash(),
-        transposed=backbone.transposed,
-    )
+    save_slot(backbone, REWARD_SLOT, folder, base_name=name)
     peft_io.save_heads(model.heads, {"reward"}, folder)
     tokenizer.save_pretrained(folder)
     classifier = folder / CLASSIFIER_FOLDER

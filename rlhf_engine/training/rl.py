@@ -281,6 +281,7 @@ class RlTrainer:
         world = self.world
         with contextlib.ExitStack() as stack:
             world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
+            stack.callback(self.rollouts.close)
             with self._whole_base():
                 world.on_main("the start of the run", self._begin)
             self._remaining_steps(on_step, stop)

@@ -51,6 +51,8 @@ from rlhf_engine.hydra import (
     peft_io,
 )
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.report import plot_curves
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
@@ -242,6 +244,7 @@ class SftTrainer:
             adapter_dtype=DTYPES[config.adapter_dtype],
             seed=config.seed,
         )
+        require_savable(self.model)
         if config.gradient_checkpointing:
             self.model.backbone().enable_gradient_checkpointing()
         self.rows_per_step = rows_per_step
@@ -384,14 +387,7 @@ class SftTrainer:
             backbone.model.save_pretrained(temporary)
         else:
             name = str(Path(self.config.model_name_or_path).resolve())
-            peft_io.save_slot(
-                backbone.slot(SFT_SLOT),
-                temporary,
-                base_name=name,
-                base_hash=backbone.base_hash(),
-                trunk_hash=backbone.trunk_hash(),
-                transposed=backbone.transposed,
-            )
+            save_slot(backbone, SFT_SLOT, temporary, base_name=name)
         self.tokenizer.save_pretrained(temporary)
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
         write_manifest(temporary)

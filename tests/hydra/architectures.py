@@ -23,6 +23,26 @@ _SHAPE = {
     **_TOKENS,
 }
 _PLAIN_HEADS = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+_LATENT = {  # keys and values from a low-rank projection, a part of each key without rotation
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_BESIDE = {  # one dense layer, then one with a shared expert
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 CONFIGS = {
@@ -56,11 +76,39 @@ CONFIGS = {
     "mixtral": hf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
 }
 
+MORE = {
+    "deepseek_v3": hf.DeepseekV3Config(**{**_SHAPE, **_BESIDE, **_LATENT}),
+    "glm4_moe": hf.Glm4MoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
+    "minicpm3": hf.MiniCPM3Config(**{**_SHAPE, **_LATENT}, dim_model_base=12),
+    "afmoe": hf.AfmoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
+    "cohere2_moe": hf.Cohere2MoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
+    "deepseek_v2": hf.DeepseekV2Config(**{**_SHAPE, **_BESIDE, **_LATENT}),
+    "dots1": hf.Dots1Config(**_SHAPE, **_BESIDE, head_dim=8),
+    "ernie4_5_moe": hf.Ernie4_5_MoeConfig(
+        **_SHAPE,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        moe_intermediate_size=16,
+    ),
+    "exaone_moe": hf.ExaoneMoeConfig(
+        **_SHAPE, **_BESIDE, head_dim=8, is_moe_layer=[False, True], mlp_layer_types=["dense", "sparse"]
+    ),
+    "glm4_moe_lite": hf.Glm4MoeLiteConfig(**{**_SHAPE, **_BESIDE, **_LATENT}),
+    "hunyuan_v1_moe": hf.HunYuanMoEV1Config(**_SHAPE, num_experts=4, moe_topk=2, num_shared_expert=1, head_dim=8),
+    "qwen3_next": hf.Qwen3NextConfig(
+        **_SHAPE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=["full_attention"] * 2, head_dim=8
+    ),
+    "solar_open": hf.SolarOpenConfig(**_SHAPE, **_BESIDE, head_dim=8),
+}
+"""Architectures that few tests need: latent keys and values, dense layers or shared experts beside stacked ones."""
+
 
 def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The architecture as transformers runs it, under the attention that serves all of its keywords."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
+    model = hf.AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | MORE)[name])).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, which would hide mistakes
         for parameter in model.parameters():
             if parameter.dim() == 1:

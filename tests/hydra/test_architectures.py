@@ -14,12 +14,12 @@ from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated import GatedHead
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
-from tests.hydra.architectures import CONFIGS, WINDOW, plain_model
+from tests.hydra.architectures import CONFIGS, MORE, WINDOW, plain_model
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9))  # two of one length, one below the window, the rest beyond it
 
-every = pytest.mark.parametrize("name", CONFIGS)
+every = pytest.mark.parametrize("name", [*CONFIGS, "deepseek_v3", "glm4_moe", "minicpm3"])
 
 
 def hydra(name: str, **slot: object) -> HydraModel:
@@ -80,7 +80,7 @@ def test_packed_rows_equal_padded_rows(name):
         close(logits(hydra(name), batch, None), rows_of(plain_model(name), batch))
 
 
-@every
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
 def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
     model, batch = hydra(name), random_batch(LENGTHS)
     save_pretrained(model, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from pathlib import Path
 
@@ -9,11 +11,22 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
-from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, load_pretrained, peft_io, save_pretrained
+from rlhf_engine.hydra import (
+    HydraModel,
+    Logprobs,
+    RoleSpec,
+    SlotConfig,
+    hydra_roles,
+    load_pretrained,
+    peft_io,
+    save_pretrained,
+)
 from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.persist import require_savable
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
+from tests.hydra.architectures import plain_model
 
 TOKENS = torch.randint(3, VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
 BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
@@ -24,7 +37,7 @@ def slot_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
     """Logits [3, 8, V] of the batch's sequences in a slot's lane."""
     with torch.no_grad():
         hidden = model._trunk_call(BATCH, model.backbone(), [slot], None)
-    return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
+    return head_logits(hidden, model.backbone().lm_head_in(slot)).unflatten(0, (3, 8))
 
 
 def plain_logits(model: torch.nn.Module) -> torch.Tensor:
@@ -86,6 +99,37 @@ def test_slot_options_survive_the_folder(tmp_path):
     assert set(found.target_modules) == {f"model.layers.{i}.self_attn.k_proj" for i in range(2)}
 
 
+def test_lora_that_peft_adds_to_weights_needs_float32_and_no_dropout():
+    expected = r"for LoRA on \['down_proj', 'gate_proj', 'up_proj'\], which PEFT takes for parts of this Deepseek"
+    for dtype, slot, message in (
+        (torch.bfloat16, SlotConfig(), f"lora_target_modules: expected weights in float32 {expected}.*got bfloat16"),
+        (torch.float32, SlotConfig(dropout=0.1), f"lora_dropout: expected 0 {expected}.*got 0.1"),
+    ):
+        model = HydraModel.from_pretrained(plain_model("deepseek_v3").to(dtype), roles=ACTOR, slots={"actor": slot})
+        with pytest.raises(ValueError, match=message):
+            require_savable(model)
+    attention = SlotConfig(dropout=0.1, target_modules=("o_proj",))
+    base = plain_model("deepseek_v3").to(torch.bfloat16)
+    require_savable(HydraModel.from_pretrained(base, roles=ACTOR, slots={"actor": attention}))
+
+
+def test_a_slot_that_plain_peft_cannot_load_is_refused_before_training_and_at_save(tmp_path):
+    base = tiny_llama()
+    narrow = tiny_llama()  # a pruned layer: no model of this class and config has its shape
+    narrow.model.layers[1].mlp.down_proj = torch.nn.Linear(20, 24, bias=False)
+    narrow.model.layers[1].mlp.gate_proj = torch.nn.Linear(24, 20, bias=False)
+    narrow.model.layers[1].mlp.up_proj = torch.nn.Linear(24, 20, bias=False)
+    for source, refused in ((base, False), (narrow, True)):
+        model = HydraModel.from_pretrained(source, roles=ACTOR)
+        for act in (require_savable, lambda model: save_pretrained(model, tmp_path)):
+            with (
+                pytest.raises(ValueError, match="expected plain PEFT to load slot 'actor' of a LlamaForCausalLM, got")
+                if refused
+                else contextlib.nullcontext()
+            ):
+                act(model)
+
+
 # ---- in --------------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +187,50 @@ def test_a_slot_starts_from_another_slot(tmp_path):
     assert not any(p.requires_grad for p in model.backbone().slot("sft").parameters())
 
 
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3_moe", ["q_proj", "o_proj"]), ("llama", ["lm_head"]), ("qwen2", ["lm_head", "k_proj"])]
+)
+def test_attention_of_a_mixture_and_the_lm_head_come_from_peft(tmp_path, name, targets, as_folder):
+    """qwen2's LM head is tied to its embedding."""
+    torch.manual_seed(3)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    theirs = get_peft_model(plain_model(name), config).eval()
+    with torch.no_grad():
+        expected = theirs(BATCH.tokens_T.view(3, 8), use_cache=False).logits
+    if as_folder:
+        theirs.save_pretrained(tmp_path)
+        slots = {"actor": peft_io.read_slot_config(tmp_path)}
+        model = HydraModel.from_pretrained(plain_model(name), roles=ACTOR, slots=slots).eval()
+    else:
+        model = HydraModel.from_pretrained(theirs, roles=ACTOR).eval()
+    close(slot_logits(model, "actor"), expected)
+    assert (slot_logits(model, "actor") - slot_logits(model, None)).abs().max() > 1e-2
+
+
+def test_a_vision_tower_as_deep_as_the_decoder_has_no_adapters():
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64}
+    vision = {"image_size": 28, "patch_size": 14, "vision_use_head": False}
+    config = Gemma3Config(text_config={**shape, **text}, vision_config={**shape, **vision})
+    for targets in ("all-linear", ("q_proj",)):
+        torch.manual_seed(0)
+        source = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+        slots = {"actor": SlotConfig(r=4, target_modules=targets)}
+        model = HydraModel.from_pretrained(source, roles=ACTOR, slots=slots)
+        assert {path.split(".layers.")[0] for path, _ in model.backbone().slot("actor").items()} == {
+            "model.language_model"
+        }
+        (out,) = model(BATCH, (Logprobs(),))
+        out.logprob.sum().backward()
+        assert all(pair.B.grad.any() for _, pair in model.backbone().slot("actor").items())
+    towers = SlotConfig(target_modules=("model.vision_tower.encoder.layers.0.self_attn.q_proj",))
+    with pytest.raises(ValueError, match=r"target_modules: expected name endings among .* which match nothing"):
+        HydraModel.from_pretrained(
+            AutoModelForCausalLM.from_config(copy.deepcopy(config)), roles=ACTOR, slots={"actor": towers}
+        )
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +262,52 @@ def test_what_is_not_plain_lora_is_refused_as_folder_and_as_model(tmp_path, conf
     with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
         HydraModel.from_pretrained(source, roles=ACTOR)
     assert torch.equal(plain_logits(source), before)  # a refused model is handed back in one piece
+
+
+def _scale(model: PeftModel) -> None:
+    model.base_model.model.model.layers[1].mlp.down_proj.set_scale("default", 2.0)
+
+
+def _add_another(model: PeftModel) -> None:
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+
+
+def _activate_two(model: PeftModel) -> None:
+    _add_another(model)
+    model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"expected no weights with adapters merged .*\['default'\] in model\."),
+        (_activate_two, r"expected no other active adapter, got \['default', 'other'\] at"),
+        (lambda model: model.base_model.disable_adapter_layers(), "expected it to be on, got adapters disabled at"),
+        (_scale, r"expected the scale 2\.33333 of its config, got 4\.66667 at model\.layers\.1\.mlp\.down_proj"),
+    ],
+)
+def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused_as_it_was(change, message):
+    source = trained_peft()
+    change(source)
+    before = plain_logits(source)
+    with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
+        HydraModel.from_pretrained(source, roles=ACTOR)
+    assert torch.equal(plain_logits(source), before)
+
+
+def test_an_adapter_that_is_off_beside_the_active_one_changes_nothing():
+    source = trained_peft()
+    expected = plain_logits(source)
+    _add_another(source)
+    close(slot_logits(HydraModel.from_pretrained(source, roles=ACTOR).eval(), "actor"), expected)
+
+
+def test_another_lm_head_beside_its_adapter_is_refused(tmp_path):
+    trained_peft(target_modules=["lm_head"]).save_pretrained(tmp_path)
+    load(tmp_path)
+    edit_weights(tmp_path, lambda t: {k: v + 1 if "base_layer" in k else v for k, v in t.items()})
+    with pytest.raises(ValueError, match="expected lm_head's own weight beside its LoRA, got another one"):
+        load(tmp_path)
 
 
 def test_another_peft_method_is_refused(tmp_path):

@@ -13,14 +13,14 @@ import torch
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import SamplingConfig, generate, vllm
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm_canary import Canary
 from rlhf_engine.rollout.vllm_client import RUNTIME_LORA, VllmClient
 from rlhf_engine.rollout.vllm_http import KEY_VARIABLE
 from tests.conftest import build, randomise, tiny_llama
-from tests.rollout.stand_in import StandIn, sample_id_of
+from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -190,7 +190,6 @@ def test_versions_come_and_go(model, server, tmp_path):
     assert sorted(p.name for p in (folder / first).iterdir()) == [
         peft_io.CONFIG_FILE,
         peft_io.WEIGHTS_FILE,
-        peft_io.ENGINE_FILE,
     ]
     before = len(server.log)
     rollouts.sync(0)
@@ -230,7 +229,7 @@ def test_the_same_weights_at_another_scale_have_another_name(model, server, tmp_
 
 
 def test_a_name_does_not_depend_on_the_order_that_peft_writes_sets_in(model, server, tmp_path, monkeypatch):
-    rollouts, save = connect(model, server, tmp_path), peft_io.save_slot
+    rollouts, save = connect(model, server, tmp_path), vllm.write_adapter
     first = rollouts._write(3)
 
     def reordered(slot, folder, **options):
@@ -240,7 +239,7 @@ def test_a_name_does_not_depend_on_the_order_that_peft_writes_sets_in(model, ser
         config["target_modules"] = config["target_modules"][::-1]
         path.write_text(json.dumps(config))
 
-    monkeypatch.setattr(peft_io, "save_slot", reordered)
+    monkeypatch.setattr(vllm, "write_adapter", reordered)
     assert rollouts._write(3) == first
 
 
@@ -267,6 +266,33 @@ def test_an_adapter_that_the_server_keeps_is_counted_and_asked_once(model, serve
         left = rollouts.sync(version)["vllm/adapters_left"]
         assert left == version
     assert len(server.requests("/v1/unload_lora_adapter")) == 2
+
+
+def test_at_the_end_nothing_of_the_run_is_left_and_it_may_go_on(model, server, tmp_path):
+    another, rollouts = connect(model, server, tmp_path, run="two"), connect(model, server, tmp_path)
+    another.sync(0)
+    rollouts.sync(0)
+    rollouts.close()
+    assert list(server.adapters) == [another.name]
+    assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [another.name]
+    rollouts.sync(0)
+    assert set(server.adapters) == {another.name, rollouts.name}
+    another.close()
+    rollouts.close()
+    assert not (tmp_path / "adapters").exists()
+
+
+def test_what_a_server_keeps_at_the_end_is_named(model, server, tmp_path):
+    rollouts = connect(model, server, tmp_path)
+    rollouts.sync(0)
+    server.keeps = True
+    with pytest.warns(UserWarning, match=rf"has kept these adapters of this run: \['{rollouts.name}'\]"):
+        rollouts.close()
+    rollouts.sync(1)
+    server.close()
+    with pytest.warns(UserWarning, match="adapters of this run may still be loaded there: vllm_server_base_url"):
+        rollouts.close()
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_the_server_may_see_the_folder_elsewhere(model, server, tmp_path):
@@ -335,9 +361,9 @@ def test_a_wrong_base_or_a_wrong_adapter_is_caught(model, server, tmp_path):
         connect(model, other, tmp_path, run="a").sync(0)
     rollouts = connect(model, server, tmp_path, run="b")
     with pytest.MonkeyPatch.context() as patch:
-        save = peft_io.save_slot
-        patch.setattr(peft_io, "save_slot", lambda slot, *a, **k: save(model.backbone().slot("critic"), *a, **k))
-        with pytest.raises(MismatchError, match=r"within 0\.001 on average"):
+        save = vllm.write_adapter
+        patch.setattr(vllm, "write_adapter", lambda slot, *a, **k: save(model.backbone().slot("critic"), *a, **k))
+        with pytest.raises(MismatchError, match=r"within 0\.0001 on average"):
             rollouts.sync(0)
     assert rollouts.policy_version is None
     rollouts.sync(0)
@@ -383,7 +409,7 @@ def test_the_bound_can_be_set_and_follows_the_dtype(model, server, tmp_path):
     bf16 = HydraModel.from_pretrained(tiny_llama(dtype=torch.bfloat16), roles=hydra_roles())
     client = VllmClient(server.url, timeout=5)
     assert Canary(bf16, client, CANARIES, temperature=1.0, max_tokens=4).bound == 0.1
-    assert Canary(model, client, CANARIES, temperature=1.0, max_tokens=4).bound == 1e-3
+    assert Canary(model, client, CANARIES, temperature=1.0, max_tokens=4).bound == 1e-4
 
 
 def test_given_tokens_alone_can_differ(model, server, tmp_path):
@@ -447,6 +473,17 @@ def test_sick_servers_and_strange_lists(server):
         server.models = lambda payload=payload: payload  # type: ignore[method-assign]
         with pytest.raises(RolloutServerError, match=message):
             client.models()
+
+
+def test_a_dead_engine_s_stack_trace_is_in_the_server_s_log(server):
+    text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+    def dead(body: dict[str, Any]) -> dict[str, Any]:
+        raise Refusal(500, text)
+
+    server.complete = dead  # type: ignore[method-assign]
+    with pytest.raises(RolloutServerError, match=r"got status 500: .* See stack trace \(in the server's log\) for the"):
+        VllmClient(server.url, timeout=5).complete("base", [5], {})
 
 
 def test_a_server_of_another_base_or_of_less_context(server):
