@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlhf_engine.hydra import METHODS, HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedLinear
-from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
+from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
     ROLES,
@@ -178,6 +178,7 @@ class Planner:
                 weight_bytes=sum(p.numel() * p.element_size() for p in weights),
                 tensors=len(weights),
                 hidden_size=backbone.hidden_size,
+                cache_bytes_per_position=backbone.cache_bytes_per_position,
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_tensors=len(list(slot.parameters())),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
@@ -223,7 +224,7 @@ class Planner:
 
     def _cache_bytes(self, rows: int) -> int:
         blocks = -(-(self.setting.length - 1) // BLOCK)  # the last token is never read
-        return rows * blocks * BLOCK * bytes_per_position(self.setting.config, self.setting.dtype)
+        return rows * blocks * BLOCK * self._shape(True).cache_bytes_per_position
 
     def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
         """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.
@@ -329,6 +330,7 @@ class _Shape:
     weight_bytes: int
     tensors: int
     hidden_size: int
+    cache_bytes_per_position: int
     slot_parameters: int
     slot_tensors: int
     native_step: bool
