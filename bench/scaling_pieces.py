@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_engine.hydra import PackedBatch, Scores, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.kv_cache import bytes_per_position
 from rlhf_engine.planning.phases import Setting, plain_model, shallow
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
@@ -101,7 +100,7 @@ def shape(name: str) -> Shape:
         slot_elements=adapters // 4,
         slot_tensors=_line((len(slots[0]), len(slots[1])), config.num_hidden_layers),
         parcel_bytes=_line((parcels[0], parcels[1]), config.num_hidden_layers),
-        kv_bytes=bytes_per_position(config, torch.bfloat16),
+        kv_bytes=cache_bytes(name),
     )
 
 
@@ -121,6 +120,12 @@ def _planned(name: str, layers: int) -> dict[str, int]:
         gradient_checkpointing=False,
     )
     return Planner("j_hydra_ppo", setting).state_bytes  # one slot
+
+
+def cache_bytes(name: str) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    with FakeTensorMode(), Tracker():
+        return Backbone(plain_model(find_config(name), torch.bfloat16, lm_head=True)).cache_bytes_per_position
 
 
 def slot_tensors(name: str, layers: int) -> dict[str, tuple[int, ...]]:

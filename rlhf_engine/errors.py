@@ -15,6 +15,10 @@ class ConfigError(EngineError, ValueError):
     """An option, a config file or a path given by the user cannot be served."""
 
 
+class UnsupportedModelError(ConfigError):
+    """A model that the engine would get wrong; it is refused when it is loaded."""
+
+
 class CorruptCheckpointError(ConfigError):
     """A checkpoint or a model's folder is not what was written: a file was changed, cut short, lost or added."""
 

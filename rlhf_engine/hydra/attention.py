@@ -28,8 +28,9 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import attention_cpu, gate
-from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
+from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -303,22 +304,24 @@ def _decode(
 ) -> torch.Tensor:
     layer = _layer_index(module)
     plan.new.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    keys, values = plan.new.cache.read(layer)
     out = decode_attention(
-        query[0].transpose(0, 1),
-        *plan.new.cache.read(layer),
+        filled_up(query[0].transpose(0, 1), keys.shape[3]),
+        keys,
+        values,
         plan.lengths_N,
         plan.table_NB,
         scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
         window=rule.window,
         softcap=rule.softcap,
     )
-    return out[None]
+    return out[None, :, :, : value.shape[3]]
 
 
 def _layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        raise ValueError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in a cache")
+        raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in a cache")
     return index
 
 
@@ -327,9 +330,10 @@ def _refuse_unserved(kwargs: dict[str, Any], attention_mask: torch.Tensor | None
         harmless = value is None or name in _WITHOUT_EFFECT or (name == "is_causal" and value)
         # output_attentions and its like: asked for, they could not be given
         if not harmless and not (name.startswith("output_") and not value):
-            raise ValueError(f"attention keyword {name}={value!r} is not served by rlhf-engine's attention")
+            given = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise UnsupportedModelError(f"attention keyword {name}={given} is not served by rlhf-engine's attention")
     if attention_mask is not None:
-        raise ValueError(
+        raise UnsupportedModelError(
             "attention_mask: expected None, because the packed batch says who attends to whom, got a mask "
             f"{tuple(attention_mask.shape)}"
         )

@@ -1,8 +1,7 @@
 """One backbone: a transformers decoder with gated linears, our attention, and a head described for the kernels.
 
-Loading probes the model: our attention must run exactly once per layer, hidden states must be those of the model's own
-attention, and log-probs made from hidden states must be those of its own logits. A model that fails one of these is
-refused, because it would train silently wrong.
+Loading probes the model, see `probe`. A model that fails is refused, because it would train silently wrong, and is left
+as it was.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_engine.hydra import gate, loading
-from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
+from rlhf_engine.errors import UnsupportedModelError
+from rlhf_engine.hydra import gate, loading, probe
+from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
 from rlhf_engine.hydra.bank import AdapterSlot, LoraPair, SlotConfig
 from rlhf_engine.hydra.block import fuse_blocks
 from rlhf_engine.hydra.gated import GatedHead, decoder_prefix, gate_linears, holds_gates, is_quantised, match_targets
-
-_PROBE_TOKENS = 6
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Relative error of a typical row between our attention and the model's own, by dtype; 0.05 below 32 bits."""
+from rlhf_engine.hydra.takeover import give_own_configs, undone_on_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +46,7 @@ class Backbone(nn.Module):
     """A frozen (or, for full fine-tuning, trained) decoder and the adapter slots that live on it."""
 
     def __init__(self, model: PreTrainedModel, *, frozen: bool = True) -> None:
+        """Take a model over. Raises UnsupportedModelError for one that is not served, which is then as it was."""
         super().__init__()
         if getattr(model, "_hf_peft_config_loaded", False):
             raise ValueError(
@@ -66,23 +64,39 @@ class Backbone(nn.Module):
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
-        model.requires_grad_(not frozen)
-        _switch_dropout_off(model)
-        self.score = _take_score(model)
-        """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
-        expected = self._own_hidden_states()
-        self.hidden_size = expected.shape[-1]
-        """Width of the hidden states that heads read."""
-        model.set_attn_implementation(ATTENTION_NAME)
-        if model.config._attn_implementation != ATTENTION_NAME:
-            n_layers = model.config.get_text_config().num_hidden_layers
-            raise ValueError(_not_ours(type(model).__name__, n_layers, 0))
-        self.linears = gate_linears(model)
-        fuse_blocks(model)
-        self.blocks_prefix = _blocks_prefix(model)
         self._hash: str | None = None
         self._trunk_hash: str | None = None
-        self._probe(expected)
+        with undone_on_error(model):
+            self._take_over(model)
+
+    def _take_over(self, model: PreTrainedModel) -> None:
+        give_own_configs(model)
+        model.requires_grad_(not self.frozen)
+        _switch_noise_off(model)
+        self.score = _take_score(model)
+        """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
+        own = probe.own_states(model)
+        self.hidden_size = own[0].hidden[0].shape[-1]
+        """Width of the hidden states that heads read."""
+        with loading.quiet_transformers():
+            model.set_attn_implementation(ATTENTION_NAME)
+        with probe.refusing(model, "taking it over"):
+            if model.config._attn_implementation != ATTENTION_NAME:
+                raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
+            self.linears = gate_linears(model)
+            fuse_blocks(model)
+            self.blocks_prefix = _blocks_prefix(model)
+        self.cache_bytes_per_position = sum(probe.check(self, own))
+        """Bytes of the keys and values of one token in all layers."""
+
+    def train(self, mode: bool = True) -> Backbone:
+        """Train mode for what looks at it to checkpoint gradients, and eval mode for all other modules of the base:
+        routers, clips and noise of an architecture compute what they compute in a rollout."""
+        super().train(mode)
+        for module in self.model.modules():
+            if not hasattr(module, "gradient_checkpointing"):
+                module.training = False
+        return self
 
     @classmethod
     def from_pretrained(
@@ -244,55 +258,6 @@ class Backbone(nn.Module):
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": gate.checkpoint_contexts}
         )
 
-    def _own_hidden_states(self) -> torch.Tensor:
-        """Hidden states [T, H] of the probe's tokens through the plain model's own attention."""
-        self.model.set_attn_implementation("eager")  # what every attention keyword of an architecture is written for
-        training = self.model.training
-        tokens, positions = self._probe_rows()
-        with torch.no_grad():
-            out = self.model.eval().base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        self.model.train(training)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
-
-    def _probe_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        vocabulary = self.vocabulary
-        positions = torch.arange(_PROBE_TOKENS, device=self.device)
-        return (7 * positions + 1) % vocabulary, positions
-
-    def _probe(self, expected: torch.Tensor) -> None:
-        """Refuse a model whose attention or head we would get wrong."""
-        name = type(self.model).__name__
-        n_layers = self.model.config.get_text_config().num_hidden_layers
-        tokens, positions = self._probe_rows()
-        plan = plan_packed([_PROBE_TOKENS], self.device)
-        table = gate.SlotTable.uniform(None, _PROBE_TOKENS)
-        windows: list[int | None] = []
-        with torch.no_grad():
-            hidden = self.run(tokens, positions, table, plan, windows=windows)
-        if len(windows) != n_layers:
-            raise ValueError(_not_ours(name, n_layers, len(windows)))
-        loading.require_windows(self.model.config, windows, name)
-        # a padding token may have zeros all the way up
-        length_T = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        error_T = (hidden - expected).float().norm(dim=-1) / length_T
-        # the median: routing of a mixture of experts may differ in a row for rounding alone
-        if not error_T.median() <= _PROBE_TOLERANCE.get(hidden.dtype, 0.05):
-            raise ValueError(
-                f"{name}: expected the hidden states of its own attention, got ones that differ by "
-                f"{float(error_T.median()):.2g} of their norm; its attention computes something that is not served"
-            )
-        if not self.has_lm_head:
-            return
-        with torch.no_grad(), gate.enter(gate.TrunkCall(table=table, attention=plan)):
-            logits = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        ours = head_logits(hidden, self.lm_head)
-        if not torch.allclose(ours.float(), logits.float(), rtol=1e-2, atol=1e-2 * logits.abs().max().item()):
-            raise ValueError(
-                f"{name}: its logits are not head(hidden) with the softcap and scale that its config names, so "
-                "log-probs made from hidden states would be wrong"
-            )
-
 
 def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
     digest = hashlib.sha256()
@@ -321,20 +286,17 @@ def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
     return {name: p.detach().float().clone() for name, p in score.named_parameters()}
 
 
-def _not_ours(name: str, n_layers: int, n_ran: int) -> str:
-    return (
-        f"{name}: expected rlhf-engine's attention to run in each of its {n_layers} layers, it ran {n_ran} times; this "
-        "architecture does not use transformers' AttentionInterface"
-    )
+_NOISE = ("dropout", "layerdrop", "pdrop", "jitter")
+"""What names of noise contain: of dropout in its spellings, and of what routers of mixtures multiply their inputs by."""
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
-    """Base dropout is 0 in RLHF: gradient checkpointing needs train mode, and old and new log-probs must agree."""
+def _switch_noise_off(model: nn.Module) -> None:
+    """The base has no noise in RLHF: gradient checkpointing needs train mode, and old and new log-probs must agree."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+            if isinstance(value, float) and any(noise in name for noise in _NOISE):
                 setattr(module, name, 0.0)
 
 
@@ -345,4 +307,4 @@ def _blocks_prefix(model: PreTrainedModel) -> str:
     for path, module in model.named_modules():
         if path.startswith(prefix) and isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return path + "."
-    raise ValueError(f"{type(model).__name__}: expected a list of {n_layers} decoder blocks, found none")
+    raise UnsupportedModelError(f"expected a list of {n_layers} decoder blocks, found none")

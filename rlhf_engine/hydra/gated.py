@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate
 from rlhf_engine.hydra.attention import DecodePlan, Linears
 from rlhf_engine.hydra.bank import ALL_LINEAR, AdapterSlot
@@ -157,7 +158,7 @@ def decoder_prefix(model: PreTrainedModel) -> str:
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """Gate every linear of a model's text decoder; what can be adapted, by name.
 
-    The LM head is left as it is and listed as a `GatedHead`. Raises ValueError for a linear of a kind that would
+    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that would
     compute something else under the gate.
     """
     prefix = decoder_prefix(model)
@@ -177,7 +178,7 @@ def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
             module.register_forward_hook(GatedOutput(layer))
             found[path] = layer
         elif isinstance(module, (nn.Linear, Conv1D)):
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"{path}: expected nn.Linear, Conv1D or a linear of bitsandbytes, got {type(module).__name__}, whose "
                 "forward is not known here"
             )

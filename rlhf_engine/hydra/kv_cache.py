@@ -3,7 +3,10 @@
 A row's table lists its blocks in order: position p lies at entry p % block of the block table[p // block]. Rows may
 share blocks, such as those of a common prompt; a block goes back when the last of them lets go of it.
 
-Legend: T tokens of a call, N rows, B blocks of a row, K key/value heads, D head size.
+Where heads of keys and of values differ in size (multi-head latent attention), the smaller ones are filled up with zeros,
+because the kernels of `decode_attention` take one size. Zeros change no score, and the outputs' are cut off.
+
+Legend: T tokens of a call, N rows, B blocks of a row, K key/value heads, D head size, the larger one.
 """
 
 from __future__ import annotations
@@ -12,18 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedConfig
 
 BLOCK = 32
 """Positions per block."""
-
-
-def bytes_per_position(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * size * dtype.itemsize)
 
 
 class BlockPool:
@@ -88,10 +82,11 @@ class KVCache:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Room for a layer whose keys and values are like these, [T, K, D] each; nothing if it is there already."""
+        """Room for a layer whose keys and values are like these, [T, K, ≤ D] each; nothing if it is there already."""
+        size = max(key.shape[2], value.shape[2])
         for like, layers in ((key, self.keys), (value, self.values)):
             if layer not in layers:
-                layers[layer] = like.new_empty((self.blocks, like.shape[1], self.block, like.shape[2]))
+                layers[layer] = like.new_empty((self.blocks, like.shape[1], self.block, size))
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [blocks, block, K, D] each, as `decode_attention` takes them."""
@@ -133,11 +128,12 @@ class NewTokens:
         return cls(cache=cache, blocks_T=torch.cat(blocks).to(device), entries_T=entries.to(device))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store keys and values [T, K, D] of a layer."""
+        """Store keys and values [T, K, ≤ D] of a layer."""
         self.cache.allocate(layer, key, value)
         for new, layers in ((key, self.cache.keys), (value, self.cache.values)):
-            _, heads, dim = new.shape
-            layers[layer].view(-1, dim).index_copy_(0, self._places_of(heads), new.reshape(-1, dim))
+            held = layers[layer]
+            new = filled_up(new, held.shape[3])
+            held.view(-1, held.shape[3]).index_copy_(0, self._places_of(new.shape[1]), new.reshape(-1, held.shape[3]))
 
     def _places_of(self, heads: int) -> torch.Tensor:
         """int64 [T · heads], index of each vector in the cache of a layer; made once per call."""
@@ -146,3 +142,9 @@ class NewTokens:
             first = self.blocks_T[:, None] * heads + head
             self._places[heads] = (first * self.cache.block + self.entries_T[:, None]).flatten()
         return self._places[heads]
+
+
+def filled_up(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """[…, D] with zeros behind what heads [… , ≤ D] have; the same tensor where nothing is missing."""
+    missing = size - heads.shape[-1]
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,8 +81,8 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def require_windows(config: PreTrainedConfig, windows: Sequence[int | None], name: str) -> None:
-    """Raise ValueError unless the layers of a model asked for the sliding windows that its config promises.
+def windows_that_differ(config: PreTrainedConfig, windows: Sequence[int | None]) -> str | None:
+    """How the sliding windows that layers asked for differ from those that the config promises; None if they do not.
 
     windows: what each layer's attention was asked for, in order. A window as long as the context never bites.
     """
@@ -97,12 +97,13 @@ def require_windows(config: PreTrainedConfig, windows: Sequence[int | None], nam
         wanted = window if kind == "sliding_attention" else None
         if kind in ("sliding_attention", "full_attention") and (asked == wanted or never_bites):
             continue
-        raise ValueError(
-            f"{name}: expected layer {layer} to ask for {kind.replace('_', ' ')}"
+        return (
+            f"expected layer {layer} to ask for {kind.replace('_', ' ')}"
             f"{'' if wanted is None else f' over {wanted} keys'}, as its config has it, it asked for "
             f"{'full attention' if asked is None else f'{asked} keys'}; this architecture needs masks that are not "
             "served"
         )
+    return None
 
 
 def _declared(config: PreTrainedConfig, name: str) -> Any:
@@ -175,7 +176,7 @@ def load_model(
         options |= _quantized(quantization, dtype, device)
     loader = AutoModelForSequenceClassification if headless else AutoModelForCausalLM
     # without an LM head, transformers reports as missing and unexpected what is meant to be; what is not is found below
-    quiet = _quiet_transformers() if headless else contextlib.nullcontext()
+    quiet = quiet_transformers() if headless else contextlib.nullcontext()
     try:
         with quiet:
             loaded: Any = loader.from_pretrained(path, **options)
@@ -195,7 +196,8 @@ def load_model(
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Within the block transformers logs errors only."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -236,8 +238,17 @@ def read_vocabulary(path: str | os.PathLike[str]) -> int:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Longest sequence that the model's positions allow."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Longest sequence that the model's positions allow.
+
+    Longrope turns every row of a call by other angles as soon as one of them is longer than the original context: beyond
+    that a row's numbers would depend on the others.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise ValueError(f"{type(config).__name__}: expected max_position_embeddings, got {limit!r}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for rule in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
+        if isinstance(rule, Mapping) and rule.get("rope_type") == "longrope":
+            limit = min(limit, int(rule.get("original_max_position_embeddings", limit)))
     return limit

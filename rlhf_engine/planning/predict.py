@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlhf_engine.hydra import HydraModel, host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedLinear
-from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
+from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
     FULL_SFT,
@@ -199,6 +199,7 @@ class Planner:
                 weight_bytes=sum(p.numel() * p.element_size() for p in weights),
                 weights=tuple(p.shape for p in weights),
                 hidden_size=backbone.hidden_size,
+                cache_bytes_per_position=backbone.cache_bytes_per_position,
                 slot_parameters=sum(p.numel() for p in slot.parameters()),
                 slot_weights=tuple(p.shape for p in slot.parameters()),
                 native_step=native_step.looks_servable(backbone, self.setting.device_type),
@@ -245,7 +246,7 @@ class Planner:
 
     def _cache_bytes(self, rows: int) -> int:
         blocks = -(-(self.setting.length - 1) // BLOCK)  # the last token is never read
-        return rows * blocks * BLOCK * bytes_per_position(self.setting.config, self.setting.dtype)
+        return rows * blocks * BLOCK * self._shape(True).cache_bytes_per_position
 
     def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
         """Bytes; beyond `_TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.
@@ -353,6 +354,7 @@ class _Shape:
     weight_bytes: int
     weights: tuple[torch.Size, ...]
     hidden_size: int
+    cache_bytes_per_position: int
     slot_parameters: int
     slot_weights: tuple[torch.Size, ...]
     native_step: bool

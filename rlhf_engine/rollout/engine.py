@@ -4,8 +4,7 @@
     for answer in engine.run(): ...
 
 Each step admits who can be admitted and draws one token for every live row. What is drawn depends on (seed, sample id,
-position) and on the row's own logits only, so who shares a batch changes answers by rounding at most. (Where rotary
-angles depend on the longest row of a call, as with dynamic and longrope scaling, they do too.)
+position) and on the row's own logits only, so who shares a batch changes answers by rounding at most.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gated import GatedHead
-from rlhf_engine.hydra.kv_cache import BLOCK, KVCache, bytes_per_position
+from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.rollout import native_step
@@ -296,7 +295,7 @@ def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> in
     """Blocks that the budget holds. Raises ValueError if it does not hold the largest row."""
     if options.cache_bytes is None:
         return None
-    size = BLOCK * bytes_per_position(backbone.model.config, backbone.dtype)
+    size = BLOCK * backbone.cache_bytes_per_position
     if options.cache_bytes < largest * size:
         raise ValueError(
             f"kv_cache_memory: expected at least {largest * size} bytes, keys and values of the longest row, got "

@@ -11,7 +11,7 @@ from rlhf_engine.bench import timing
 from rlhf_engine.bench.accuracy import Accuracy
 from rlhf_engine.bench.rollout.cases import RolloutCase
 from rlhf_engine.bench.runner import CaseResult, Measured, fastest_floor, timed_floors
-from rlhf_engine.hydra.kv_cache import BLOCK, bytes_per_position
+from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.training.experience import MISMATCH_BOUND
 
@@ -24,7 +24,7 @@ def run_rollout_cases(cases: Sequence[RolloutCase], *, device: torch.device, rou
 
 def _run(case: RolloutCase, device: torch.device, rounds: int) -> CaseResult:
     accuracy, cached = {}, {}
-    size = BLOCK * bytes_per_position(case.models.plain.config, case.dtype)
+    size = BLOCK * case.models.ours.backbone().cache_bytes_per_position
     for step, run in case.ours.items():
         rollout = run()
         accuracy[step] = _mismatch(case, rollout)
