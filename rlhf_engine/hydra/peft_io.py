@@ -121,11 +121,12 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     config = read_json(Path(folder), CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
     tensors = _pair_up(_load_weights(folder), where)
-    for path, (a, _) in tensors.items():  # before anything of that size is made
-        if a.dim() != 2 or a.shape[0] != config["r"]:
-            raise ValueError(f"{where}: expected A of {path} as [r={config['r']}, in], got {tuple(a.shape)}")
     # absolute, because a relative folder `sft` would be taken for the slot of that name
-    return slot_config(config, tensors, where, init_from=str(Path(folder).resolve()))
+    slot = slot_config(config, tensors, where, init_from=str(Path(folder).resolve()))
+    for path, (a, _) in tensors.items():  # before anything of that size is made
+        if a.dim() != 2 or a.shape[0] != slot.r:
+            raise ValueError(f"{where}: expected A of {path} as [r={slot.r}, in], got {tuple(a.shape)}")
+    return slot
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
