@@ -23,6 +23,7 @@ from typing import Literal
 from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
 from rlhf_engine.config_async import AsyncOptions, Correction
 from rlhf_engine.config_base import (
+    LARGEST_RANK,
     Dtype,
     Kernels,
     ModelOptions,
@@ -437,7 +438,7 @@ class PlanConfig(Options):
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
     adapter_dtype: Dtype = option("float32", "dtype of the adapters")
-    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
     )
