@@ -23,6 +23,7 @@ from typing import Literal
 from rlhf_engine.config_algorithm import Algorithm, AlgorithmOptions
 from rlhf_engine.config_async import AsyncOptions, Correction
 from rlhf_engine.config_base import (
+    LARGEST_RANK,
     OPTIM_HELP,
     Dtype,
     Kernels,
@@ -440,7 +441,7 @@ class PlanConfig(Options):
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
     adapter_dtype: Dtype = option("float32", "dtype of the adapters")
     optim: Optim = option("adamw", OPTIM_HELP)
-    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
     )

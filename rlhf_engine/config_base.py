@@ -20,6 +20,10 @@ OPTIM_HELP = (
     "AdamW's state: adamw: float32 moments, and float32 master weights of what is trained in bfloat16; 8bit: moments "
     "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random"
 )
+LARGEST_SEED = 2**32 - 1
+"""As NumPy has it. Seeds of steps are made of the run's, and have to stay within 64 bits."""
+LARGEST_RANK = 2**14
+"""Of an adapter: more than the width of most models, at which it is no low rank."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -28,7 +32,7 @@ class RunOptions(Options):
     """What every command that computes something understands."""
 
     kernels: Kernels = option("auto", "kernel backend; one asked for by name never falls back")
-    seed: int = option(0, "seed of everything random in this run", ge=0)
+    seed: int = option(0, "seed of everything random in this run", ge=0, le=LARGEST_SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
-    lora_r: int = option(16, "rank of the adapters", ge=1)
+    lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
     adapter_dtype: Dtype = option("float32", "dtype of the adapters; heads are in float32")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)

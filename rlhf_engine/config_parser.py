@@ -17,8 +17,8 @@ import argparse
 import copy
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ class Options:
             object.__setattr__(self, field.name, value)
             for bound, limit in field.metadata.get("bounds", {}).items():
                 if value is not None and not _holds(value, bound, limit):
-                    kind = _describe(hints[field.name])
-                    raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {limit:g}, got {value!r}")
+                    kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
+                    raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name; lists are copies."""
@@ -127,7 +127,7 @@ def _matches(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is list:
         return isinstance(value, (list, tuple)) and all(_matches(typing.get_args(kind)[0], v) for v in value)
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # also an int that is no float
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

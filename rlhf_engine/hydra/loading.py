@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -32,6 +33,14 @@ Quantization = Literal["none", "8bit", "4bit"]
 
 _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Their configs carry is_decoder=False, and they are decoders all the same."""
+
+
+_OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)
+"""What transformers and torch raise where a config names types or sizes that cannot be, or are not its weights'."""
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def require_model_folder(path: str | os.PathLike[str]) -> None:
@@ -62,6 +71,8 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
                 f"{str(path)!r}; code of a model folder is never run"
             ) from error
         raise
+    except (OSError, *_OF_A_LIE) as error:
+        raise ValueError(f"model_name_or_path: config.json in {str(path)!r} cannot be used: {_line(error)}") from error
     require_decoder(config, str(path))
     return config
 
@@ -180,8 +191,11 @@ def load_model(
     try:
         with quiet:
             loaded: Any = loader.from_pretrained(path, **options)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {error}") from error
+    except (OSError, SafetensorError, *_OF_A_LIE) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        hint = "; do the sizes in config.json belong to its weights?" if isinstance(error, RuntimeError) else ""
+        raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {_line(error)}{hint}") from error
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     lacking = sorted(key for key in info["missing_keys"] if not (headless and key.startswith("score.")))

@@ -7,6 +7,7 @@ manifest has the SHA-256 of every file, and none is read that differs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,7 +25,7 @@ from rlhf_kernels import cores, registry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError, note
 from rlhf_engine.folders import finish_replacement, finish_replacements, put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
@@ -127,6 +128,34 @@ def save_checkpoint(
     return final
 
 
+@contextlib.contextmanager
+def saved_on_error(
+    output: Path, optimizer: RoleOptimizer, step: Callable[[], int], save: Callable[[], object]
+) -> Iterator[None]:
+    """Save a checkpoint of the last whole step where the block fails without having changed a weight since.
+
+    An error thus costs no step that was done. Weights that are not finite are never written: checkpoints from before
+    they went bad stay the newest.
+
+    Args:
+        output: folder of the run's checkpoints.
+        step: number of whole steps done.
+        save: writes the checkpoint of that step.
+    """
+    try:
+        yield
+    except BaseException as error:
+        trained = (p for group in optimizer.groups.values() for p in group.values())
+        is_there = (output / f"checkpoint-{step()}").is_dir()
+        if optimizer.is_whole and step() > 0 and not is_there and all(bool(p.isfinite().all()) for p in trained):
+            try:
+                save()
+                note(error, f"checkpoint of step {step()} written, --resume_from_checkpoint auto goes on")
+            except CheckpointWriteError as failed:
+                note(error, f"no checkpoint of step {step()}: {failed}")
+        raise
+
+
 def _write(
     folder: Path, model: HydraModel, optimizer: RoleOptimizer, state: Counters, policies: Mapping[int, Snapshot]
 ) -> None:
@@ -191,9 +220,9 @@ def begin_kernels(resume: Path | None) -> None:
     Raises:
         ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name.
     """
-    note = cores.limit_threads()
-    if note is not None:
-        warnings.warn(note, stacklevel=3)
+    lowered = cores.limit_threads()
+    if lowered is not None:
+        warnings.warn(lowered, stacklevel=3)
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
         registry.begin_run()

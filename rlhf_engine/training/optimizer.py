@@ -54,6 +54,8 @@ class RoleOptimizer:
         self.model = model
         self.learning_rates = dict(learning_rates)
         self.max_grad_norm = max_grad_norm
+        self.is_whole = True
+        """Whether no weight has changed since the last whole step of the run, at whose end the trainer sets it."""
         self.groups: dict[str, dict[str, nn.Parameter]] = {}
         taken: set[int] = set()
         for role in learning_rates:
@@ -119,6 +121,7 @@ class RoleOptimizer:
             if self.max_grad_norm is not None:
                 with_gradient = [p for p in group.values() if p.grad is not None]
                 torch.nn.utils.clip_grads_with_norm_(with_gradient, self.max_grad_norm, torch.tensor(total))
+        self.is_whole = False
         self.adamw.step()
         return norms | clipped
 

@@ -13,6 +13,7 @@ The best step on held-out rows becomes the final model; its checkpoint is kept u
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -47,6 +48,7 @@ from rlhf_engine.training.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
     save_checkpoint,
+    saved_on_error,
 )
 from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
@@ -191,7 +193,7 @@ class RewardTrainer:
         record = self._record()
         write_json_atomic(self.output / RECORD_FILE, record)
         trackers = Trackers(config.report_to, self.output, config.to_dict(), step=self.state.step)
-        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
+        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer, self._saved_on_error(writer):
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:
                 metrics: dict[str, Any] = self.step()
@@ -217,6 +219,13 @@ class RewardTrainer:
         result = self.result()
         write_json_atomic(self.output / RECORD_FILE, {**record, "result": result})
         return result
+
+    def _saved_on_error(self, writer: MetricsWriter) -> contextlib.AbstractContextManager[None]:
+        def save() -> None:
+            writer.sync()
+            self.save()
+
+        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
 
     def step(self) -> dict[str, float]:
         """One optimizer step with exact denominators over its micro-batches."""
@@ -257,6 +266,7 @@ class RewardTrainer:
         metrics |= self.optimizer.step()
         self.model.trained_heads.add("reward")
         self.state = replace(self.state, step=step + 1)
+        self.optimizer.is_whole = True
         seconds = time.perf_counter() - began
         return {
             **metrics,

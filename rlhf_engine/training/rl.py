@@ -12,7 +12,7 @@ import functools
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rlhf_engine.algorithms.update import Schedule, nothing_learned
 from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, NonFiniteError, RunStopped, note
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, RunStopped
 from rlhf_engine.folders import put_in_place
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -46,6 +46,7 @@ from rlhf_engine.training.checkpoint import (
     require_same,
     resolve_resume,
     save_checkpoint,
+    saved_on_error,
 )
 from rlhf_engine.training.clock import Clock
 from rlhf_engine.training.distributed import ALONE, World, fingerprint, fingerprint_of_all, share
@@ -220,8 +221,6 @@ class RlTrainer:
         """Of the newest checkpoint that this process has written."""
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
         """Roles of which no update has been seen to change anything yet."""
-        self._in_update = False
-        """Whether weights have changed since the last whole step."""
 
     def _judge(self) -> str | None:
         """What an evaluation's reward is measured by; None without one."""
@@ -312,26 +311,16 @@ class RlTrainer:
                     world.each("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
 
-    @contextlib.contextmanager
-    def _saved_on_error(self, writer: MetricsWriter | None) -> Iterator[None]:
-        """Write a checkpoint of the last whole step where the block fails without having changed a weight since.
-
-        A failing reward function or server thus costs the answers of one step. Weights that are not finite are never
-        written: checkpoints from before they went bad stay the newest.
-        """
+    def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
+        """`saved_on_error` of a step; a failing reward function or server costs the answers of that step."""
+        if writer is None:
+            return contextlib.nullcontext()
         done, past = self.state.step, self.source.state()  # a draw that fails may have taken answers out of the source
-        try:
-            yield
-        except BaseException as error:
-            is_whole = not self._in_update and all(bool(p.isfinite().all()) for p in self._trained())
-            is_there = (self.output / f"checkpoint-{self.state.step}").is_dir()
-            if writer is not None and is_whole and self.state.step > 0 and not is_there:
-                try:
-                    self._save_after(writer, past if self.state.step == done else None)
-                    note(error, f"checkpoint of step {self.state.step} written, --resume_from_checkpoint auto goes on")
-                except CheckpointWriteError as failed:
-                    note(error, f"no checkpoint of step {self.state.step}: {failed}")
-            raise
+
+        def save() -> None:
+            self._save_after(writer, past if self.state.step == done else None)
+
+        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
 
     def _begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""
@@ -451,7 +440,7 @@ class RlTrainer:
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
             beta=self._next_beta(scored.metrics["kl"], n_answers),
         )
-        self._in_update = False
+        self.optimizer.is_whole = True
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.draws_beside:
             clock.lap("publish")
@@ -689,12 +678,7 @@ class RlTrainer:
     def _apply(self) -> dict[str, float]:
         """An optimizer step on the gradients of a minibatch, of which each rank has its share."""
         sum_gradients(self.world, self._trained())
-        before, self._in_update = self._in_update, True
-        try:
-            return self.optimizer.step()
-        except NonFiniteError:  # raised before anything is applied
-            self._in_update = before
-            raise
+        return self.optimizer.step()
 
     def _check_same(self, step: int) -> None:
         """Ranks hold the same parameters after so many steps, and go on with the memory that all of them have."""

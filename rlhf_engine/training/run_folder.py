@@ -28,10 +28,15 @@ LOCK_FILE = ".lock"
 def locked(output: Path) -> Iterator[None]:
     """Make the output folder, and keep other processes from running in it. However the process ends, the lock does.
 
-    Raises ConfigError where another process runs there.
+    Raises ConfigError where another process runs there, and for a folder that cannot be made or written.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / LOCK_FILE).open("a+") as lock:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / LOCK_FILE).open("a+")
+    except OSError as error:
+        place = f"output_dir: expected a folder that can be written, got {str(output)!r}"
+        raise ConfigError(f"{place}: {error.strerror}") from error
+    with file as lock:
         _lock(lock.fileno(), fcntl.LOCK_EX, output)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

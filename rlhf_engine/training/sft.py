@@ -9,6 +9,8 @@ slot.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -66,6 +68,7 @@ from rlhf_engine.training.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
     save_checkpoint,
+    saved_on_error,
 )
 from rlhf_engine.training.metrics import MetricsWriter, read_metrics, run_record, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
@@ -291,7 +294,7 @@ class SftTrainer:
         write_json_atomic(self.output / RECORD_FILE, record)
         metrics: dict[str, float] = {}
         trackers = Trackers(config.report_to, self.output, config.to_dict(), step=self.state.step)
-        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer:
+        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer, self._saved_on_error(writer):
             writer.truncate_after(self.state.step)
             while self.state.step < self.total_steps:
                 metrics = self.step()
@@ -304,15 +307,23 @@ class SftTrainer:
                     on_step(done, metrics)
                 asked = not last and stop is not None and stop()
                 if asked or (config.save_steps and done % config.save_steps == 0):
-                    save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=config.save_total_limit)
+                    self._save_checkpoint(writer)
                 if asked:
                     raise RunStopped(f"stopped at step {done} of {self.total_steps}")
-        metrics = metrics or read_metrics(self.output / METRICS_FILE)[-1]
-        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
-        self.model.eval()
-        self.save()
+            metrics = metrics or read_metrics(self.output / METRICS_FILE)[-1]
+            plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+            self.model.eval()
+            self.save()
         write_json_atomic(self.output / RECORD_FILE, {**record, "result": {"steps": self.state.step, **metrics}})
         return metrics
+
+    def _save_checkpoint(self, writer: MetricsWriter) -> None:
+        writer.sync()
+        save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
+
+    def _saved_on_error(self, writer: MetricsWriter) -> contextlib.AbstractContextManager[None]:
+        save = functools.partial(self._save_checkpoint, writer)
+        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
 
     def finished(self) -> bool:
         """Whether the run in the output folder, where this is to go on with it, has done every step and its model."""
@@ -373,6 +384,7 @@ class SftTrainer:
         )
         metrics |= self.optimizer.step()
         self.state = replace(self.state, step=step + 1)
+        self.optimizer.is_whole = True
         metrics["tokens_per_second"] = tokens / (time.perf_counter() - began)
         return metrics
 

@@ -71,6 +71,20 @@ def test_defaults_and_flag_names_of_reward() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("seed", str(2**70), r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
+        ("lora_r", "99999999", r"^lora_r: expected an integer .*16384, got 99999999"),
+        ("learning_rate", "1" + "0" * 400, "^learning_rate: expected a number"),
+    ],
+    ids=["seed", "lora_r", "learning_rate"],
+)
+def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--{option}", value)
+
+
+@pytest.mark.parametrize(
     "text", ["seed: 1\nbeta: 0.1\nseed: 2\n", "seed: 1\n'seed': 1\n", "{seed: 1,\n beta: 0.1, seed: 2}"]
 )
 def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:

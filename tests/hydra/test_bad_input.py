@@ -19,7 +19,9 @@ from rlhf_engine.hydra import (
     SlotConfig,
     Values,
     hydra_roles,
+    save_pretrained,
 )
+from rlhf_engine.hydra.peft_io import read_slot_config
 from tests.conftest import build, random_batch, tiny_llama
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
@@ -157,6 +159,38 @@ for read in (read_config, load, load_tokenizer):
     assert not ran.exists()
     if kind == "mine":
         assert "expected an architecture of transformers, got one whose code lies in" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"vocab_size": 10**12},
+        {"hidden_size": "x"},
+        {"hidden_size": -4},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -1},
+        {"intermediate_size": 50},
+        {"max_position_embeddings": "x"},
+        {"num_key_value_heads": 3},
+        {"dtype": "float7"},
+    ],
+    ids=str,
+)
+def test_a_config_that_lies_about_its_weights(tmp_path, lie):
+    tiny_llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))
+    with pytest.raises(ValueError, match=r"(model_name_or_path|LlamaForCausalLM): .*") as raised:
+        HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
+    assert "\n" not in str(raised.value)
+
+
+def test_an_adapter_that_lies_about_its_rank(tmp_path):
+    save_pretrained(make(), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "r": 99_999_999}))
+    with pytest.raises(ValueError, match=r"expected A of .* as \[r=99999999, in\], got \("):
+        read_slot_config(tmp_path)
 
 
 def test_pickled_weights_are_not_read(tmp_path):

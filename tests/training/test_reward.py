@@ -366,6 +366,7 @@ def test_a_resumed_run_makes_the_same_floats(base, tmp_path, options):
     config = reward_config(base, tmp_path / "parts" / "run", resume_from_checkpoint="auto", **common)
     with pytest.raises(Stop):
         RewardTrainer(config).run(stop_after(3))  # one step after its checkpoint
+    (tmp_path / "parts" / "run" / "checkpoint-3").rename(tmp_path / "lost")  # as if it had been killed
     assert not (tmp_path / "parts" / "run" / "final").exists()
     resumed = RewardTrainer(config)
     assert resumed.state.step == 2
@@ -379,6 +380,21 @@ def test_a_resumed_run_makes_the_same_floats(base, tmp_path, options):
     for path in sorted(finals[0].rglob("*.safetensors")):
         assert same(load_file(path), load_file(finals[1] / path.relative_to(finals[0])))
     assert RewardTrainer(config).finished()
+
+
+def test_an_error_costs_no_step(base, tmp_path):
+    def fail(step: int, metrics: dict[str, Any]) -> None:
+        if step == 3:
+            raise OSError("no dashboard")
+
+    config = reward_config(base, tmp_path / "run", resume_from_checkpoint="auto")
+    with pytest.raises(OSError, match="no dashboard"):
+        RewardTrainer(config).run(fail)
+    assert [folder.name for folder in sorted((tmp_path / "run").glob("checkpoint-*"))] == ["checkpoint-3"]
+    resumed, whole = RewardTrainer(config), RewardTrainer(reward_config(base, tmp_path / "whole"))
+    resumed.run()
+    whole.run()
+    assert same(parameters(resumed), parameters(whole))
 
 
 def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base, tmp_path, monkeypatch):

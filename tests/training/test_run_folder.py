@@ -72,6 +72,13 @@ def test_nor_if_they_begin_at_the_same_time(model, tmp_path, trainer, config):
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    said = r"output_dir: expected a folder that can be written, got .*: Not a directory"
+    with pytest.raises(ConfigError, match=said), locked(tmp_path / "file" / "run"):
+        pass
+
+
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")

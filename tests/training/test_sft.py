@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
+from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped, notes
 from rlhf_engine.hydra import HydraModel, PackedBatch, Rewards, RoleSpec, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME
+from rlhf_engine.training.checkpoint import list_checkpoints
 from rlhf_engine.training.metrics import read_metrics
 from rlhf_engine.training.run_folder import LOCK_FILE
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
@@ -382,6 +383,47 @@ def test_a_resumed_run_makes_the_same_floats(base, tmp_path, mode):
     assert without_speed(read_metrics(tmp_path / "parts" / "metrics.jsonl")) == without_speed(rows)
     assert (tmp_path / "parts" / "curves.png").stat().st_size > 5000
     assert SftTrainer(config).finished()  # nothing to do
+
+
+def test_an_error_costs_no_step(base, tmp_path):
+    options = {"max_steps": 4, "save_steps": 0, "mode": "lora", "gamma": 0.0}
+    whole = SftTrainer(sft_config(base, tmp_path / "whole", **options))
+    whole.run()
+
+    def fail(step: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            raise OSError("no dashboard")
+
+    config = sft_config(base, tmp_path / "parts", resume_from_checkpoint="auto", **options)
+    with pytest.raises(OSError, match="no dashboard") as raised:
+        SftTrainer(config).run(fail)
+    assert notes(raised.value) == ["checkpoint of step 3 written, --resume_from_checkpoint auto goes on"]
+    assert [folder.name for folder in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3"]
+    resumed = SftTrainer(config)
+    resumed.run()
+    assert [row["step"] for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_model_that_cannot_be_written_leaves_a_checkpoint(base, tmp_path, monkeypatch):
+    trainer = SftTrainer(sft_config(base, tmp_path / "run", max_steps=2, save_steps=0, mode="lora", gamma=0.0))
+    (tmp_path / ".run.tmp").write_text("in the way")
+    with pytest.raises(OSError, match="File exists"):
+        trainer.run()
+    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+
+
+def test_a_step_that_fails_half_way_writes_nothing(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "run", max_steps=3, save_steps=0, mode="lora", gamma=0.0))
+
+    def fail(*_) -> None:
+        if trainer.state.step == 1:
+            raise RuntimeError("half way")
+
+    trainer.optimizer.adamw.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError, match="half way"):
+        trainer.run()
+    assert list_checkpoints(tmp_path / "run") == []
 
 
 def test_other_rows_or_another_seed_are_another_run(base, tmp_path):
