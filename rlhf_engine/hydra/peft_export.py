@@ -190,7 +190,7 @@ def _require_same(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what PEFT only warns of is found below
             model = PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True, torch_device="cpu")
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}, got {type(error).__name__}: {error}".replace("\n", " ")) from error
     plain = model.get_base_model()
     layers: dict[str, Any] = {path: layer for path, layer in plain.named_modules() if isinstance(layer, LoraLayer)}

@@ -6,6 +6,7 @@ PEFT supplies the format and the config class, not the switching. Folders hold s
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
 def _require_plainly_on(model: PeftModel, name: str, where: str) -> None:
     """Raise ValueError unless each layer of PEFT runs the named adapter alone, unmerged and at its config's scale."""
     config: Any = model.peft_config[name]
-    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     layers: dict[str, Any] = {p: m for p, m in model.get_base_model().named_modules() if isinstance(m, BaseTunerLayer)}
     for path, layer in layers.items():
         active, theirs = list(layer.active_adapters), layer.scaling.get(name, scale)

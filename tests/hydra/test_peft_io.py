@@ -113,6 +113,20 @@ def test_lora_that_peft_adds_to_weights_needs_float32_and_no_dropout():
     require_savable(HydraModel.from_pretrained(base, roles=ACTOR, slots={"actor": attention}))
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_lora_that_peft_adds_to_weights_comes_back_from_folder_and_model(tmp_path, rslora):
+    slots = {"actor": SlotConfig(r=4, use_rslora=rslora)}
+    model = HydraModel.from_pretrained(plain_model("glm4_moe"), roles=ACTOR, slots=slots).eval()
+    randomise(model, "actor")
+    save_pretrained(model, tmp_path)
+    theirs = PeftModel.from_pretrained(plain_model("glm4_moe"), tmp_path).eval()
+    expected = plain_logits(theirs)
+    close(slot_logits(model, "actor"), expected)
+    back = HydraModel.from_pretrained(theirs, roles=ACTOR).eval()
+    assert torch.equal(slot_logits(back, "actor"), slot_logits(model, "actor"))
+    assert back.backbone().slot("actor").config.use_rslora == rslora
+
+
 def test_a_slot_that_plain_peft_cannot_load_is_refused_before_training_and_at_save(tmp_path):
     base = tiny_llama()
     narrow = tiny_llama()  # a pruned layer: no model of this class and config has its shape
