@@ -1,9 +1,12 @@
 # make demo | test | test-long | bench | lint | gpu | clean
-# The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.10 or later).
+# The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.11 or later).
 
 PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
+# `make test-long VERSIONS="newest oldest"` adds the suite on the newest packages that pip finds and on the oldest that
+# pyproject.toml allows, each in an environment of its own of about 4 GB.
+VERSIONS ?=
 INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
 OLDEST_TRL := .venv/trl-1.15.0/.installed
@@ -37,8 +40,12 @@ else
 endif
 
 # the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
-test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL)
+test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(VERSIONS:%=.venv/%/.installed)
 ifeq ($(ARGS),)
+	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
+		fetches about 4 GB; make test-long VERSIONS=$v runs it";)
+	$(foreach v,$(VERSIONS),PYTHONPATH=kernels:. $(subst $(VENV),.venv/$v/bin,$(TEST)) \
+		-m "not alone and not long and not gpu" $(SPREAD) &&) true
 	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
 	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
 endif
@@ -57,8 +64,8 @@ lint: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
-		sys.exit(f"rlhf-engine needs Python 3.10 or later, {sys.executable} is {v}; try make PYTHON=python3.12" \
-		if sys.version_info < (3, 10) else 0)'
+		sys.exit(f"rlhf-engine needs Python 3.11 or later, {sys.executable} is {v}; try make PYTHON=python3.12" \
+		if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install -c constraints.txt -e ".[test]"
 	touch $@
@@ -76,6 +83,22 @@ $(VERL): $(INSTALLED)
 	$(VENV)/python -m pip install -q --no-deps --upgrade --target $(dir $@) verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3 \
 		omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 codetiming==1.4.0 cachetools==8.0.1 orjson==3.13.0 \
 		cloudpickle==3.1.2 importlib_metadata==10.2.0 zipp==4.1.2
+	touch $@
+
+# "torch>=2.11" becomes "torch==2.11", which pip takes for 2.11.0
+BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + p["optional-dependencies"]["trl"])); \
+	print("\n".join(map("==".join, found)))
+
+.venv/newest/.installed: $(INSTALLED)
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install -q --upgrade -e ".[test]"
+	touch $@
+
+.venv/oldest/.installed: $(INSTALLED)
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(PYTHON) -c '$(BOUNDS)' > $(dir $@)bounds.txt
+	$(dir $@)bin/python -m pip install -q -c $(dir $@)bounds.txt -e ".[test]"
 	touch $@
 
 clean:

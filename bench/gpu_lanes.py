@@ -121,7 +121,7 @@ def _recorded(folder: Path, lane: Lane, commit: str, sources: str) -> str | None
 
 
 def _run(lane: Lane) -> dict[str, object]:
-    start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record: dict[str, object] = {"lane": lane.name, "state": "unavailable", "start": start, "seconds": 0.0}
     record |= {"limit_s": lane.limit_s, "command": list(lane.command), "rc": None, "output": lane.missing}
     if lane.missing is not None:

@@ -283,7 +283,7 @@ def measure(setting: Setting, arms: list[str], rounds: int, trl_python: str | No
             raise ValueError("trl_python: expected the python of an environment with TRL for its arms, got None")
         found_versions["trl"] = versions(trl_python)
         check_versions(found_versions["ours"], found_versions["trl"], trl_python)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     runs: list[dict[str, Any]] = []
     facts: dict[str, Any] = {"git_commit": None, "kernel_backends": {}}
     with tempfile.TemporaryDirectory() as folder:

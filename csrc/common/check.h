@@ -2,6 +2,7 @@
 // turns into ValueError; the message names the argument, what was expected and what came.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 
@@ -14,6 +15,30 @@ template <typename Got>
     throw std::invalid_argument(message.str());
 }
 
+// The product of sizes of at least 0, for which an array of such elements, and scratch memory of a few times as much, can
+// have a size in bytes.
+template <typename... Sizes>
+int64_t checked_product(const char* names, Sizes... sizes) {
+    constexpr int64_t kMost = int64_t(1) << 56;
+    int64_t product = 1;
+    bool fits = true;
+    for (const int64_t size : {int64_t(sizes)...}) {
+        if (size == 0) return 0;
+        fits = fits && product <= kMost / size;
+        if (fits) product *= size;
+    }
+    if (!fits) {
+        std::ostringstream got;
+        const char* between = "";
+        for (const int64_t size : {int64_t(sizes)...}) {
+            got << between << size;
+            between = " * ";
+        }
+        refuse(names, "sizes with a product of at most 2^56", got.str());
+    }
+    return product;
+}
+
 }  // namespace rlhf
 
 #define RLHF_CHECK(condition, argument, expected, got)             \
@@ -23,6 +48,13 @@ template <typename Got>
 
 // A size or a count.
 #define RLHF_CHECK_SIZE(size) RLHF_CHECK((size) >= 0, #size, "a size of at least 0", size)
+
+// A number of elements that is a product of sizes, which are of at least 0.
+#define RLHF_PRODUCT(...) ::rlhf::checked_product(#__VA_ARGS__, __VA_ARGS__)
+
+// More threads than a machine has cores make an error of the operating system that ends the process.
+#define RLHF_CHECK_THREADS(threads) \
+    RLHF_CHECK((threads) >= 1 && (threads) <= 4096, "threads", "1 to 4096", threads)
 
 // An array of `count` elements; an empty array may have no address.
 #define RLHF_CHECK_POINTER(pointer, count) \

@@ -39,8 +39,8 @@ void for_heads(RotateHead<T> rotate, const T* x, HeadStrides strides, const T* c
     RLHF_CHECK_SIZE(heads);
     RLHF_CHECK_SIZE(tokens);
     RLHF_CHECK(dim >= 2 && dim % 2 == 0, "dim", "an even number of at least 2", dim);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
-    const int64_t rows = batch * tokens, elements = rows * heads * dim;
+    RLHF_CHECK_THREADS(threads);
+    const int64_t elements = RLHF_PRODUCT(batch, tokens, heads, dim), rows = RLHF_PRODUCT(batch, tokens);
     RLHF_CHECK_POINTER(x, elements);
     RLHF_CHECK_POINTER(cos, elements);
     RLHF_CHECK_POINTER(sin, elements);
@@ -59,14 +59,15 @@ void for_heads(RotateHead<T> rotate, const T* x, HeadStrides strides, const T* c
 void check_rows(int64_t rows, int64_t width, int threads) {
     RLHF_CHECK_SIZE(rows);
     RLHF_CHECK(width >= 1, "width", "at least 1", width);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
+    RLHF_PRODUCT(rows, width);
 }
 
 }  // namespace
 
 void squares(const uint16_t* x, int64_t count, int threads, float* y) {
     RLHF_CHECK_SIZE(count);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     RLHF_CHECK_POINTER(x, count);
     RLHF_CHECK_POINTER(y, count);
     void (*square)(const uint16_t*, int64_t, float*);
@@ -125,7 +126,7 @@ void rotary_gradient(const T* dy, HeadStrides strides, const T* cos, const T* si
 template <typename T>
 void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int threads, T* d_gate, T* d_up) {
     RLHF_CHECK_SIZE(count);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     RLHF_CHECK_POINTER(dy, count);
     RLHF_CHECK_POINTER(gate, count);
     RLHF_CHECK_POINTER(up, count);

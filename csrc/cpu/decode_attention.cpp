@@ -35,9 +35,10 @@ void check(const DecodeSizes& sizes, const Paging& paging, const ScoreOptions& o
     RLHF_CHECK_SIZE(paging.blocks);
     RLHF_CHECK_SIZE(paging.table_blocks);
     RLHF_CHECK_SIZE(options.window);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     RLHF_CHECK_POINTER(paging.lengths, sizes.n);
-    const int64_t capacity = paging.table_blocks * paging.block;
+    const int64_t capacity = RLHF_PRODUCT(paging.table_blocks, paging.block);
+    RLHF_PRODUCT(sizes.n, paging.table_blocks);
     int64_t shortest = 0, longest = 0;
     for (int64_t n = 0; n < sizes.n; ++n) {
         shortest = std::min(shortest, paging.lengths[n]);
@@ -72,7 +73,7 @@ DecodeGroup current_decode_group() {
 void decode_attention(CacheType type, const DecodeSizes& sizes, const Queries& q, const Cache& k, const Cache& v,
                       const Paging& paging, const ScoreOptions& options, void* out, int threads) {
     check(sizes, paging, options, threads);
-    const int64_t n_out = sizes.n * sizes.query_heads * sizes.features, size = type == CacheType::bfloat16 ? 2 : 4;
+    const int64_t n_out = RLHF_PRODUCT(sizes.n, sizes.query_heads, sizes.features), size = type == CacheType::bfloat16 ? 2 : 4;
     RLHF_CHECK_POINTER(out, n_out);
     if (n_out == 0) return;
     RLHF_CHECK_POINTER(q.data, n_out);

@@ -72,7 +72,8 @@ DecodeStep::DecodeStep(const Decoder& decoder, std::vector<Layer> layers, const 
     RLHF_CHECK(!layers_.empty(), "layers", "at least 1", 0);
     RLHF_CHECK_POINTER(d.embedding, 1);
     RLHF_CHECK_POINTER(d.final_norm, 1);
-    const int64_t queries = d.query_heads * d.head_dim, keys = d.cache_heads * d.head_dim, H = d.hidden;
+    const int64_t queries = RLHF_PRODUCT(d.query_heads, d.head_dim), keys = RLHF_PRODUCT(d.cache_heads, d.head_dim);
+    const int64_t H = d.hidden;
     const int64_t mlp = layers_[0].linears[GATE].out;
     RLHF_CHECK(mlp >= 1, "gate", "at least 1 output feature", mlp);
     window_ = layers_[0].window;
@@ -80,7 +81,7 @@ DecodeStep::DecodeStep(const Decoder& decoder, std::vector<Layer> layers, const 
         const int64_t outs[kNames] = {queries, keys, keys, H, mlp, mlp, H}, ins[kNames] = {H, H, H, queries, H, H, mlp};
         for (int name = 0; name < kNames; ++name) {
             check_linear(layer.linears[name], Name(name), outs[name], ins[name]);
-            weights_ += outs[name] * ins[name];
+            weights_ += RLHF_PRODUCT(outs[name], ins[name]);
         }
         RLHF_CHECK_POINTER(layer.input_norm, 1);
         RLHF_CHECK_POINTER(layer.mlp_norm, 1);
@@ -167,7 +168,7 @@ void DecodeStep::check(const Rows& rows) const {
     check_range(rows.tokens, rows.n, 0, decoder_.vocabulary, "tokens", "words of the embedding,");
     check_range(rows.slots, rows.n, -1, slot_scales_.size(), "slots", "numbers of adapters or -1,");
     check_range(rows.positions, rows.n, 0, rows.angles, "positions", "positions that cos and sin have,");
-    check_range(rows.positions, rows.n, 0, rows.table_blocks * block_, "positions", "positions that table has,");
+    check_range(rows.positions, rows.n, 0, RLHF_PRODUCT(rows.table_blocks, block_), "positions", "positions that table has,");
     for (int64_t n = 0; n < rows.n; ++n) {
         const int64_t first = first_position(rows.positions[n] + 1, window_) / block_;
         const int64_t last = rows.positions[n] / block_;
@@ -225,7 +226,7 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
 }
 
 void DecodeStep::run(const Rows& rows, void* out, int threads) {
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     check(rows);
     RLHF_CHECK_POINTER(out, rows.n);
     if (rows.n == 0) return;

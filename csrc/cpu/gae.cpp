@@ -84,10 +84,12 @@ void for_rows(int64_t rows, int64_t columns, int threads, Group group_at, One on
     }
 }
 
-void check_call(int64_t rows, int64_t columns, int threads) {
+// Number of elements.
+int64_t check_call(int64_t rows, int64_t columns, int threads) {
     RLHF_CHECK_SIZE(rows);
     RLHF_CHECK_SIZE(columns);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
+    return RLHF_PRODUCT(rows, columns);
 }
 
 }  // namespace
@@ -95,8 +97,7 @@ void check_call(int64_t rows, int64_t columns, int threads) {
 template <typename T>
 void gae_forward(Rows<T> reward, Rows<T> value, Rows<uint8_t> mask, const T* bootstrap, int64_t rows, int64_t columns,
                  double gamma, double lam, int threads, T* advantage, T* ret) {
-    check_call(rows, columns, threads);
-    const int64_t count = rows * columns;
+    const int64_t count = check_call(rows, columns, threads);
     RLHF_CHECK_POINTER(reward.data, count);
     RLHF_CHECK_POINTER(value.data, count);
     RLHF_CHECK_POINTER(mask.data, count);
@@ -114,8 +115,7 @@ void gae_forward(Rows<T> reward, Rows<T> value, Rows<uint8_t> mask, const T* boo
 template <typename T>
 void gae_backward(Rows<T> grad_advantage, Rows<T> grad_ret, Rows<uint8_t> mask, int64_t rows, int64_t columns,
                   double gamma, double lam, int threads, T* d_reward, T* d_value, T* d_bootstrap) {
-    check_call(rows, columns, threads);
-    const int64_t count = rows * columns;
+    const int64_t count = check_call(rows, columns, threads);
     RLHF_CHECK_POINTER(grad_advantage.data, count);
     RLHF_CHECK_POINTER(grad_ret.data, count);
     RLHF_CHECK_POINTER(mask.data, count);

@@ -39,7 +39,9 @@ template <typename T>
 void check_rows(const RowOptions<T>& options, int64_t rows, int64_t vocab, int threads) {
     RLHF_CHECK_SIZE(rows);
     RLHF_CHECK(vocab >= 1, "vocab", "at least 1", vocab);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
+    RLHF_PRODUCT(rows, vocab);
+    RLHF_PRODUCT(threads, vocab);
     RLHF_CHECK(rows == 0 || options.target, "target", "an address", "a null pointer");
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t target = options.target[i];
@@ -107,6 +109,8 @@ void gather_logprob_backward(LogitRows<const S> logits, RowOptions<T> options, R
     RLHF_CHECK(rows == 0 || logits.data, "logits", "an address", "a null pointer");
     RLHF_CHECK(rows == 0 || d_logits.data, "d_logits", "an address", "a null pointer");
     RLHF_CHECK_POINTER(gradients.saved_lse, rows);
+    if (gradients.entropy) RLHF_CHECK_POINTER(gradients.saved_entropy, rows);
+    if (gradients.log_sum_sq_prob) RLHF_CHECK_POINTER(gradients.saved_log_sum_sq_prob, rows);
     void (*run)(const S*, int64_t, int64_t, double, const RowSlopes&, S*);
     RLHF_PICK(run, row_backward);
     const bool dense = logits.inner_stride == 1 && d_logits.inner_stride == 1;

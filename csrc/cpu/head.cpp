@@ -21,11 +21,11 @@ void check(const Head& head, const Batch& batch, int threads) {
     RLHF_CHECK_SIZE(head.H);
     RLHF_CHECK_SIZE(head.extra);
     RLHF_CHECK(head.V >= 1, "V", "at least 1", head.V);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
-    RLHF_CHECK_POINTER(head.weight.data, head.V * head.H);
-    RLHF_CHECK_POINTER(head.extra_weight.data, head.V * head.extra);
-    RLHF_CHECK_POINTER(batch.hidden.data, batch.n * head.H);
-    RLHF_CHECK_POINTER(batch.extra_hidden.data, batch.n * head.extra);
+    RLHF_CHECK_THREADS(threads);
+    RLHF_CHECK_POINTER(head.weight.data, RLHF_PRODUCT(head.V, head.H));
+    RLHF_CHECK_POINTER(head.extra_weight.data, RLHF_PRODUCT(head.V, head.extra));
+    RLHF_CHECK_POINTER(batch.hidden.data, RLHF_PRODUCT(batch.n, head.H));
+    RLHF_CHECK_POINTER(batch.extra_hidden.data, RLHF_PRODUCT(batch.n, head.extra));
     RLHF_CHECK_POINTER(batch.rows, batch.n);
     RLHF_CHECK_POINTER(batch.temperature, batch.n);
 }
@@ -36,7 +36,7 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
                   const Expected& expected, int threads) {
     check(head, batch, threads);
     RLHF_CHECK_POINTER(batch.target, batch.n);
-    if (pair) RLHF_CHECK_POINTER(pair->hidden.data, batch.n * head.H);
+    if (pair) RLHF_CHECK_POINTER(pair->hidden.data, RLHF_PRODUCT(batch.n, head.H));
     RLHF_CHECK(expected.expected || !expected.expected_kl, "expected_kl", "expected to be made with it", "null");
     if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
 }
@@ -56,7 +56,7 @@ void head_sample(const Head& head, const Batch& batch, const Draws& draws, int t
     RLHF_CHECK_POINTER(draws.position, batch.n);
     RLHF_CHECK_SIZE(draws.n_forbidden);
     RLHF_CHECK_POINTER(draws.forbidden, draws.n_forbidden);
-    RLHF_CHECK_POINTER(draws.forbids, draws.n_forbidden * batch.n);
+    RLHF_CHECK_POINTER(draws.forbids, RLHF_PRODUCT(draws.n_forbidden, batch.n));
     RLHF_CHECK_POINTER(draws.token, batch.n);
     RLHF_CHECK_POINTER(draws.logprob, batch.n);
     if (batch.n > 0) functions(head, batch).sample(head, batch, draws, threads);

@@ -27,7 +27,7 @@ void check(const Matrix& m, const char* name, Type type, int64_t elements) {
 }
 
 void multiply(const Product& product) {
-    RLHF_CHECK(product.threads >= 1, "threads", "at least 1", product.threads);
+    RLHF_CHECK_THREADS(product.threads);
     if (product.n_strip_rows == 0 || product.n_lanes == 0) return;
     void (*function)(const Product&);
     if (product.c.type == Type::bfloat16) RLHF_PICK(function, multiply_bfloat16);
@@ -48,18 +48,18 @@ void check_sizes(int64_t N, int64_t K, int64_t M) {
 void linear_forward(const Matrix& x, const Matrix& weight, const void* bias, const Matrix& y, int64_t N, int64_t K,
                     int64_t M, int threads) {
     check_sizes(N, K, M);
-    check(x, "x", y.type, N * K);
-    check(weight, "weight", y.type, K * M);
-    check(y, "y", y.type, N * M);
+    check(x, "x", y.type, RLHF_PRODUCT(N, K));
+    check(weight, "weight", y.type, RLHF_PRODUCT(K, M));
+    check(y, "y", y.type, RLHF_PRODUCT(N, M));
     multiply({weight, x, y, false, false, true, bias, nullptr, M, N, K, threads});
 }
 
 void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const Matrix& dx, int64_t N,
                            int64_t K, int64_t M, int threads) {
     check_sizes(N, K, M);
-    check(dy, "dy", dx.type, N * M);
-    check(weight, "weight", dx.type, K * M);
-    check(dx, "dx", dx.type, N * K);
+    check(dy, "dy", dx.type, RLHF_PRODUCT(N, M));
+    check(weight, "weight", dx.type, RLHF_PRODUCT(K, M));
+    check(dx, "dx", dx.type, RLHF_PRODUCT(N, K));
     RLHF_CHECK(packed == nullptr || linear_packed_bytes(dx.type, K, M) > 0, "packed",
                "null, where this instruction set keeps no packed weight of this type", int(dx.type));
     multiply({dy, weight, dx, false, true, false, nullptr, packed, N, K, M, threads});
@@ -67,16 +67,18 @@ void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* p
 
 int64_t linear_packed_bytes(Type type, int64_t K, int64_t M) {
     check_sizes(0, K, M);
+    RLHF_PRODUCT(K, M, 16);  // a copy is padded
     const bool as_is = type == Type::float32 || (type == Type::bfloat16 && multiplies_bf16());
     return as_is ? (K + 15) / 16 * ((M + tile_depth(type) - 1) / tile_depth(type)) * 1024 : 0;
 }
 
 void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int threads) {
-    check(weight, "weight", weight.type, K * M);
+    check_sizes(0, K, M);
+    check(weight, "weight", weight.type, RLHF_PRODUCT(K, M));
     RLHF_CHECK(linear_packed_bytes(weight.type, K, M) > 0, "weight", "a type that is kept packed, and elements",
                int(weight.type));
     RLHF_CHECK(packed != nullptr, "packed", "an address", "a null pointer");
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     void (*function)(const Product&, void*);
     if (weight.type == Type::bfloat16) RLHF_PICK(function, pack_bfloat16);
     else RLHF_PICK(function, pack_float32);
@@ -85,7 +87,8 @@ void linear_pack(const Matrix& weight, void* packed, int64_t K, int64_t M, int t
 
 bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64_t M, int64_t turn) {
     constexpr int64_t kPieces = 4096;
-    check(weight, "weight", weight.type, K * M);
+    check_sizes(0, K, M);
+    check(weight, "weight", weight.type, RLHF_PRODUCT(K, M));
     RLHF_CHECK(linear_packed_bytes(weight.type, K, M) == 0 || packed != nullptr, "packed", "an address", "a null pointer");
     RLHF_CHECK(turn >= 0, "turn", "at least 0", turn);
     const int64_t size = weight.type == Type::float32 ? 4 : 2, depth = tile_depth(weight.type), per_word = 4 / size;
@@ -111,9 +114,9 @@ bool linear_is_packed(const Matrix& weight, const void* packed, int64_t K, int64
 void linear_weight_gradient(const Matrix& dy, const Matrix& x, const Matrix& dw, int64_t N, int64_t K, int64_t M,
                             int threads) {
     check_sizes(N, K, M);
-    check(dy, "dy", dw.type, N * M);
-    check(x, "x", dw.type, N * K);
-    check(dw, "dw", dw.type, K * M);
+    check(dy, "dy", dw.type, RLHF_PRODUCT(N, M));
+    check(x, "x", dw.type, RLHF_PRODUCT(N, K));
+    check(dw, "dw", dw.type, RLHF_PRODUCT(K, M));
     multiply({dy, x, dw, true, true, false, nullptr, nullptr, M, K, N, threads});
 }
 

@@ -166,22 +166,23 @@ void check_call(const Matrix& x, const Matrix& y, int64_t K, int64_t M, const st
                 const std::vector<Run>& runs, const Dropout& dropout, int threads) {
     RLHF_CHECK_SIZE(K);
     RLHF_CHECK_SIZE(M);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     int64_t rows = 0;
     for (const Run& run : runs) {
         RLHF_CHECK(run.x_row >= 0 && run.y_row >= 0 && run.rows >= 0, "runs", "rows of at least 0", run.rows);
         RLHF_CHECK(run.slot >= 0 && run.slot < int64_t(slots.size()), "runs", "a slot that exists", run.slot);
+        RLHF_CHECK(run.rows <= (int64_t(1) << 56) - rows, "runs", "at most 2^56 rows", run.rows);
         rows += run.rows;
     }
     for (const Slot& slot : slots) {
         RLHF_CHECK(slot.rank >= 0, "rank", "at least 0", slot.rank);
-        RLHF_CHECK_POINTER(slot.A.data, slot.rank * K);
-        RLHF_CHECK_POINTER(slot.B.data, slot.rank * M);
+        RLHF_CHECK_POINTER(slot.A.data, RLHF_PRODUCT(slot.rank, K));
+        RLHF_CHECK_POINTER(slot.B.data, RLHF_PRODUCT(slot.rank, M));
         RLHF_CHECK(slot.p >= 0 && slot.p < 1, "p", "0 <= p < 1", slot.p);
         RLHF_CHECK(slot.p == 0 || rows == 0 || dropout.row_ids != nullptr, "row_ids", "an address", "a null pointer");
     }
-    RLHF_CHECK_POINTER(x.data, rows * K);
-    RLHF_CHECK_POINTER(y.data, rows * M);
+    RLHF_CHECK_POINTER(x.data, RLHF_PRODUCT(rows, K));
+    RLHF_CHECK_POINTER(y.data, RLHF_PRODUCT(rows, M));
 }
 
 }  // namespace

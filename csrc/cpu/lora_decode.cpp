@@ -18,11 +18,12 @@ void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int6
     RLHF_CHECK_SIZE(N);
     RLHF_CHECK_SIZE(M);
     RLHF_CHECK(K > 0 && K % kDecodeDepth == 0, "K", "a multiple of 32", K);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
     RLHF_CHECK(x.type == weight.type && y.type == weight.type, "weight", "the type of x and y", int(weight.type));
-    RLHF_CHECK_POINTER(x.data, N);
+    RLHF_PRODUCT(M, K);
+    RLHF_CHECK_POINTER(x.data, RLHF_PRODUCT(N, K));
     RLHF_CHECK_POINTER(weight.data, M);
-    RLHF_CHECK_POINTER(y.data, N * M);
+    RLHF_CHECK_POINTER(y.data, RLHF_PRODUCT(N, M));
     for (const Slot& slot : slots) {
         RLHF_CHECK(slot.rank >= 1, "rank", "at least 1", slot.rank);
         RLHF_CHECK_POINTER(slot.A.data, slot.rank);
@@ -31,7 +32,7 @@ void decode(Matrix x, Matrix weight, const void* bias, Matrix y, int64_t N, int6
     const int64_t n_slots = slots.size();
     for (const Run& run : runs) {
         RLHF_CHECK(run.slot >= 0 && run.slot < n_slots, "slot", "the number of a slot", run.slot);
-        RLHF_CHECK(run.x_row >= 0 && run.rows >= 0 && run.x_row + run.rows <= N, "runs", "rows of x", run.x_row);
+        RLHF_CHECK(run.x_row >= 0 && run.rows >= 0 && run.rows <= N - run.x_row, "runs", "rows of x", run.x_row);
     }
     if (N == 0 || M == 0) return;
     void (*function)(const DecodeArguments&);

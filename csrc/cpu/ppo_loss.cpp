@@ -54,7 +54,7 @@ std::array<double, S> ordered_sums(int64_t count, int threads, int largest, Body
 
 void check_call(int64_t count, int threads) {
     RLHF_CHECK_SIZE(count);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
 }
 
 #define CHECK_TOKENS(inputs, name) RLHF_CHECK(count == 0 || (inputs).name.data, #name, "an address", "a null pointer")

@@ -61,7 +61,7 @@ std::array<double, 3> all_moments(const T* x, const uint8_t* mask, int64_t count
 
 void check_call(int64_t count, int threads) {
     RLHF_CHECK_SIZE(count);
-    RLHF_CHECK(threads >= 1, "threads", "at least 1", threads);
+    RLHF_CHECK_THREADS(threads);
 }
 
 }  // namespace

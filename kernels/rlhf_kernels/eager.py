@@ -3,19 +3,19 @@
 A call through `torch.library.custom_op` costs tens of µs, with autograd and lists of tensors hundreds: more than
 a small layer. Only tracers and tensor subclasses need it, so
 
-    @eager.custom_op("rlhf_kernels::name")
+    @eager.custom_op("rlhf_kernels::name", "x: D[N, H], ws: D[H]")
     def _op(x: Tensor, ws: list[Tensor], scale: float) -> Tensor: ...
 
     @_op.register_fake
     ...
     _op.register_autograd(backward, setup_context=setup)
 
-registers the op exactly as `torch.library.custom_op(..., mutates_args=())` does (`opcheck`, `torch.compile`,
-`torch.ops`). `_op(...)` calls
+registers the op as `torch.library.custom_op(..., mutates_args=())` does (`opcheck`, `torch.compile`, `torch.ops`), with
+a check of its tensors (`signature`). `_op(...)` calls
 
 * the registered op under torch.compile, make_fx, fake tensors, torch.func, forward-mode AD, tracing, any dispatch
   or function mode, and for tensor subclasses, meta tensors and lazily negated or zero ones (`eager` decides);
-* the function itself otherwise, beneath a plain `autograd.Function` if a gradient is wanted.
+* the function itself otherwise, which checks nothing, beneath a plain `autograd.Function` if a gradient is wanted.
 
 Both run the same function, `setup` and `backward`, so their results have the same bits. `setup` and `backward` are
 `torch.library`'s: `ctx.needs_input_grad` and the returned gradients are nested like the arguments. The function has to
@@ -37,23 +37,32 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_f
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from rlhf_kernels import signature
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _NO_TENSORS = frozenset({type(None), bool, float, int, str})
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], EagerOp]:
-    """Decorator: register a function as a functional custom op `namespace::name`."""
-    return lambda function: EagerOp(name, function)
+def custom_op(
+    name: str, tensors: str, *, also: Callable[..., None] | None = None
+) -> Callable[[Callable[..., Any]], EagerOp]:
+    """Decorator: register a function as a functional custom op `namespace::name`.
+
+    Args:
+        tensors: what the registered op checks, see `signature`.
+        also: called with all arguments after that check, to raise where more is wrong.
+    """
+    return lambda function: EagerOp(name, function, signature.custom_op(name, tensors, also=also)(function))
 
 
 class EagerOp:
     """A registered custom op, whose function is called directly where nothing traces or transforms the call."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], registered: Any) -> None:
         self._name = name
         self._function = function
-        self._registered = torch.library.custom_op(name, mutates_args=())(function)
+        self._registered = registered
         self._setup: Callable[..., None] | None = None
         self._backward: Callable[..., Any] | None = None
 

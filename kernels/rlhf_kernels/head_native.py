@@ -57,10 +57,10 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _matrix(name: str, x: Tensor | None) -> tuple[int, int, int]:
-    if x is None or x.numel() == 0:
+def _matrix(name: str, x: Tensor | None, shape: Sequence[int] | None = None) -> tuple[int, int, int]:
+    if x is None or (x.numel() == 0 and shape is None):
         return (0, 0, 0)
-    return (*native.rows(name, x, x.dtype), int(x.dtype == torch.bfloat16))
+    return (*native.rows(name, x, x.dtype, shape), int(x.dtype == torch.bfloat16))
 
 
 def floats(*shape: int) -> Tensor:
@@ -68,8 +68,28 @@ def floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
 
 
-def _optional(name: str, x: Tensor | None) -> int:
-    return 0 if x is None else native.dense(name, x, torch.float32)
+def _optional(name: str, x: Tensor | None, n: int | None = None) -> int:
+    return 0 if x is None else native.dense(name, x, torch.float32, None if n is None else (n,))
+
+
+def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, o: HeadOptions) -> None:
+    """Raise unless all have the rows of hidden [N, H] or the words of weight [V, H]."""
+    if hidden.dim() != 2 or weight.dim() != 2:
+        raise ValueError(
+            f"hidden, weight: expected two dimensions each, got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    (N, H), V = hidden.shape, weight.shape[0]
+    r = 0 if o.lora_A is None else o.lora_A.shape[0]
+    for name, x, shape in (
+        ("weight", weight, (V, H)),
+        ("target", target, (N,)),
+        ("bias", o.bias, (V,)),
+        ("lora.A", o.lora_A, (r, H)),
+        ("lora.B", o.lora_B, (V, r)),
+        ("temperature", o.row_temperature, (N,)),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
 
 
 class Gradients(NamedTuple):
@@ -91,6 +111,7 @@ class HeadCall:
     def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, rows: Tensor) -> None:
         """rows: int64 [n], the active rows, ascending; target: index of every row, in range where active."""
         n, o = rows.shape[0], options
+        _check_head(hidden, weight, target, o)
         self.rows, self.options = rows, options
         self.hidden, self.weight = _rows_of(hidden), _rows_of(weight)
         self.bf16 = self.hidden.dtype == self.weight.dtype == torch.bfloat16
@@ -163,7 +184,7 @@ class HeadCall:
             other = _rows_of(pair_hidden).to(self.hidden.dtype)
             made |= {name: floats(n) for name in ("pair_logprob", "pair_lse", "kl")}
             addresses = (_optional(name, made[name]) for name in ("pair_logprob", "pair_lse", "kl"))
-            pair = (*_matrix("hidden_r", other), *addresses)
+            pair = (*_matrix("hidden_r", other, self.hidden.shape), *addresses)
         width = self.weight.shape[1] + self.extra
         wide = {name: floats(n, width) for name, want in (("expected", expected), ("expected_kl", expected_kl)) if want}
         native.extension().head_forward(
@@ -199,10 +220,11 @@ class HeadCall:
         weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
         bias = floats(n_vocab) if "bias" in needs else None
         other = None if pair_hidden is None else _rows_of(pair_hidden).to(self.hidden.dtype)
+        pair = (0, 0) if other is None else _matrix("hidden_r", other, self.hidden.shape)[:2]
         native.extension().head_backward(
             self._head(need_hidden),
             self.batch_args,
-            (*(_optional(name, rows.get(name)) for name in ROW_GRADIENTS), *_matrix("hidden_r", other)[:2]),
+            (*(_optional(name, rows.get(name), n) for name in ROW_GRADIENTS), *pair),
             _optional("d_hidden", wide),
             0 if weight is None else native.dense("d_weight", weight, weight_dtype),
             0 if "weight" in needs else H,

@@ -18,7 +18,7 @@ Rows that are not kept (ignored target) may hold anything, NaN included: they gi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,6 +185,13 @@ def grads_needed(*inputs: Tensor | None) -> str:
         return ""
     pairs = zip(HeadGrads.names, inputs, strict=True)
     return ",".join(name for name, x in pairs if x is not None and x.requires_grad)
+
+
+def check_saved(grads: Sequence[Tensor | None], **saved: Tensor) -> None:
+    """Raise where a saved statistic was not made although its gradient, which stands at the same place, is given."""
+    for (name, x), grad in zip(saved.items(), grads, strict=True):
+        if grad is not None and x.shape != grad.shape:
+            raise ValueError(f"{name}: expected shape {list(grad.shape)} with d_{name}, got {list(x.shape)}")
 
 
 # --- values, read where reading them costs no device synchronisation ----------------------------------------

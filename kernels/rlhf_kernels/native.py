@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from rlhf_kernels import cores
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64"}
+_TYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _load() -> tuple[Any, str | None]:
@@ -64,7 +65,9 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The extension's function `name` for `dtype`, which `unsupported` has let through."""
+    """The extension's function `name` for `dtype`, one that `unsupported` lets through."""
+    if dtype not in _DTYPE_NAMES:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPE_NAMES))}, got {dtype}")
     return getattr(_extension, f"{name}_{_DTYPE_NAMES[dtype]}")
 
 
@@ -110,12 +113,14 @@ def threads() -> int:
     return cores.threads()
 
 
-def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> int:
     """Address of the first element, for native code; the caller keeps `tensor` alive through the call.
 
-    Refuses tensors that are not on the CPU, have another dtype, or have no memory of their own (a DTensor,
-    say).
+    Refuses tensors that are not on the CPU, have another dtype or shape, or have no memory of their own (a DTensor,
+    say). Without `shape` the tensor's own sizes are those that the native code gets.
     """
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{argument}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if not tensor.is_cpu:
         raise ValueError(f"{argument}: expected a CPU tensor, got one on {tensor.device}")
     if tensor.dtype != dtype:
@@ -126,17 +131,31 @@ def address(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return pointer
 
 
-def rows(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+def rows(
+    argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> tuple[int, int]:
     """Address and row stride (in elements) of a [B, T] tensor whose inner stride is 1."""
     if tensor.dim() != 2:
         raise ValueError(f"{argument}: expected 2 dimensions, got shape {tuple(tensor.shape)}")
     if tensor.numel() > 0 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(f"{argument}: expected inner stride 1, got strides {tensor.stride()}")
-    return address(argument, tensor, dtype), tensor.stride(0)
+    return address(argument, tensor, dtype, shape), tensor.stride(0)
 
 
-def dense(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def dense(argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> int:
     """Address of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise ValueError(f"{argument}: expected a contiguous tensor, got strides {tensor.stride()}")
-    return address(argument, tensor, dtype)
+    return address(argument, tensor, dtype, shape)
+
+
+def type_number(argument: str, dtype: torch.dtype, known: Sequence[torch.dtype]) -> int:
+    """What C++ calls a dtype, which has to be one of `known`."""
+    if dtype not in known:
+        raise TypeError(f"{argument}: expected {' or '.join(map(str, known))}, got {dtype}")
+    return _TYPE_NUMBERS[dtype]
+
+
+def unit_inner_stride(x: torch.Tensor) -> torch.Tensor:
+    """x, copied unless the elements of a row are neighbours."""
+    return x if x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()

@@ -84,7 +84,10 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
 
 def implementation(op: str, backend: str) -> Any:
     """The implementation registered for `op` under an already resolved backend name."""
-    return _IMPLEMENTATIONS[op][backend]
+    found = _IMPLEMENTATIONS[op].get(backend)
+    if found is None:
+        raise ValueError(f"backend: expected one of {list(_IMPLEMENTATIONS[op])}, got {backend!r}")
+    return found
 
 
 def ops() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -115,7 +115,7 @@ def run_record(
     device, cpu = torch.device(device), cores.find()
     options = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
     return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(command),
         "config": options,
         "versions": {

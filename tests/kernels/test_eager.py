@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@eager.custom_op("rlhf_kernels_test::weighted_sum")
+@eager.custom_op("rlhf_kernels_test::weighted_sum", "x: D[N, K], ws: D[K, K], bias: D[K]")
 def weighted_sum(x: torch.Tensor, ws: list[torch.Tensor], bias: torch.Tensor | None, scale: float) -> torch.Tensor:
     y = x * scale
     for w in ws:
@@ -40,7 +40,7 @@ def _backward(ctx, grad):
 weighted_sum.register_autograd(_backward, setup_context=_setup)
 
 
-@eager.custom_op("rlhf_kernels_test::no_formula")
+@eager.custom_op("rlhf_kernels_test::no_formula", "x: float[...]")
 def no_formula(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 

@@ -110,7 +110,7 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
 # ---- the ops of the cpu backend --------------------------------------------------------------------------------------
 
 
-@custom_op("rlhf_kernels::rms_norm")
+@custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return native.rms_norm(x, weight, eps)
 
@@ -139,7 +139,10 @@ def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, 
 _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
 
 
-@custom_op("rlhf_kernels::rms_norm_gradient")
+@custom_op(
+    "rlhf_kernels::rms_norm_gradient",
+    "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
+)
 def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     return native.rms_norm_gradient(dy, x, weight, rstd)
 
@@ -149,7 +152,10 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@custom_op("rlhf_kernels::rotary")
+@custom_op(
+    "rlhf_kernels::rotary",
+    "q: D[B, heads, T, d], k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
+)
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return native.rotate(q, cos, sin), native.rotate(k, cos, sin)
 
@@ -170,7 +176,10 @@ def _rotary_backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None,
 _rotary.register_autograd(_rotary_backward, setup_context=_rotary_setup)
 
 
-@custom_op("rlhf_kernels::rotary_gradient")
+@custom_op(
+    "rlhf_kernels::rotary_gradient",
+    "d_q: D[B, heads, T, d], d_k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
+)
 def _rotary_gradient(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return native.rotate(d_q, cos, sin, back=True), native.rotate(d_k, cos, sin, back=True)
 
@@ -180,7 +189,7 @@ def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return native.turned_like(d_q), native.turned_like(d_k)
 
 
-@custom_op("rlhf_kernels::swiglu")
+@custom_op("rlhf_kernels::swiglu", "gate: D[...], up: D[...]")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
@@ -201,7 +210,7 @@ def _swiglu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 _swiglu.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
 
 
-@custom_op("rlhf_kernels::swiglu_gradient")
+@custom_op("rlhf_kernels::swiglu_gradient", "dy: D[...], gate: D[...], up: D[...]")
 def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return native.swiglu_gradient(dy, gate, up)
 

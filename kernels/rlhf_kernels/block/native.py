@@ -24,6 +24,8 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    if dtype not in _NAMES:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, _NAMES))}, got {dtype}")
     return getattr(native.extension(), f"{name}_{_NAMES[dtype]}")  # type: ignore[no-any-return]
 
 
@@ -33,7 +35,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     _function("rms_norm_apply", x.dtype)(
-        x.data_ptr(), weight.data_ptr(), rstd.data_ptr(), rstd.numel(), x.shape[-1], native.threads(), y.data_ptr()
+        native.address("x", x, x.dtype),
+        native.address("weight", weight, x.dtype, x.shape[-1:]),
+        rstd.data_ptr(),
+        rstd.numel(),
+        x.shape[-1],
+        native.threads(),
+        y.data_ptr(),
     )
     return y, rstd
 
@@ -52,10 +60,10 @@ def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Te
     dy, x, weight, rstd = dy.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype)
     _function("rms_norm_gradient", x.dtype)(
-        native.address("dy", dy, x.dtype),
-        x.data_ptr(),
-        weight.data_ptr(),
-        rstd.data_ptr(),
+        native.address("dy", dy, x.dtype, x.shape),
+        native.address("x", x, x.dtype),
+        native.address("weight", weight, x.dtype, x.shape[-1:]),
+        native.address("rstd", rstd, torch.float32, (*x.shape[:-1], 1)),
         rstd.numel(),
         x.shape[-1],
         native.threads(),
@@ -72,18 +80,21 @@ def turned_like(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """x: [B, heads, T, D], cos, sin: [1 or B, T, D] → like x, as `turned_like`; `back` is the gradient's way."""
+    if x.dim() != 4:
+        raise ValueError(f"x: expected shape [B, heads, T, D], got {tuple(x.shape)}")
     x = x if x.stride(3) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, tokens, dim = x.shape
+    angles = (batch if cos.shape[:1] == (batch,) else 1, tokens, dim)
     y = turned_like(x)
     _function("rotary_gradient" if back else "rotary_apply", cos.dtype)(
         native.address("x", x, cos.dtype),
         x.stride(0),
         x.stride(1),
         x.stride(2),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        tokens * dim if cos.shape[0] == batch else 0,
+        native.address("cos", cos, cos.dtype, angles),
+        native.address("sin", sin, cos.dtype, angles),
+        tokens * dim if angles[0] == batch else 0,
         batch,
         heads,
         tokens,
@@ -99,9 +110,9 @@ def swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
     d_gate, d_up = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
     _function("swiglu_gradient", gate.dtype)(
-        native.address("dy", dy, gate.dtype),
-        gate.data_ptr(),
-        up.data_ptr(),
+        native.address("dy", dy, gate.dtype, gate.shape),
+        native.address("gate", gate, gate.dtype),
+        native.address("up", up, gate.dtype, gate.shape),
         gate.numel(),
         native.threads(),
         d_gate.data_ptr(),

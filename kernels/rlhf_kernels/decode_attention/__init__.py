@@ -37,7 +37,11 @@ registry.register(
 registry.register("decode_attention", "cpu", native)
 
 
-@eager.custom_op("rlhf_kernels::decode_attention")
+@eager.custom_op(
+    "rlhf_kernels::decode_attention",
+    "q: D[N, heads, d], k_cache: D[blocks, block, kv_heads, d], v_cache: D[blocks, block, kv_heads, d], "
+    "lengths: int[N], block_table: int[N, most]",
+)
 def _decode_attention_op(
     q: Tensor,
     k_cache: Tensor,

@@ -33,22 +33,25 @@ def forward(
     softcap: float | None,
 ) -> Tensor:
     """Attention output [N, Hq, D], dense."""
+    if q.dim() != 3 or k_cache.dim() != 4:
+        raise ValueError(f"q, k_cache: expected 3 and 4 dimensions, got {tuple(q.shape)} and {tuple(k_cache.shape)}")
     n, n_heads, d = q.shape
     blocks, block, n_kv, _ = k_cache.shape
+    cache = (blocks, block, n_kv, d)
     lengths, block_table = lengths.to(torch.int64).contiguous(), block_table.to(torch.int64).contiguous()
     out = torch.empty((n, n_heads, d), dtype=q.dtype)
     native.extension().decode_attention(
-        q.dtype == torch.bfloat16,
+        native.type_number("q", q.dtype, _TYPES) == 1,
         (n, n_heads, n_kv, d),
         native.address("q", q, q.dtype),
         q.stride(),
-        native.address("k_cache", k_cache, q.dtype),
+        native.address("k_cache", k_cache, q.dtype, cache),
         k_cache.stride(),
-        native.address("v_cache", v_cache, q.dtype),
+        native.address("v_cache", v_cache, q.dtype, cache),
         v_cache.stride(),
-        lengths.data_ptr(),
-        block_table.data_ptr(),
-        (block_table.shape[1], blocks, block),
+        native.address("lengths", lengths, torch.int64, (n,)),
+        native.rows("block_table", block_table, torch.int64, (n, block_table.shape[-1]))[0],
+        (block_table.shape[-1], blocks, block),
         scale,
         0 if window is None else window,
         0.0 if softcap is None else softcap,

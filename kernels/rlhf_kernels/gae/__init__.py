@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import cuda_support, registry, triton_support
+from .. import cuda_support, registry, signature, triton_support
 from ..eager import custom_op, eager
 from . import native, reference
 
@@ -157,7 +157,7 @@ def _check_like(name: str, x: torch.Tensor, shape: torch.Size, device: torch.dev
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {x.device}")
 
 
-@custom_op("rlhf_kernels::gae")
+@custom_op("rlhf_kernels::gae", "reward: D[B, T], value: D[B, T], mask: bool[B, T], bootstrap: D[B]")
 def _gae(
     reward: torch.Tensor,
     value: torch.Tensor,
@@ -175,7 +175,7 @@ def _(reward, value, mask, bootstrap, gamma, lam, backend):
     return reward.new_empty(reward.shape), reward.new_empty(reward.shape)
 
 
-@custom_op("rlhf_kernels::gae_backward")
+@custom_op("rlhf_kernels::gae_backward", "grad_advantage: D[B, T], grad_ret: D[B, T], mask: bool[B, T]")
 def _gae_backward(
     grad_advantage: torch.Tensor,
     grad_ret: torch.Tensor,
@@ -220,7 +220,7 @@ def _gae_gradient(ctx: Any, grad_advantage: torch.Tensor, grad_ret: torch.Tensor
 _gae.register_autograd(_gae_gradient, setup_context=_gae_setup)
 
 
-@torch.library.custom_op("rlhf_kernels::masked_moments", mutates_args=())
+@signature.custom_op("rlhf_kernels::masked_moments", "x: D[...], mask: bool[...]")
 def _masked_moments(x: torch.Tensor, mask: torch.Tensor, backend: str) -> torch.Tensor:
     return registry.implementation("whiten", backend).masked_moments(x, mask)
 
@@ -230,7 +230,7 @@ def _(x, mask, backend):
     return x.new_empty(3, dtype=torch.float64)
 
 
-@torch.library.custom_op("rlhf_kernels::whiten", mutates_args=())
+@signature.custom_op("rlhf_kernels::whiten", "x: D[...], mask: bool[...], moments: float64[3]")
 def _whiten(
     x: torch.Tensor,
     mask: torch.Tensor,
@@ -247,7 +247,7 @@ def _(x, mask, moments, shift_mean, eps, backend):
     return x.new_empty(x.shape), x.new_empty(3, dtype=torch.float64)
 
 
-@torch.library.custom_op("rlhf_kernels::whiten_backward", mutates_args=())
+@signature.custom_op("rlhf_kernels::whiten_backward", "grad: D[...], x: D[...], mask: bool[...], stats: float64[3]")
 def _whiten_backward(
     grad: torch.Tensor,
     x: torch.Tensor,

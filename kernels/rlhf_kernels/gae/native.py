@@ -16,10 +16,6 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     return native.unsupported(device_type, dtype if dtype == torch.float64 else torch.float32)
 
 
-def _unit_inner_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-
-
 def forward(
     reward: torch.Tensor,
     value: torch.Tensor,
@@ -30,14 +26,14 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """reward, value: [B, T]; mask: bool [B, T]; bootstrap: [B] or None → advantage, ret: [B, T]."""
     dtype, shape = reward.dtype, reward.shape
-    reward, value, mask = _unit_inner_stride(reward), _unit_inner_stride(value), _unit_inner_stride(mask)
+    reward, value, mask = map(native.unit_inner_stride, (reward, value, mask))
     bootstrap = None if bootstrap is None else bootstrap.contiguous()
     advantage, ret = reward.new_empty(shape), reward.new_empty(shape)
     native.function("gae_forward", dtype)(
         *native.rows("reward", reward, dtype),
-        *native.rows("value", value, dtype),
-        *native.rows("mask", mask, torch.bool),
-        0 if bootstrap is None else native.dense("bootstrap", bootstrap, dtype),
+        *native.rows("value", value, dtype, shape),
+        *native.rows("mask", mask, torch.bool, shape),
+        0 if bootstrap is None else native.dense("bootstrap", bootstrap, dtype, shape[:1]),
         *shape,
         gamma,
         lam,
@@ -53,13 +49,13 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """grad_advantage, grad_ret: [B, T]; mask: bool [B, T] → d_reward, d_value: [B, T], d_bootstrap: [B]."""
     dtype, shape = grad_advantage.dtype, grad_advantage.shape
-    grad_advantage, grad_ret, mask = map(_unit_inner_stride, (grad_advantage, grad_ret, mask))
+    grad_advantage, grad_ret, mask = map(native.unit_inner_stride, (grad_advantage, grad_ret, mask))
     d_reward, d_value = grad_advantage.new_empty(shape), grad_advantage.new_empty(shape)
     d_bootstrap = grad_advantage.new_empty(shape[0])
     native.function("gae_backward", dtype)(
         *native.rows("grad_advantage", grad_advantage, dtype),
-        *native.rows("grad_ret", grad_ret, dtype),
-        *native.rows("mask", mask, torch.bool),
+        *native.rows("grad_ret", grad_ret, dtype, shape),
+        *native.rows("mask", mask, torch.bool, shape),
         *shape,
         gamma,
         lam,
@@ -77,7 +73,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     moments = x.new_empty(3, dtype=torch.float64)
     native.function("masked_moments", x.dtype)(
         native.dense("x", x, x.dtype),
-        native.dense("mask", mask, torch.bool),
+        native.dense("mask", mask, torch.bool, x.shape),
         x.numel(),
         native.threads(),
         native.dense("moments", moments, torch.float64),
@@ -95,8 +91,8 @@ def whiten_forward(
     y, stats = torch.empty(x.shape, dtype=dtype), torch.empty(3, dtype=torch.float64)
     native.function("whiten_forward", dtype)(
         native.address("x", x, dtype),
-        native.address("mask", mask, torch.bool),
-        0 if moments is None else native.address("moments", moments, torch.float64),
+        native.address("mask", mask, torch.bool, x.shape),
+        0 if moments is None else native.address("moments", moments, torch.float64, (3,)),
         x.numel(),
         shift_mean,
         eps,
@@ -120,10 +116,10 @@ def whiten_backward(
     grad, x, mask = grad.contiguous(), x.contiguous(), mask.contiguous()
     d_x = torch.empty(x.shape, dtype=dtype)
     native.function("whiten_backward", dtype)(
-        native.address("grad", grad, dtype),
+        native.address("grad", grad, dtype, x.shape),
         native.address("x", x, dtype),
-        native.address("mask", mask, torch.bool),
-        native.dense("stats", stats, torch.float64),
+        native.address("mask", mask, torch.bool, x.shape),
+        native.dense("stats", stats, torch.float64, (3,)),
         x.numel(),
         shift_mean,
         constant_moments,

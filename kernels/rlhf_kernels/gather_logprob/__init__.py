@@ -13,15 +13,18 @@ Determinism: rows do not interact; chunk borders depend on N and V only.
 Source    as `linear_logprob`, whose reference holds the statistics and their derivatives.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import eager, registry, triton_support
+from .. import eager, registry, signature, triton_support
 from ..logits import (
     OUTPUTS,
     LogprobOutputs,
     accumulation_dtype,
     check_outputs,
+    check_saved,
     check_temperature,
     check_tensor,
 )
@@ -76,7 +79,10 @@ def gather_logprob(
     )
 
 
-@eager.custom_op("rlhf_kernels::gather_logprob")
+@eager.custom_op(
+    "rlhf_kernels::gather_logprob",
+    "logits: float[..., V], target: int64[*], row_temperature: float[*]",
+)
 def _gather_logprob(
     logits: Tensor,
     target: Tensor,
@@ -98,7 +104,17 @@ def _(logits, target, row_temperature, temperature, ignore_index, outputs, inpla
     return tuple(logits.new_empty(target.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
 
 
-@eager.custom_op("rlhf_kernels::gather_logprob_backward")
+def _check_saved(*args: Any) -> None:
+    check_saved((args[9], args[12]), entropy=args[6], log_sum_sq_prob=args[7])
+
+
+@eager.custom_op(
+    "rlhf_kernels::gather_logprob_backward",
+    "logits: float[..., V], target: int64[*], row_temperature: float[*], lse: float[*], "
+    "entropy: float[*]?, log_sum_sq_prob: float[*]?, d_logprob: float[*], d_entropy: float[*], "
+    "d_lse: float[*], d_mean_logit: float[*], d_log_sum_sq_prob: float[*]",
+    also=_check_saved,
+)
 def _gather_logprob_backward(
     logits: Tensor,
     target: Tensor,
@@ -128,7 +144,14 @@ def _(logits, *args):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@torch.library.custom_op("rlhf_kernels::gather_logprob_backward_", mutates_args=("logits",))
+@signature.custom_op(
+    "rlhf_kernels::gather_logprob_backward_",
+    "logits: float[..., V], target: int64[*], row_temperature: float[*], lse: float[*], "
+    "entropy: float[*]?, log_sum_sq_prob: float[*]?, d_logprob: float[*], d_entropy: float[*], "
+    "d_lse: float[*], d_mean_logit: float[*], d_log_sum_sq_prob: float[*]",
+    also=_check_saved,
+    mutates_args=("logits",),
+)
 def _gather_logprob_backward_(
     logits: Tensor,
     target: Tensor,

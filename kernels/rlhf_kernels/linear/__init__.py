@@ -25,7 +25,7 @@ registry.register("linear", "reference", reference)
 registry.register("linear", "cpu", native, when_measured=True)
 
 
-@eager.custom_op("rlhf_kernels::linear")
+@eager.custom_op("rlhf_kernels::linear", "x: D[..., K], weight: D[M, K], bias: D[M]")
 def _op(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return registry.implementation("linear", backend).forward(x, weight, bias)
 
@@ -35,7 +35,7 @@ def _(x, weight, bias, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@eager.custom_op("rlhf_kernels::linear_backward")
+@eager.custom_op("rlhf_kernels::linear_backward", "dy: D[..., M], x: D[..., K], weight: D[M, K]")
 def _backward_op(
     dy: Tensor, x: Tensor | None, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool, backend: str
 ) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_kernels import native
 from rlhf_kernels.linear import packed
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
@@ -27,27 +27,29 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [.., M] = x [.., K] Wᵀ + b, dense."""
-    (M, K), dtype = weight.shape, x.dtype
+    (M, K), dtype = _sizes(weight), x.dtype
     y = x.new_empty((*x.shape[:-1], M))
-    rows, W = _rows(x), _unit_inner_stride(weight)
+    rows, W = _rows(x), native.unit_inner_stride(weight)
     bias = None if bias is None else bias.contiguous()  # held while its address is read
-    b = 0 if bias is None else native.dense("bias", bias, dtype)
+    b = 0 if bias is None else native.dense("bias", bias, dtype, (M,))
     native.extension().linear_forward(
-        _TYPES[dtype], *native.rows("x", rows, dtype), *native.rows("weight", W, dtype), b, y.data_ptr(), M,
-        rows.shape[0], K, M, native.threads(),
+        native.type_number("x", dtype, _TYPES), *native.rows("x", rows, dtype, (rows.shape[0], K)),
+        *native.rows("weight", W, dtype), b, y.data_ptr(), M, rows.shape[0], K, M, native.threads(),
     )  # fmt: skip
     return y
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dx [.., K] = dy [.., M] W; a frozen W is packed once, see `packed`."""
-    (M, K), dtype = weight.shape, dy.dtype
+    (M, K), dtype = _sizes(weight), dy.dtype
     dx = dy.new_empty((*dy.shape[:-1], K))
-    rows, W = _rows(dy), _unit_inner_stride(weight)
+    rows, W = _rows(dy), native.unit_inner_stride(weight)
     address, stride = native.rows("weight", W, dtype)
-    kept = packed.of(weight, _TYPES[dtype], address, stride) if W is weight else None
+    number = native.type_number("dy", dtype, _TYPES)
+    kept = packed.of(weight, number, address, stride) if W is weight else None
     native.extension().linear_input_gradient(
-        _TYPES[dtype], *native.rows("dy", rows, dtype), address, stride, 0 if kept is None else kept.data_ptr(),
+        number, *native.rows("dy", rows, dtype, (rows.shape[0], M)), address, stride,
+        0 if kept is None else kept.data_ptr(),
         dx.data_ptr(), K, rows.shape[0], K, M, native.threads(),
     )  # fmt: skip
     return dx
@@ -59,16 +61,18 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     (N, M), K, dtype = dy.shape, x.shape[1], dy.dtype
     dw = dy.new_empty((M, K))
     native.extension().linear_weight_gradient(
-        _TYPES[dtype], *native.rows("dy", dy, dtype), *native.rows("x", x, dtype), dw.data_ptr(), K, N, K, M,
-        native.threads(),
+        native.type_number("dy", dtype, _TYPES), *native.rows("dy", dy, dtype), *native.rows("x", x, dtype, (N, K)),
+        dw.data_ptr(), K, N, K, M, native.threads(),
     )  # fmt: skip
     return dw
 
 
 def _rows(x: Tensor) -> Tensor:
     """All rows of x as a matrix whose columns lie side by side."""
-    return _unit_inner_stride(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+    return native.unit_inner_stride(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def _unit_inner_stride(x: Tensor) -> Tensor:
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+def _sizes(weight: Tensor) -> tuple[int, int]:
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape [M, K], got {tuple(weight.shape)}")
+    return weight.shape  # type: ignore[return-value]

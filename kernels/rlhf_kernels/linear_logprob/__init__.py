@@ -36,6 +36,7 @@ from ..logits import (
     check_detach,
     check_head,
     check_outputs,
+    check_saved,
     check_tensor,
     grads_needed,
     widest,
@@ -96,7 +97,11 @@ def linear_logprob(
     return LogprobOutputs(**{name: made[name] if name in asked else None for name in OUTPUTS})
 
 
-@eager.custom_op("rlhf_kernels::linear_logprob")
+@eager.custom_op(
+    "rlhf_kernels::linear_logprob",
+    "hidden: float[N, H], weight: float[V, H], target: int64[N], bias: float[V], lora_A: float[r, H], "
+    "lora_B: float[V, r], row_temperature: float[N]",
+)
 def _linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -128,7 +133,14 @@ def _(hidden, weight, target, *args):
     return (*rows, hidden.new_empty(hidden.shape if ahead else 0, dtype=dtype))
 
 
-@eager.custom_op("rlhf_kernels::linear_logprob_backward")
+@eager.custom_op(
+    "rlhf_kernels::linear_logprob_backward",
+    "hidden: float[N, H], weight: float[V, H], target: int64[N], bias: float[V], lora_A: float[r, H], "
+    "lora_B: float[V, r], row_temperature: float[N], logprob: float[N], lse: float[N], "
+    "entropy: float[N]?, log_sum_sq_prob: float[N]?, expected: float[N, H]?, d_logprob: float[N], "
+    "d_entropy: float[N], d_lse: float[N], d_mean_logit: float[N], d_log_sum_sq_prob: float[N]",
+    also=lambda *args: check_saved((args[18], args[21]), entropy=args[14], log_sum_sq_prob=args[15]),
+)
 def _linear_logprob_backward(
     hidden: Tensor,
     weight: Tensor,

@@ -364,13 +364,15 @@ def fused_kernel(
         e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(
             z, column, in_range, index, ENTROPY, SUM_SQ, MEAN, TOP
         )
+        if h_r_ptr is not None:  # before states are joined: their factors would take registers beside z, e and z_r
+            z_r = transformed(y_r, bias, divisor, logit_scale, softcap, SOFTCAP)
+            z_r = tl.where(in_range[None, :], z_r, float("-inf"))
+            x2 = tl.sum(e * difference(e, z, z_r), 1)
         a, a2, m, s, w, q, total, at_target, first = joined(
             m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2
         )
         if h_r_ptr is not None:
-            z_r = transformed(y_r, bias, divisor, logit_scale, softcap, SOFTCAP)
-            z_r = tl.where(in_range[None, :], z_r, float("-inf"))
-            x = a * x + a2 * tl.sum(e * difference(e, z, z_r), 1)
+            x = a * x + a2 * x2
             _, m_r2, s_r2, _, _, _, at_target_r2, _ = tile_state(
                 z_r, column, in_range, index, False, False, False, False
             )

@@ -105,7 +105,11 @@ def linear_logprob_pair(
     return PairOutputs(**{name: x.detach() if name in constant else x for name, x in named.items()})
 
 
-@eager.custom_op("rlhf_kernels::linear_logprob_pair")
+@eager.custom_op(
+    "rlhf_kernels::linear_logprob_pair",
+    "hidden_a: float[N, H], hidden_r: float[N, H], weight: float[V, H], target: int64[N], "
+    "bias: float[V], lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N]",
+)
 def _linear_logprob_pair(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -136,7 +140,14 @@ def _(hidden_a, hidden_r, weight, *args):
     return (*rows, *made)
 
 
-@eager.custom_op("rlhf_kernels::linear_logprob_pair_backward")
+@eager.custom_op(
+    "rlhf_kernels::linear_logprob_pair_backward",
+    "hidden_a: float[N, H], hidden_r: float[N, H], weight: float[V, H], target: int64[N], "
+    "bias: float[V], lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N], "
+    "logprob_a: float[N], logprob_r: float[N], lse_a: float[N], lse_r: float[N], kl: float[N], "
+    "entropy: float[N], expected: float[N, H]?, expected_kl: float[N, H]?, d_logprob: float[N], "
+    "d_kl: float[N], d_entropy: float[N]",
+)
 def _linear_logprob_pair_backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -36,8 +36,8 @@ from ..logits import (
     grads_needed,
     widest,
 )
-from ..ppo_loss import KL_ESTIMATORS, PolicyStatistics
-from ..ppo_loss.checks import as_denom
+from ..ppo_loss import PolicyStatistics
+from ..ppo_loss.checks import as_denom, check_kl
 from . import native, reference
 
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
@@ -104,8 +104,7 @@ def linear_ppo_loss(
             raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
-    if kl not in KL_ESTIMATORS:
-        raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
+    check_kl(kl)
     for name, coef in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not math.isfinite(coef):
             raise ValueError(f"{name}: expected a finite number, got {coef!r}")
@@ -132,7 +131,13 @@ def linear_ppo_loss(
     return LinearPpoLossOutputs(loss, statistics, logprob)
 
 
-@eager.custom_op("rlhf_kernels::linear_ppo_loss")
+@eager.custom_op(
+    "rlhf_kernels::linear_ppo_loss",
+    "hidden: float[N, H], weight: float[V, H], target: int64[N], old_logprob: float[N], "
+    "advantage: float[N], mask: mask[N], denom: float[], ref_logprob: float[N], bias: float[V], "
+    "lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N]",
+    also=lambda *args: check_kl(args[20]),
+)
 def _linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -30,8 +30,10 @@ al. 2023), here with a backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +59,11 @@ registry.register("lora_decode_delta", "reference", reference)
 registry.register("lora_decode_delta", "cuda", cuda)
 
 
-@eager.custom_op("rlhf_kernels::lora_delta")
+@eager.custom_op(
+    "rlhf_kernels::lora_delta",
+    "x: float[N, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[N]",
+    also=lambda x, *args: Lanes(*args[:10]).check(x.shape[0]),
+)
 def _delta_op(
     x: Tensor,
     A: list[Tensor],
@@ -82,7 +88,18 @@ def _(x, A, B, scales, starts, ends, *args):  # type: ignore[no-untyped-def]
     return x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=compute_dtype(x, *A, *B))
 
 
-@eager.custom_op("rlhf_kernels::lora_delta_backward")
+def _check_delta_backward(ddelta: Tensor, x: Tensor, *args: Any) -> None:
+    lanes = Lanes(*args[:10])
+    lanes.check(x.shape[0])
+    if ddelta.shape[0] != lanes.n_on:
+        raise ValueError(f"ddelta: expected {lanes.n_on} rows, as many as are on, got {ddelta.shape[0]}")
+
+
+@eager.custom_op(
+    "rlhf_kernels::lora_delta_backward",
+    "ddelta: float[on, M], x: float[N, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[N]",
+    also=_check_delta_backward,
+)
 def _delta_backward_op(
     ddelta: Tensor,
     x: Tensor,
@@ -139,7 +156,11 @@ def _deal(grads: list[Tensor], *needed: list[bool]) -> list[list[Tensor | None]]
 _delta_op.register_autograd(_delta_backward, setup_context=_delta_setup)
 
 
-@eager.custom_op("rlhf_kernels::lora_linear")
+@eager.custom_op(
+    "rlhf_kernels::lora_linear",
+    "x: D[..., K], weight: D[M, K], bias: D[M], A: float[r_i, K], B: float[M, r_i], row_ids: int64[*]",
+    also=lambda x, _weight, _bias, *args: Lanes(*args[:10]).check(math.prod(x.shape[:-1])),
+)
 def _linear_op(
     x: Tensor,
     weight: Tensor,
@@ -166,7 +187,11 @@ def _(x, weight, *args):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@eager.custom_op("rlhf_kernels::lora_linear_backward")
+@eager.custom_op(
+    "rlhf_kernels::lora_linear_backward",
+    "dy: D[..., M], x: D[..., K], weight: D[M, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[*]",
+    also=lambda _dy, x, _weight, *args: Lanes(*args[:10]).check(math.prod(x.shape[:-1])),
+)
 def _linear_backward_op(
     dy: Tensor,
     x: Tensor,

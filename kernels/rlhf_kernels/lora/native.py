@@ -17,7 +17,7 @@ from .. import autocast, native
 from ..linear import product_for
 from .segments import Lanes
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_TYPES = (torch.float32, torch.bfloat16)
 _Matrix = tuple[int, int, int]  # address, row stride, type
 _ABSENT: _Matrix = (0, 0, 0)
 _DECODE_ROWS = {torch.float32: (4, 64), torch.bfloat16: (1, 64)}
@@ -73,18 +73,20 @@ class Decoder:
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._shape, self._dtype = x.shape, x.dtype
         self._y_shape = (*x.shape[:-1], weight.shape[0])
+        (M, K), dtype = weight.shape, x.dtype
+        lanes.check(math.prod(x.shape[:-1]))
         A, B = self._adapters = _adapters(lanes.A), _adapters(lanes.B)
         self.lasting = all(own is given for own, given in zip((*A, *B), (*lanes.A, *lanes.B), strict=True))
         """Whether it sees what becomes of its tensors later: none of them is a copy."""
         self._run = native.extension().LoraDecoder(
-            _matrix(weight),
-            0 if bias is None else bias.data_ptr(),
+            (*native.rows("weight", weight, dtype, (M, x.shape[-1])), native.type_number("x", dtype, _TYPES)),
+            0 if bias is None else native.dense("bias", bias, dtype, (M,)),
             lanes.n_on,
-            x.shape[-1],
-            weight.shape[0],
+            K,
+            M,
             [
-                (_matrix(a), _matrix(b), a.shape[0], scale, 0.0, 0, 0)
-                for a, b, scale in zip(A, B, lanes.scales, strict=True)
+                (*_pair(i, a, b, K, M), scale, 0.0, 0, 0)
+                for i, (a, b, scale) in enumerate(zip(A, B, lanes.scales, strict=True))
             ],
             _in_place(lanes),
         )
@@ -117,7 +119,7 @@ class Decoder:
         if x.is_contiguous():  # says nothing about the strides of dimensions of size 1
             self._run(x.data_ptr(), x.shape[-1], y.data_ptr(), native.threads())
         else:
-            rows = _unit_inner_stride(x.reshape(-1, x.shape[-1]))
+            rows = native.unit_inner_stride(x.reshape(-1, x.shape[-1]))
             self._run(rows.data_ptr(), rows.stride(0), y.data_ptr(), native.threads())
         return y
 
@@ -165,16 +167,26 @@ def _compact(lanes: Lanes) -> _Runs:
     return runs
 
 
-def _unit_inner_stride(x: Tensor) -> Tensor:
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+def _matrix(name: str, x: Tensor, rows: int, columns: int) -> _Matrix:
+    return *native.rows(name, x, x.dtype, (rows, columns)), native.type_number(name, x.dtype, _TYPES)
 
 
-def _matrix(x: Tensor) -> _Matrix:
-    return x.data_ptr(), x.stride(0), _TYPES[x.dtype]  # the op has checked device and shape, C++ refuses a null pointer
+def _pair(i: int, a: Tensor, b: Tensor, K: int, M: int) -> tuple[_Matrix, _Matrix, int]:
+    """What C++ takes for slot i: A [r, K], B [M, r] and r."""
+    r = a.shape[0]
+    return _matrix(f"A[{i}]", a, r, K), _matrix(f"B[{i}]", b, M, r), r
+
+
+def _row_ids(lanes: Lanes, n_rows: int) -> tuple[Tensor | None, int]:
+    """The ids as C++ reads them, to be kept alive, and their address or 0."""
+    if lanes.row_ids is None:
+        return None, 0
+    row_ids = lanes.row_ids.contiguous()
+    return row_ids, native.dense("row_ids", row_ids, torch.int64, (n_rows,))
 
 
 def _adapters(tensors: list[Tensor]) -> list[Tensor]:
-    return [_unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
+    return [native.unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
 
 
 def _forward(
@@ -185,23 +197,25 @@ def _forward(
     runs: _Runs,
 ) -> None:
     """y [.., M] (+)= delta on the runs' rows."""
-    x, A, B = _unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
-    row_ids = None if lanes.row_ids is None else lanes.row_ids.contiguous()
-    ids = 0 if row_ids is None else row_ids.data_ptr()
+    x, A, B = native.unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
+    (N, K), M = x.shape, y.shape[1]
+    kept, ids = _row_ids(lanes, N)
+    lanes.check(N)
     native.extension().lora_forward(
-        _matrix(x),
-        _matrix(y),
+        _matrix("x", x, N, K),
+        _matrix("y", y, y.shape[0], M),
         add,
-        x.shape[1],
-        y.shape[1],
+        K,
+        M,
         [
-            (_matrix(a), _matrix(b), a.shape[0], scale, p_i if ids else 0.0, 0, 0)
-            for a, b, scale, p_i in zip(A, B, lanes.scales, lanes.p, strict=True)
+            (*_pair(i, a, b, K, M), scale, p_i if ids else 0.0, 0, 0)
+            for i, (a, b, scale, p_i) in enumerate(zip(A, B, lanes.scales, lanes.p, strict=True))
         ],
         runs,
         (lanes.seed, ids, lanes.stream),
         native.threads(),
     )
+    del kept
 
 
 def _backward(
@@ -217,32 +231,35 @@ def _backward(
     if dx is None and not any(need_A) and not any(need_B):
         return []
     dtypes = [t.dtype for t in (*lanes.A, *lanes.B)]
-    dy, x, A, B = _unit_inner_stride(dy), _unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
-    row_ids = None if lanes.row_ids is None else lanes.row_ids.contiguous()
-    ids = 0 if row_ids is None else row_ids.data_ptr()
+    dy, x = native.unit_inner_stride(dy), native.unit_inner_stride(x)
+    A, B = _adapters(lanes.A), _adapters(lanes.B)
+    (N, K), (n_dy, M) = x.shape, dy.shape
+    if n_dy < runs[-1][1] + runs[-1][2]:
+        raise ValueError(f"dy: expected {runs[-1][1] + runs[-1][2]} rows or more, got {n_dy}")
+    kept, ids = _row_ids(lanes, N)
+    lanes.check(N)
     dA = [a.new_empty(a.shape) if need else None for a, need in zip(A, need_A, strict=True)]
     dB = [b.new_empty(b.shape) if need else None for b, need in zip(B, need_B, strict=True)]
     native.extension().lora_backward(
-        _matrix(dy),
-        _matrix(x),
-        _ABSENT if dx is None else _matrix(dx),
-        x.shape[1],
-        dy.shape[1],
+        _matrix("dy", dy, n_dy, M),
+        _matrix("x", x, N, K),
+        _ABSENT if dx is None else _matrix("dx", dx, N, K),
+        K,
+        M,
         [
             (
-                _matrix(a),
-                _matrix(b),
-                a.shape[0],
+                *_pair(i, a, b, K, M),
                 scale,
                 p_i if ids else 0.0,
                 0 if da is None else da.data_ptr(),
                 0 if db is None else db.data_ptr(),
             )
-            for a, b, scale, p_i, da, db in zip(A, B, lanes.scales, lanes.p, dA, dB, strict=True)
+            for i, (a, b, scale, p_i, da, db) in enumerate(zip(A, B, lanes.scales, lanes.p, dA, dB, strict=True))
         ],
         runs,
         (lanes.seed, ids, lanes.stream),
         native.threads(),
     )
+    del kept
     found = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
     return [grad if grad.dtype == dtype else grad.to(dtype) for grad, dtype in found]

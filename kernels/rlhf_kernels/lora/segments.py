@@ -86,6 +86,30 @@ class Lanes(NamedTuple):
     row_ids: Tensor | None  # int64 [N]; None where nothing is dropped
     stream: int
 
+    def check(self, n_rows: int) -> None:
+        """Raise ValueError unless lists have one length each, and runs lie within `n_rows`, in order and of such slots.
+
+        Shapes of A, B and row_ids are not looked at.
+        """
+        for names, lengths in (
+            ("A, B, scales, p", [len(self.A), len(self.B), len(self.scales), len(self.p)]),
+            ("starts, ends, slots", [len(self.starts), len(self.ends), len(self.slots)]),
+        ):
+            if len(set(lengths)) != 1 or lengths[0] == 0:
+                raise ValueError(f"{names}: expected the same number of entries, at least 1, got {lengths}")
+        at = 0
+        for start, end in zip(self.starts, self.ends, strict=True):
+            if not at <= start < end <= n_rows:
+                raise ValueError(f"starts, ends: expected ascending runs within [{at}, {n_rows}), got [{start}, {end})")
+            at = end
+        if set(self.slots) != set(range(len(self.A))):
+            raise ValueError(f"slots: expected runs of every slot in [0, {len(self.A)}), got {self.slots}")
+        for p in self.p:
+            if not 0.0 <= p < 1.0:
+                raise ValueError(f"p: expected probabilities in [0, 1), got {p}")
+        if any(self.p) and self.row_ids is None:
+            raise ValueError(f"row_ids: expected them with dropout p={self.p}, got None")
+
     @property
     def runs(self) -> list[tuple[int, int, int]]:
         """(start, end, slot) of every run."""

@@ -28,10 +28,19 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels import cuda_support, registry, triton_support
+from rlhf_kernels import cuda_support, registry, signature, triton_support
 from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss import native, reference
-from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
+from rlhf_kernels.ppo_loss.checks import (
+    as_denom,
+    check_denom,
+    check_kl,
+    check_tensors,
+    flat,
+    flat_or_none,
+    is_one,
+    like,
+)
 from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
 from rlhf_kernels.ppo_loss.statistics import LossAndStatistics, PolicyStatistics
 from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
@@ -58,7 +67,12 @@ class PpoLossOutputs(PolicyStatistics, LossAndStatistics):
     """(loss [], which alone carries a gradient; statistics [9]), and each statistic by name."""
 
 
-@torch.library.custom_op("rlhf_kernels::ppo_loss", mutates_args=())
+@signature.custom_op(
+    "rlhf_kernels::ppo_loss",
+    "new_logprob: float[N], old_logprob: float[N], advantage: float[N], mask: real[N], denom: float[], "
+    "ref_logprob: float[N], entropy: float[N]",
+    also=lambda *args: check_kl(args[10]),
+)
 def _ppo_loss_op(
     new_logprob: Tensor,
     old_logprob: Tensor,
@@ -102,7 +116,10 @@ def _(new_logprob, *args):  # type: ignore[no-untyped-def]
     )
 
 
-@torch.library.custom_op("rlhf_kernels::ppo_loss_backward", mutates_args=())
+@signature.custom_op(
+    "rlhf_kernels::ppo_loss_backward",
+    "grad_loss: float[], dloss: float[N], mask: real[N], denom: float[]",
+)
 def _ppo_loss_backward_op(
     grad_loss: Tensor,
     dloss: Tensor,
@@ -224,8 +241,7 @@ def ppo_loss(
         raise ValueError(f"clip_high: expected a number >= 0, got {clip_high!r}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
-    if kl not in KL_ESTIMATORS:
-        raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
+    check_kl(kl)
     _check_coefficient("kl_coef", kl_coef, "ref_logprob", ref_logprob)
     _check_coefficient("entropy_coef", entropy_coef, "entropy", entropy)
     check_denom(denom)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels.ppo_loss.reference import accumulate_dtype
+from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, accumulate_dtype
 
 
 def check_tensors(**tensors: Tensor | None) -> None:
@@ -33,6 +33,12 @@ def check_tensors(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name}: expected the shape of {first_name} {tuple(shape)}, got {tuple(x.shape)}")
         elif x.device != device:
             raise ValueError(f"{name}: expected the device of {first_name} ({device}), got {x.device}")
+
+
+def check_kl(kl: str) -> None:
+    """Raise unless `kl` names an estimator."""
+    if kl not in KL_ESTIMATORS:
+        raise ValueError(f"kl: expected one of {KL_ESTIMATORS}, got {kl!r}")
 
 
 def check_denom(denom: float | Tensor) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import registry
+from rlhf_kernels import registry, signature
 from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
 from rlhf_kernels.ppo_loss.reference import accumulate_dtype
@@ -28,7 +28,10 @@ class ValueLossOutputs(ValueStatistics, LossAndStatistics):
     """(loss [], which alone carries a gradient; statistics [6]), and each statistic by name."""
 
 
-@torch.library.custom_op("rlhf_kernels::value_loss", mutates_args=())
+@signature.custom_op(
+    "rlhf_kernels::value_loss",
+    "value: float[N], old_value: float[N], ret: float[N], mask: real[N], denom: float[]",
+)
 def _value_loss_op(
     value: Tensor,
     old_value: Tensor | None,
@@ -51,7 +54,7 @@ def _(value, *args):  # type: ignore[no-untyped-def]
     )
 
 
-@torch.library.custom_op("rlhf_kernels::value_loss_backward", mutates_args=())
+@signature.custom_op("rlhf_kernels::value_loss_backward", "grad_loss: float[], dloss: float[N]")
 def _value_loss_backward_op(grad_loss: Tensor, dloss: Tensor, backend: str) -> Tensor:
     return registry.implementation("ppo_loss", backend).value_backward(grad_loss, dloss)
 

@@ -16,7 +16,7 @@ its size.
 Source    Gumbel (1954), Maddison et al. 2014; Philox: Salmon et al., SC 2011.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +81,7 @@ def sample(
     check_tensor("position", position, (n_rows,), hidden, "int64")
     if greedy is not None:
         check_tensor("greedy", greedy, (n_rows,), hidden, "bool")
-    if (forbidden is None) != (forbids is None):
-        raise ValueError("forbids: expected it together with forbidden, got one of the two")
+    _check_bans(forbidden, forbids)
     if forbidden is not None and forbids is not None:
         check_tensor("forbidden", forbidden, tuple(forbidden.shape[:1]), hidden, "int64")
         check_tensor("forbids", forbids, (n_rows,), hidden, "bool")
@@ -142,7 +141,26 @@ def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> st
     return "reference"
 
 
-@eager.custom_op("rlhf_kernels::sample")
+def _check_filters(*args: Any) -> None:
+    """Raise for one of `forbidden` and `forbids` without the other, and for a filter that the backend lacks."""
+    forbidden, forbids, top_k, top_p, backend = args[5], args[6], args[15], args[16], args[18]
+    _check_bans(forbidden, forbids)
+    if backend != "reference" and (top_k != 0 or top_p != 1.0):
+        raise registry.BackendUnavailableError(f"backend={backend!r} cannot serve sample: {FILTERS}")
+
+
+def _check_bans(forbidden: Tensor | None, forbids: Tensor | None) -> None:
+    if (forbidden is None) != (forbids is None):
+        raise ValueError("forbids: expected it together with forbidden, got one of the two")
+
+
+@eager.custom_op(
+    "rlhf_kernels::sample",
+    "hidden: float[N, H], weight: float[V, H], seed: int64[N], position: int64[N], greedy: bool[N], "
+    "forbidden: int64[F], forbids: bool[N], bias: float[V], lora_A: float[r, H], lora_B: float[V, r], "
+    "row_temperature: float[N]",
+    also=_check_filters,
+)
 def _sample(
     hidden: Tensor,
     weight: Tensor,

@@ -1,0 +1,202 @@
+"""Registered ops, native wrappers and the extension, called directly and wrongly: an error with the argument's name."""
+
+import re
+
+import pytest
+import torch
+from rlhf_kernels import native, registry
+from rlhf_kernels.block import native as block_native
+from rlhf_kernels.decode_attention import native as attention_native
+from rlhf_kernels.gae import native as gae_native
+from rlhf_kernels.gather_logprob import native as gather_native
+from rlhf_kernels.linear import native as linear_native
+from rlhf_kernels.lora import native as lora_native
+from rlhf_kernels.lora.segments import Lanes
+from rlhf_kernels.ppo_loss import native as ppo_native
+
+from .direct_calls import CALLS, FREE, mutated, ops
+
+OPS = ops()
+BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.missing() is not None, reason="no C++"))]
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+def call(name, arguments, backend):
+    """The registered op itself; `backend` where it has one."""
+    named = {argument.name for argument in OPS[name]._schema.arguments}
+    if "backend" not in named and native.missing() is not None:
+        pytest.skip("the op's only backend is the native one")
+    return OPS[name](**arguments, **({"backend": backend} if "backend" in named else {}))
+
+
+def test_every_op_is_here():
+    assert set(CALLS) == set(OPS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_tensors_are_refused(name, backend):
+    call(name, CALLS[name](), backend)
+    for argument, mutation, arguments in mutated(name):
+        if (argument, mutation) in FREE.get(name, ()):
+            call(name, arguments, backend)
+            continue
+        error = None
+        try:
+            call(name, arguments, backend)
+        except (ValueError, TypeError) as refused:
+            error = str(refused)
+        assert error is not None, f"taken: {argument}, {mutation}"
+        assert re.fullmatch(r"[\w.\[\], ]+: expected .+", error)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gae", {"backend": "auto"}, "backend: expected one of .*, got 'auto'"),
+        ("ppo_loss", {"kl": "k4"}, "kl: expected one of"),
+        ("linear_ppo_loss", {"kl": ""}, "kl: expected one of"),
+        ("sample", {"forbids": None}, "forbids: expected it together with forbidden"),
+        ("linear_logprob", {"target": torch.tensor([0, 1, 2, 3, 4, 40])}, "target: expected values in"),
+        ("gather_logprob", {"target": torch.full((6,), -1)}, "target: expected values in"),
+        ("gather_logprob_backward", {"entropy": torch.empty(0)}, "entropy: expected shape .* with d_entropy"),
+        ("linear_logprob_backward", {"entropy": torch.empty(0)}, "entropy: expected shape .* with d_entropy"),
+        ("decode_attention", {"lengths": torch.full((6,), 9)}, "lengths: expected"),
+        ("decode_attention", {"lengths": torch.full((6,), -1)}, "lengths: expected"),
+        ("decode_attention", {"block_table": torch.full((6, 2), 9)}, "block_table: expected"),
+        ("lora_delta", {"ends": [2, 7]}, r"starts, ends: expected ascending runs within \[2, 6\), got \[3, 7\)"),
+        ("lora_delta", {"starts": [-1, 3]}, "starts, ends: expected ascending runs"),
+        ("lora_delta", {"starts": [0, 1]}, "starts, ends: expected ascending runs"),
+        ("lora_linear", {"ends": [2, 2**62]}, "starts, ends: expected ascending runs"),
+        ("lora_linear", {"slots": [0, 2]}, r"slots: expected runs of every slot in \[0, 2\), got \[0, 2\]"),
+        ("lora_linear", {"slots": [0]}, "starts, ends, slots: expected the same number of entries"),
+        ("lora_linear", {"scales": []}, "A, B, scales, p: expected the same number of entries"),
+        ("lora_linear", {"p": [1.0, 0.0]}, "p: expected probabilities"),
+        ("lora_delta", {"row_ids": None}, "row_ids: expected them with dropout"),
+        ("lora_delta_backward", {"ddelta": torch.zeros(4, 16)}, "ddelta: expected 5 rows"),
+    ],
+)
+@needs_native
+def test_wrong_values_are_refused(name, changes, message):
+    changes = {"backend": "cpu", **changes}
+    with pytest.raises(ValueError, match=message):
+        OPS[name](**CALLS[name]() | changes)
+
+
+def test_an_error_shows_the_sizes_that_are_known():
+    with pytest.raises(ValueError, match=re.escape("value: expected shape [6, 5], got [6, 4]")):
+        call("gae", CALLS["gae"]() | {"value": torch.zeros(6, 4)}, "reference")
+    with pytest.raises(ValueError, match=re.escape("lora_B: expected shape [40, 3], got [40, 2]")):
+        call("sample", CALLS["sample"]() | {"lora_B": torch.zeros(40, 2)}, "reference")
+    with pytest.raises(TypeError, match=re.escape("value: expected torch.float32, got torch.float64")):
+        call("gae", CALLS["gae"]() | {"value": torch.zeros(6, 5).double()}, "reference")
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(ValueError, match=r"backend: expected one of \['reference', 'cpu'.*\], got 'cuda2'"):
+        registry.implementation("gae", "cuda2")
+
+
+X, BOOL = torch.zeros, torch.bool
+LANES = Lanes([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: gae_native.forward(X(4, 5), X(4, 4), X(4, 5, dtype=BOOL), None, 1, 1), "value: expected shape"),
+        (lambda: gae_native.forward(X(4, 5), X(4, 5), X(3, 5, dtype=BOOL), None, 1, 1), "mask: expected shape"),
+        (lambda: gae_native.forward(X(4, 5), X(4, 5), X(4, 5, dtype=BOOL), X(3), 1, 1), "bootstrap: expected shape"),
+        (lambda: gae_native.backward(X(4, 5), X(4, 4), X(4, 5, dtype=BOOL), 1, 1), "grad_ret: expected shape"),
+        (lambda: gae_native.masked_moments(X(4, 5), X(4, 4, dtype=BOOL)), "mask: expected shape"),
+        (lambda: gae_native.masked_moments(X(4).half(), X(4, dtype=BOOL)), "masked_moments: expected torch.float32 or"),
+        (lambda: gae_native.whiten_forward(X(4), X(3, dtype=BOOL), None, True, 0.0), "mask: expected shape"),
+        (lambda: gae_native.whiten_forward(X(4), X(4, dtype=BOOL), X(2).double(), True, 0.0), "moments: expected"),
+        (lambda: gae_native.whiten_backward(X(3), X(4), X(4, dtype=BOOL), X(3).double(), True, True), "grad: expected"),
+        (lambda: gae_native.whiten_backward(X(4), X(4), X(4, dtype=BOOL), X(2).double(), True, True), "stats: expect"),
+        (lambda: ppo_native.value_forward(X(4), None, X(3), X(4, dtype=BOOL), 1.0, None), "ret: expected 4 elements"),
+        (lambda: block_native.rms_norm(X(4, 8), X(7), 0.0), "weight: expected shape"),
+        (lambda: block_native.rms_norm_gradient(X(4, 8), X(3, 8), X(8), X(4, 1)), "dy: expected shape"),
+        (lambda: block_native.rms_norm_gradient(X(4, 8), X(4, 8), X(8), X(3, 1)), "rstd: expected shape"),
+        (lambda: block_native.rotate(X(2, 3, 4, 8), X(1, 3, 8), X(1, 4, 8)), "cos: expected shape"),
+        (lambda: block_native.rotate(X(2, 3, 4, 8), X(2, 4, 8), X(1, 4, 8)), "sin: expected shape"),
+        (lambda: block_native.swiglu_gradient(X(4), X(5), X(5)), "dy: expected shape"),
+        (lambda: block_native.swiglu_gradient(X(5).half(), X(5).half(), X(5).half()), "swiglu_gradient: expected"),
+        (lambda: linear_native.forward(X(4, 7), X(16, 8), None), "x: expected shape"),
+        (lambda: linear_native.forward(X(4, 8), X(16, 8), X(15)), "bias: expected shape"),
+        (lambda: linear_native.forward(X(4, 8).double(), X(16, 8).double(), None), "x: expected torch.float32 or"),
+        (lambda: linear_native.input_gradient(X(4, 15), X(16, 8)), "dy: expected shape"),
+        (lambda: linear_native.weight_gradient(X(4, 16), X(3, 8)), "x: expected shape"),
+        (lambda: gather_native.forward(X(4, 8), X(3).long(), None, 1.0, -1, "logprob"), "logits: expected 3 rows"),
+        (lambda: gather_native.forward(X(4, 8), X(4).long(), X(3) + 1, 1.0, -1, "lse"), "row_temperature: expected"),
+        (lambda: lora_native.forward(X(3, 32), LANES), "starts, ends: expected ascending runs"),
+        (lambda: lora_native.forward(X(4, 31), LANES), r"A\[0\]: expected shape"),
+        (lambda: lora_native.forward(X(4, 32), LANES._replace(B=[X(16, 1)])), r"B\[0\]: expected shape"),
+        (lambda: lora_native.backward(X(3, 16), X(4, 32), LANES, True, [True], [True]), "dy: expected 4 rows"),
+        (lambda: lora_native.Decoder(X(4, 32), X(16, 32), X(15), LANES), "bias: expected shape"),
+        (lambda: lora_native.Decoder(X(4, 32), X(15, 32), None, LANES), r"B\[0\]: expected shape"),
+        (
+            lambda: attention_native.forward(
+                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 7), X(2).long(), X(2, 1).long(), 1.0, None, None
+            ),
+            "v_cache: expected shape",
+        ),
+        (
+            lambda: attention_native.forward(
+                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 8), X(1).long(), X(2, 1).long(), 1.0, None, None
+            ),
+            "lengths: expected shape",
+        ),
+    ],
+)
+def test_native_wrappers_refuse_wrong_shapes(run, message):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        run()
+
+
+HUGE = 2**31
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0), "rows, columns"),
+        ("gae_backward_float64", (0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0, 0), "rows, columns"),
+        ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, -1, 1, 1.0, 1.0, 1, 0, 0), "rows"),
+        ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, HUGE - 1, 0, 0), "threads"),
+        ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, 1, 0, 0), "reward.data"),
+        ("linear_forward", (0, 0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1, 1), "N, K"),
+        ("linear_weight_gradient", (0, 0, 0, 0, 0, 0, 0, HUGE, 1, 2 * HUGE, 1), "N, M"),
+        ("linear_packed_bytes", (0, HUGE, HUGE), "K, M, 16"),
+        ("linear_is_packed", (0, 0, 0, 0, -1, 1, 0), "K"),
+        ("rms_norm_apply_float32", (8, 8, 8, HUGE, 2 * HUGE, 1, 8), "rows, width"),
+        ("rotary_apply_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2, HUGE, 2, 1, 0), "batch, tokens, heads, dim"),
+        (
+            "gather_logprob_forward_float32",
+            (0, 0, 0, 1, 0, 0, 1.0, -1, HUGE, 2 * HUGE, 1, 0, 0, 0, 0, 0, 0),
+            "rows, vocab",
+        ),
+        (
+            "lora_forward",
+            ((0, 0, 0), (0, 0, 0), False, HUGE, 1, [((0, 0, 0), (0, 0, 0), HUGE, 1.0, 0.0, 0, 0)], [], (0, 0, 0), 1),
+            "slot.rank, K",
+        ),
+        (
+            "lora_forward",
+            ((0, 0, 0), (0, 0, 0), False, 0, 0, [((0, 0, 0), (0, 0, 0), 0, 1.0, 0.0, 0, 0)], [(0, 0, 2**62, 0)] * 2,
+             (0, 0, 0), 1),
+            "runs",
+        ),
+        (
+            "decode_attention",
+            (False, (0, 2, 1, 2), 0, (0, 0, 0), 0, (0, 0, 0, 0), 0, (0, 0, 0, 0), 0, 0, (HUGE, 1, HUGE), 1.0, 0, 0.0,
+             0, 1),
+            "paging.table_blocks, paging.block",
+        ),
+    ],
+)  # fmt: skip
+def test_the_extension_refuses_sizes_that_overflow(name, arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}: expected "):
+        getattr(native.extension(), name)(*arguments)
