@@ -151,8 +151,8 @@ def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor, *, copy: boo
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """Gate every linear of a model; what can be adapted, by name.
 
-    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that would
-    compute something else under the gate.
+    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that
+    would compute something else under the gate.
     """
     head = model.get_output_embeddings()
     found: dict[str, GatedLayer] = {}

@@ -25,6 +25,25 @@ _SHAPE = {
 _PLAIN_HEADS = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
+_LATENT = {  # keys of 12 numbers a head, values of 8
+    **_PLAIN_HEADS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 CONFIGS = {
     "llama": hf.LlamaConfig(**_SHAPE, tie_word_embeddings=False),
     "qwen2": hf.Qwen2Config(**_SHAPE),
@@ -53,8 +72,39 @@ CONFIGS = {
     ),
     "phi": hf.PhiConfig(**{**_PLAIN_HEADS, "num_attention_heads": 3}),
     "qwen3_moe": hf.Qwen3MoeConfig(**_SHAPE, **_EXPERTS, head_dim=8),
-    "mixtral": hf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "mixtral": hf.MixtralConfig(
+        **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, router_jitter_noise=0.1
+    ),
+    "deepseek_v3": hf.DeepseekV3Config(**_LATENT, **_SHARED_EXPERTS),
+    "minicpm3": hf.MiniCPM3Config(**_LATENT, scale_emb=2, dim_model_base=12),
+    "glm4_moe": hf.Glm4MoeConfig(**_SHAPE, **_SHARED_EXPERTS, head_dim=8),
+    "smollm3": hf.SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # the second layer has no positions
 }
+
+_MAMBA = {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+REFUSED = {
+    "falcon_h1": (hf.FalconH1Config(**_SHAPE, **_MAMBA), "a sequence packed beside another"),
+    "bart": (
+        hf.BartConfig(
+            **_TOKENS,
+            d_model=24,
+            decoder_layers=2,
+            encoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=40,
+            max_position_embeddings=64,
+            init_std=0.3,
+            is_decoder=True,
+            is_encoder_decoder=False,
+        ),
+        "a sequence packed beside another",
+    ),
+    "gpt_oss": (hf.GptOssConfig(**_SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2), "keyword s_aux="),
+    "qwen3_next": (hf.Qwen3NextConfig(**_SHAPE, **_EXPERTS, head_dim=8), "run in each of its 2 layers, it ran"),
+    "llama4_text": (hf.Llama4TextConfig(**_SHAPE, head_dim=8, num_local_experts=4), "no hidden states of a decoder"),
+    "deepseek_v32": (hf.DeepseekV32Config(**_LATENT, **_SHARED_EXPERTS), "on packed rows fails: TypeError"),
+}
+"""Models that would be silently wrong, or whose code needs what packed rows do not have, and what is said of them."""
 
 
 def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
