@@ -37,6 +37,7 @@ from rlhf_engine.rollout import SamplingConfig, generate
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 _WORDS = 64
 _MOST_WEIGHTS = 2e8
+_NOT_MADE = "not made: "
 _AGREE = 1e-4
 """Most that log-probs of two ways through a model in fp32 may differ by, nats."""
 
@@ -151,7 +152,7 @@ def try_type(kind: str) -> Row:
     try:
         plain = tiny_model(kind)
     except Exception as error:  # whatever transformers' own code raises
-        return Row(kind=kind, served=False, text=f"not made: {_line(error)}")
+        return Row(kind=kind, served=False, text=_NOT_MADE + _line(error))
     roles = {"actor": RoleSpec(slot="actor", trainable=True)}
     try:
         model = HydraModel.from_pretrained(plain, roles=roles, slots={"actor": SlotConfig(r=2)})
@@ -236,17 +237,23 @@ several modalities the text is served.
 def page(rows: list[Row]) -> str:
     """docs/architectures.md."""
     served = [row for row in rows if row.served]
+    made = [row for row in rows if not row.served and not row.text.startswith(_NOT_MADE)]
+    others = [row for row in rows if row.text.startswith(_NOT_MADE)]
     text = _HEADER.format(version=transformers.__version__, agree=_AGREE, served=len(served), all=len(rows))
-    text += "## Served\n\n| type | remark |\n|---|---|\n"
-    text += "".join(f"| `{row.kind}` | {_cell(row.text)} |\n" for row in served)
-    text += "\n## Refused\n\n| type | why |\n|---|---|\n"
-    return text + "".join(f"| `{row.kind}` | {_cell(row.text)} |\n" for row in rows if not row.served)
+    for title, column, part in (
+        ("Served", "remark", served),
+        ("Refused", "why", made),
+        ("Not tried: transformers makes no model of the tiny config", "its error", others),
+    ):
+        text += f"## {title}\n\n| type | {column} |\n|---|---|\n"
+        text += "".join(f"| `{row.kind}` | {_cell(row.text)} |\n" for row in part) + "\n"
+    return text.rstrip() + "\n"
 
 
 def _cell(text: str) -> str:
     """A reason without the numbers and names that differ between machines, short enough for a row."""
     text = re.sub(r"differ by \S+ of their norm, where rounding explains \S+ ", "differ ", text)
-    text = re.sub(r"^\w+: |\(model type '[^']*'\)", "", text).strip()
+    text = re.sub(r"^(not made|\w+): |\(model type '[^']*'\)", "", text).strip()
     return _shortened(text.replace("|", "\\|"), 80)
 
 
