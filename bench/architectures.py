@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""docs/architectures.md: which causal language models of the installed transformers the engine serves, which it refuses.
+"""docs/architectures.md: which causal language models of the installed transformers the engine serves.
 
     python bench/architectures.py [--check] [--only TYPE ...] [--seconds 120]
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import re
 import sys
 import time
 import traceback
@@ -29,13 +30,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig
 from rlhf_engine.rollout import SamplingConfig, generate
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 _WORDS = 64
 _MOST_WEIGHTS = 2e8
+_NOT_MADE = "not made: "
 _AGREE = 1e-4
 """Most that log-probs of two ways through a model in fp32 may differ by, nats."""
 
@@ -86,6 +87,8 @@ _MLA = {"num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 _OTHERS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots3_note_text": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -93,7 +96,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8},
-    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 """By type, of configs that the sizes alone do not make."""
@@ -147,12 +151,12 @@ def try_type(kind: str) -> Row:
     try:
         plain = tiny_model(kind)
     except Exception as error:  # whatever transformers' own code raises
-        return Row(kind=kind, served=False, text=f"not made: {_line(error)}")
+        return Row(kind=kind, served=False, text=_NOT_MADE + _line(error))
     roles = {"actor": RoleSpec(slot="actor", trainable=True)}
     try:
         model = HydraModel.from_pretrained(plain, roles=roles, slots={"actor": SlotConfig(r=2)})
     except ValueError as error:
-        return Row(kind=kind, served=False, text=str(error) if isinstance(error, UnsupportedModelError) else _line(error))
+        return Row(kind=kind, served=False, text=" ".join(str(error).split()))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for pair in model.backbone().slot("actor").parameters():
@@ -213,8 +217,47 @@ def try_types(kinds: list[str], seconds: float) -> list[Row]:
     return rows
 
 
+_HEADER = """# Architectures
+
+Every type of causal language model of transformers {version}, tried by `python bench/architectures.py` with random
+weights from a tiny config: served, or refused when it is loaded and why. A model that is served draws answers with the
+log-probs of scoring (within {agree:g} nats in fp32), computes in train mode what it computes in eval mode, and has a
+gradient in every adapter. How loading decides is said in `rlhf_engine/hydra/probe.py`.
+
+Limits of what is served: with longrope a sequence may be as long as the original context, because beyond it the angles
+of all rows of a call depend on the longest one. Encoders are tried as decoders (`is_decoder=True`). Of a model of
+several modalities the text is served.
+
+{served} of {all} types are served.
+
+"""
+
+
 def page(rows: list[Row]) -> str:
-    raise NotImplementedError
+    """docs/architectures.md."""
+    served = [row for row in rows if row.served]
+    made = [row for row in rows if not row.served and not row.text.startswith(_NOT_MADE)]
+    others = [row for row in rows if row.text.startswith(_NOT_MADE)]
+    text = _HEADER.format(version=transformers.__version__, agree=_AGREE, served=len(served), all=len(rows))
+    for title, column, part in (
+        ("Served", "remark", served),
+        ("Refused", "why", made),
+        ("Not tried: transformers makes no model of the tiny config", "its error", others),
+    ):
+        text += f"## {title}\n\n| type | {column} |\n|---|---|\n"
+        text += "".join(f"| `{row.kind}` | {_cell(row.text)} |\n" for row in part) + "\n"
+    return text.rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    """A reason without the numbers and names that differ between machines, short enough for a row."""
+    text = re.sub(r"differ by \S+ of their norm, where rounding explains \S+ ", "differ ", text)
+    text = re.sub(r"^(not made|\w+): |\(model type '[^']*'\)", "", text).strip()
+    return _shortened(text.replace("|", "\\|"), 80)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 2].rsplit(" ", 1)[0] + " …"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -321,7 +321,9 @@ def _decode(
 def _layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in a cache")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no layer_idx, so its keys and values have no place in a cache"
+        )
     return index
 
 

@@ -66,27 +66,33 @@ class Backbone(nn.Module):
         self.slots = nn.ModuleDict()
         self._hash: str | None = None
         self._trunk_hash: str | None = None
-        with undone_on_error(model):
-            self._take_over(model)
+        first, second = probe.TRIES
+        try:
+            with undone_on_error(model):
+                self._take_over(model, first)
+        except probe.DifferentNumbers:
+            with undone_on_error(model):
+                self._take_over(model, second)
 
-    def _take_over(self, model: PreTrainedModel) -> None:
+    def _take_over(self, model: PreTrainedModel, first_token: int) -> None:
         give_own_configs(model)
         model.requires_grad_(not self.frozen)
         _switch_noise_off(model)
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
-        own = probe.own_states(model)
-        self.hidden_size = own[0].hidden[0].shape[-1]
+        own = probe.own_states(model, first_token)
+        self.hidden_size = own.hidden[0].shape[-1]
         """Width of the hidden states that heads read."""
         with loading.quiet_transformers():
             model.set_attn_implementation(ATTENTION_NAME)
         with probe.refusing(model, "taking it over"):
             if model.config._attn_implementation != ATTENTION_NAME:
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
+            loading.context_length(model.config)
             self.linears = gate_linears(model)
             fuse_blocks(model)
             self.blocks_prefix = _blocks_prefix(model)
-        self.cache_bytes_per_position = sum(probe.check(self, own))
+        self.cache_bytes_per_position = probe.check(self, own)
         """Bytes of the keys and values of one token in all layers."""
 
     def train(self, mode: bool = True) -> Backbone:
@@ -287,7 +293,7 @@ def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
 
 
 _NOISE = ("dropout", "layerdrop", "pdrop", "jitter")
-"""What names of noise contain: of dropout in its spellings, and of what routers of mixtures multiply their inputs by."""
+"""What names of noise contain: dropout in its spellings, and what routers of mixtures multiply their inputs by."""
 
 
 def _switch_noise_off(model: nn.Module) -> None:

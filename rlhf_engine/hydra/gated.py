@@ -158,8 +158,8 @@ def decoder_prefix(model: PreTrainedModel) -> str:
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """Gate every linear of a model's text decoder; what can be adapted, by name.
 
-    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that would
-    compute something else under the gate.
+    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that
+    would compute something else under the gate.
     """
     prefix = decoder_prefix(model)
     head = model.get_output_embeddings()

@@ -3,8 +3,8 @@
 A row's table lists its blocks in order: position p lies at entry p % block of the block table[p // block]. Rows may
 share blocks, such as those of a common prompt; a block goes back when the last of them lets go of it.
 
-Where heads of keys and of values differ in size (multi-head latent attention), the smaller ones are filled up with zeros,
-because the kernels of `decode_attention` take one size. Zeros change no score, and the outputs' are cut off.
+Where heads of keys and of values differ in size (multi-head latent attention), the smaller ones are filled up with
+zeros, because the kernels of `decode_attention` take one size. Zeros change no score, and the outputs' are cut off.
 
 Legend: T tokens of a call, N rows, B blocks of a row, K key/value heads, D head size, the larger one.
 """

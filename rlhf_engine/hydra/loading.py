@@ -254,8 +254,8 @@ def read_vocabulary(path: str | os.PathLike[str]) -> int:
 def context_length(config: PreTrainedConfig) -> int:
     """Longest sequence that the model's positions allow.
 
-    Longrope turns every row of a call by other angles as soon as one of them is longer than the original context: beyond
-    that a row's numbers would depend on the others.
+    Longrope turns every row of a call by other angles as soon as one of them is longer than the original context.
+    Beyond that length a row's numbers would depend on the others, so it is the limit.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)

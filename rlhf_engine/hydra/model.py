@@ -42,6 +42,7 @@ from rlhf_engine.hydra.roles import (
     trainable_heads,
     trainable_slots,
 )
+from rlhf_engine.hydra.takeover import undone_on_error
 
 _CUDA_TOKEN_BUDGET = 16384
 _CPU_HIDDEN_BUDGET = 2**19
@@ -128,9 +129,37 @@ class HydraModel(nn.Module):
         backbones: further backbones by name, for roles that do not run on `base`. A folder written by
         `save_pretrained` or by full fine-tuning brings its heads along; one that no role with an LM head runs on is
         loaded without that head. quantization: `8bit` or `4bit` loads frozen backbones through bitsandbytes.
-        Raises ValueError for anything that does not fit together.
+        Raises ValueError for anything that does not fit together; models that were given are then as they were.
         """
         sources: dict[str, Any] = {"base": source, **(backbones or {})}
+        with undone_on_error(*(origin for origin in sources.values() if isinstance(origin, nn.Module))):
+            return cls._from_sources(
+                sources,
+                roles=roles,
+                slots=dict(slots or {}),
+                dtype=dtype,
+                device=device,
+                quantization=quantization,
+                token_budget=token_budget,
+                adapter_dtype=adapter_dtype,
+                seed=seed,
+            )
+
+    @classmethod
+    def _from_sources(
+        cls,
+        sources: dict[str, Any],
+        *,
+        roles: Roles,
+        slots: dict[str, SlotConfig],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantization: Quantization,
+        token_budget: int | None,
+        adapter_dtype: torch.dtype,
+        seed: int,
+    ) -> HydraModel:
+        source = sources["base"]
         trained = sorted(name for name in sources if base_is_trained(roles, name))
         if quantization != "none" and trained:
             raise ValueError(
@@ -140,7 +169,6 @@ class HydraModel(nn.Module):
         missing = sorted({r.backbone for r in roles.values()} - set(sources))
         if missing:
             raise ValueError(f"backbones: expected a source for {missing}, got {sorted(sources)}")
-        slots = dict(slots or {})
         adapter = None
         if peft_io.is_peft_model(source):
             if "actor" in slots or not any(r.slot == "actor" and r.backbone == "base" for r in roles.values()):

@@ -1,7 +1,8 @@
 """Taking a user's model over without a trace where it is refused: its modules as they were, its config its own.
 
-A backbone exchanges linears, attention and dropout of the model that it is given. A model that turns out not to be served
-gets all of that back. The config object that a model was built from is never changed: other models may hold it, too.
+A backbone exchanges linears, attention and dropout of the model that it is given. A model that turns out not to be
+served gets all of that back. The config object that a model was built from is never changed, because other models may
+hold it, too.
 """
 
 from __future__ import annotations

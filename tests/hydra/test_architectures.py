@@ -8,18 +8,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rlhf_kernels import testing
+from transformers import AutoModelForCausalLM
 
+from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated import GatedHead
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
-from tests.hydra.architectures import CONFIGS, MORE, WINDOW, plain_model
+from tests.hydra.architectures import CONFIGS, MORE, REFUSED, WINDOW, plain_model
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9))  # two of one length, one below the window, the rest beyond it
 
-every = pytest.mark.parametrize("name", [*CONFIGS, "deepseek_v3", "glm4_moe", "minicpm3"])
+every = pytest.mark.parametrize("name", CONFIGS)
 
 
 def hydra(name: str, **slot: object) -> HydraModel:
@@ -176,3 +178,91 @@ def test_lora_on_the_head_acts_on_the_head_only(name, tmp_path):
     loaded = PeftModel.from_pretrained(plain_model(name), tmp_path).eval()
     with torch.no_grad():
         close(logits(model, batch, "actor"), rows_of(loaded, batch))
+
+
+def state_of(model: torch.nn.Module) -> list[object]:
+    """What a refusal must not change: classes, modes, hooks, noise and configs of every module."""
+    return [
+        (name, type(module), module.training, len(module._forward_hooks), getattr(module, "p", None), config, attention)
+        for name, module in model.named_modules()
+        for config in [id(getattr(module, "config", None))]
+        for attention in [getattr(getattr(module, "config", None), "_attn_implementation", None)]
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_in_one_line_and_left_as_it_was(name):
+    config, why = REFUSED[name]
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(config)).train()
+    before, generator = state_of(plain), torch.get_rng_state()
+    with pytest.raises(UnsupportedModelError, match=why) as refused:
+        HydraModel.from_pretrained(plain, roles=ACTOR)
+    assert f"(model type {config.model_type!r})" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert state_of(plain) == before
+    assert torch.equal(torch.get_rng_state(), generator)
+    plain.eval()(torch.tensor([[5, 9, 11]]), use_cache=False)
+
+
+def test_a_request_that_fails_leaves_the_model_as_it_was():
+    plain = plain_model("mixtral").train()
+    before = state_of(plain)
+    with pytest.raises(ValueError, match="target_modules: expected name endings among"):
+        HydraModel.from_pretrained(plain, roles=ACTOR, slots={"actor": SlotConfig(target_modules=("c_attn",))})
+    assert state_of(plain) == before
+    assert all(p.requires_grad for p in plain.parameters())
+    plain(torch.tensor([[5, 9, 11]])).logits.sum().backward()
+
+
+def test_a_config_that_a_model_was_built_from_is_not_changed():
+    config = copy.deepcopy(CONFIGS["mixtral"])
+    plain = AutoModelForCausalLM.from_config(config)
+    before = config.to_dict(), config._attn_implementation
+    HydraModel.from_pretrained(plain, roles=ACTOR)
+    assert (config.to_dict(), config._attn_implementation) == before
+    AutoModelForCausalLM.from_config(config)(torch.tensor([[5, 9, 11]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_scale_that_the_model_does_not_use_is_refused(dtype):
+    plain = plain_model("llama").to(dtype)
+    plain.config.logit_scale = 1.01
+    with pytest.raises(UnsupportedModelError, match=r"logits are not head\(hidden\)"):
+        HydraModel.from_pretrained(plain, roles=ACTOR)
+
+
+class Noisy(torch.nn.Module):
+    """Noise under a name that nothing knows of, in a module that has to be in train mode to checkpoint gradients."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * (1 + 0.01 * torch.randn_like(x)) if self.training else x)
+
+
+def test_noise_of_train_mode_is_off_or_refused():
+    plain = plain_model("llama")
+    plain.model.layers[1].mlp = Noisy(plain.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModelError, match="expected train mode to compute what eval mode does"):
+        HydraModel.from_pretrained(plain, roles=ACTOR)
+    model, batch = hydra("mixtral").train(), random_batch(LENGTHS)  # router_jitter_noise
+    assert torch.equal(logits(model, batch, "actor"), logits(model.eval(), batch, "actor"))
+
+
+def test_longrope_serves_its_original_context():
+    """Beyond it, angles of every row of a call depend on the longest one."""
+    factors = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "rope_type": "longrope", "rope_theta": 1e4}
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.rope_parameters = {**factors, "original_max_position_embeddings": 16}
+    torch.manual_seed(0)
+    model = HydraModel.from_pretrained(AutoModelForCausalLM.from_config(config), roles=ACTOR).eval()
+    mixed = random_batch(((3, 5), (6, 10)))
+    alone = model.score(mixed.select([0]), ("actor",)).logprobs_M
+    torch.testing.assert_close(model.score(mixed, ("actor",)).logprobs_M[:5], alone)
+    with pytest.raises(ValueError, match=r"batch: expected sequences of at most 16 tokens .*got one of 17"):
+        model.score(random_batch(((3, 5), (6, 11))), ("actor",))

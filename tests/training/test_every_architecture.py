@@ -35,13 +35,12 @@ def write(name: str, folder: Path) -> Path:
 
 SHORTLY = ("llama", "gpt2", "mixtral", "deepseek_v3")
 """One of each kind of linear and block; the others are in the long lane."""
-EVERY = (*CONFIGS, "deepseek_v3", "glm4_moe", "minicpm3")
 ADDED_TO_WEIGHTS = ("deepseek_v3", "glm4_moe")
 """Their folders have PEFT add some of the LoRA to the weight, where there is no dropout."""
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SHORTLY else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
+    "name", [name if name in SHORTLY else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )
 def test_supervised_training_then_ppo_then_going_on_then_plain_peft(name, tmp_path):
     SftTrainer(sft_config(write(name, tmp_path / "m"), tmp_path / "base", mode="full", max_steps=2)).run()
