@@ -37,7 +37,8 @@ NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 VLLM = ROOT / "docs" / "vllm.md"
 SCALING = ROOT / "docs" / "scaling.md"
 CPUS = ROOT / "docs" / "cpus.md"
-DOCS = [README, VLLM, SCALING, CPUS, *NOTES]
+TRL = ROOT / "docs" / "trl.md"
+DOCS = [README, VLLM, SCALING, CPUS, TRL, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,

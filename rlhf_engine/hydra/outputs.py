@@ -208,6 +208,7 @@ class PolicyLoss:
     denom: float | torch.Tensor
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
     ref_logprob_M: torch.Tensor | None = None
     kl: str = "k3"
     kl_coef: float = 0.0
@@ -229,6 +230,7 @@ class PolicyLoss:
             denom=self.denom,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
             ref_logprob=self.ref_logprob_M,
             kl=self.kl,
             kl_coef=self.kl_coef,
@@ -253,7 +255,10 @@ class LogprobLossOutputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobLoss:
-    """Any loss of the log-probs of the completion tokens, less an entropy bonus of entropy_coef · Σ entropy / denom."""
+    """Any loss of the log-probs of the completion tokens, less an entropy bonus of entropy_coef · Σ entropy / denom.
+
+    The sum is over the tokens of mask_M [M], or over all of them.
+    """
 
     role: str = "actor"
     loss: Callable[[torch.Tensor], Any]
@@ -261,6 +266,7 @@ class LogprobLoss:
     temperature: float = 1.0
     entropy_coef: float = 0.0
     denom: float = 1.0
+    mask_M: torch.Tensor | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -281,7 +287,8 @@ class LogprobLoss:
         found = self.loss(out.logprob)
         loss = found.loss
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * out.entropy.sum() / self.denom
+            entropy = out.entropy if self.mask_M is None else out.entropy * self.mask_M
+            loss = loss - self.entropy_coef * entropy.sum() / self.denom
         return LogprobLossOutputs(loss=loss, logprob=out.logprob.detach(), entropy=out.entropy.detach(), found=found)
 
 

@@ -5,18 +5,21 @@ verl loads `verl_plugin` by itself (entry point `verl.plugins`), which registers
     actor.policy_loss.loss_mode=rlhf_engine_ppo       clipped PPO with dual clip, verl's `vanilla`, in one op
     algorithm.adv_estimator=rlhf_engine_rloo          the score less the mean of the prompt's other answers
 
-`patch()` goes further: it exchanges what verl knows by names of its own, GAE, the log-prob of its fused kernels, and
-the estimator `remax`, for which alone verl draws greedy answers. Nothing else here imports verl; its signatures are
-those of 0.9.
+`patch()` goes further: it exchanges what verl knows by names of its own, GAE, the log-prob of its fused kernels
+(`fused_kernel_options.impl_backend=torch`), and the estimator `remax`, for which alone verl draws greedy answers. The
+other backends of its fused kernels have log-probs of their own and are refused while the patch lasts. Nothing else
+here imports verl; its signatures are those of 0.9.
 
 Shapes: all tensors [B, T] but `reward_baselines` [B] and `index` (B names of prompts).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -29,8 +32,11 @@ from rlhf_engine.errors import ConfigError
 
 PREFIX = "rlhf_engine_"
 _CORE, _FUSED = "verl.trainer.ppo.core_algos", "verl.utils.experimental.torch_functional"
-_PATCHED = ((_CORE, "compute_gae_advantage_return"), (_FUSED, "FusedLinearForPPOFunction"))
-_ESTIMATORS, _REMAX = "ADV_ESTIMATOR_REGISTRY", "remax"
+_LIGER = (_FUSED, "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY")
+_TRITON = ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy")
+_MEGATRON = "verl.models.mcore."
+"""Modules that hold the function of _TRITON from when they were imported."""
+_ESTIMATORS = "ADV_ESTIMATOR_REGISTRY"
 _MAX_LOG_RATIO = 20.0
 """Where verl clamps log-ratios, as far as which it has gradients."""
 
@@ -153,12 +159,21 @@ class FusedLogProb:
         hidden_states: torch.Tensor,
         vocab_weights: torch.Tensor,
         input_ids: torch.Tensor,
-        temperature: float = 1.0,
+        temperature: float | torch.Tensor = 1.0,
         chunk_size: int = 512,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs fp32, entropies in the hidden states' dtype) in the shape of input_ids; both differentiable."""
+        """(log-probs fp32, entropies in the hidden states' dtype) in the shape of input_ids; both differentiable.
+
+        Under autocast the products are in its dtype, as verl's. chunk_size is verl's business.
+        """
+        hidden, device = hidden_states.reshape(-1, hidden_states.shape[-1]), hidden_states.device.type
+        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+            half = torch.get_autocast_dtype(device)
+            hidden, vocab_weights = hidden.to(half), vocab_weights.to(half)
+        if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
+            temperature = temperature.detach().reshape(1).repeat(len(hidden))
         found = linear_logprob(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            hidden,
             vocab_weights,
             input_ids.reshape(-1),
             temperature=temperature,
@@ -191,21 +206,53 @@ class Patch:
     _newest: Patch | None = None
 
     def __init__(self) -> None:
-        modules = [importlib.import_module(module) for module, _ in _PATCHED]
-        missing = [f"{m}.{n}" for (m, n), module in zip(_PATCHED, modules, strict=True) if not hasattr(module, n)]
-        self._estimators: dict[str, Any] = getattr(importlib.import_module(_CORE), _ESTIMATORS, {})
-        if _REMAX not in self._estimators:
-            missing.append(f"{_CORE}.{_ESTIMATORS}[{_REMAX!r}]")
+        core, fused, kernel = (importlib.import_module(name) for name in (_CORE, _FUSED, _TRITON[0]))
+        self.calls = {"gae": 0, "remax": 0, "log_prob": 0}
+        """Calls that our functions have served, by what verl asked for."""
+        served = self._counted("gae", gae_advantage_return)
+        log_prob = SimpleNamespace(apply=self._counted("log_prob", FusedLogProb.apply))
+        exchanges: list[tuple[Any, str, Any]] = [
+            (core, "compute_gae_advantage_return", served),
+            (fused, "FusedLinearForPPOFunction", log_prob),
+        ]
+        triton = getattr(kernel, _TRITON[1], None)
+        holders = [m for name, m in sys.modules.items() if name.startswith(_MEGATRON) and hasattr(m, _TRITON[1])]
+        exchanges += [(module, _TRITON[1], self._refusal("triton", triton)) for module in (kernel, *holders)]
+        if (liger := getattr(fused, _LIGER[1], None)) is not None:  # without it verl calls FusedLinearForPPOFunction
+            exchanges.append((fused, _LIGER[1], SimpleNamespace(apply=self._refusal("liger", liger.apply))))
+        registry = getattr(core, _ESTIMATORS, {})
+        missing = [f"{module.__name__}.{name}" for module, name, _ in exchanges if not hasattr(module, name)]
+        missing += [f"{_CORE}.{_ESTIMATORS}[{name!r}]" for name in ("gae", "remax") if name not in registry]
         if missing:
             raise ConfigError(f"verl: expected {', '.join(missing)}, which this version does not have")
-        self._remax = self._estimators[_REMAX]
-        self._before: list[tuple[Any, str, Any]] | None = [
-            (module, name, getattr(module, name)) for (_, name), module in zip(_PATCHED, modules, strict=True)
-        ]
-        for (module, name, _), ours in zip(self._before, (gae_advantage_return, FusedLogProb), strict=True):
+        self._registry, self._estimators = registry, {name: registry[name] for name in ("gae", "remax")}
+        self._before: list[tuple[Any, str, Any]] | None = []
+        for module, name, ours in exchanges:
+            self._before.append((module, name, getattr(module, name)))
             setattr(module, name, ours)
-        self._estimators[_REMAX] = remax_advantage
+        registry.update(gae=served, remax=self._counted("remax", remax_advantage))
         self._under, Patch._newest = Patch._newest, self
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def count(*arguments: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            return function(*arguments, **options)
+
+        return count
+
+    def _refusal(self, backend: str, theirs: Any) -> Callable[..., Any]:
+        """What stands for the log-probs of another backend, which would go past ours."""
+
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            if self._before is None:  # somebody has kept it
+                return theirs(*arguments, **options)
+            raise ConfigError(
+                "fused_kernel_options.impl_backend: expected 'torch' with patch(), which serves no other, got "
+                f"{backend!r}"
+            )
+
+        return refuse
 
     def undo(self) -> None:
         """Give verl its own functions back. Does nothing the second time. Raises RuntimeError under a later patch."""
@@ -215,7 +262,7 @@ class Patch:
             raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
         for module, name, value in self._before:
             setattr(module, name, value)
-        self._estimators[_REMAX] = self._remax
+        self._registry.update(self._estimators)
         self._before, Patch._newest = None, self._under
 
     def __enter__(self) -> Patch:

@@ -186,3 +186,27 @@ def test_a_run_trains_adapters_on_a_quantised_base(tmp_path, bits, method):
     found = again.eval().score(batch, ("actor", "reference"))
     assert torch.equal(found.logprobs_M, expected.logprobs_M)
     assert torch.equal(found.ref_logprobs_M, expected.ref_logprobs_M)
+
+
+@pytest.mark.parametrize("kind", ["PPO", "RLOO"])
+def test_trainers_behind_trl_take_a_quantization_config(kind, tmp_path):
+    pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+    from transformers import BitsAndBytesConfig
+
+    from rlhf_engine.integrations import trl
+    from tests.integrations.trl_runs import QUICK, make_trainer
+
+    folder = write_model(tmp_path / "model", reward_head=False, hidden_size=64, intermediate_size=128)
+    config = getattr(trl, f"Hydra{kind}Config")(str(tmp_path / "out"), **{**QUICK, "max_steps": 2})
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    trainer = make_trainer(getattr(trl, f"Hydra{kind}Trainer"), config, folder, quantization_config=quantised)
+    trainer.train()
+    model, hydra = trainer.model.eval(), trainer.hydra.eval()
+    assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
+    prompt, answer = [3, 4, 5, 6], [7, 8, 9]
+    with torch.no_grad():
+        found = hydra.score(PackedBatch.from_lists([prompt], [answer]), ("actor", "reference"))
+        expected = torch.log_softmax(model(torch.tensor([prompt + answer])).logits[0, 3:6].float(), -1)
+    expected = expected.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+    assert float((found.logprobs_M - expected).abs().max()) < 2e-3  # TRL keeps these adapters in bf16
+    assert float((found.logprobs_M - found.ref_logprobs_M).abs().max()) > 1e-2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -125,7 +128,19 @@ def inputs(n=13, hidden=8, vocab=50, dtype=torch.float32):
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.mark.parametrize("options", [(1.0, None, 1.0), (0.7, None, 0.5), (1.3, 5.0, 2.0)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (1.0, None, 1.0),
+        (0.7, None, 0.5),
+        (1.3, 5.0, 2.0),
+        (0.7, 5.0, -0.5),
+        (1.0, None, 0.0),
+        (1.3, 0.0, 2.0),
+        (1.3, -5.0, 2.0),
+    ],
+    ids=str,
+)
 def test_each_result_and_gradient_is_trl_s(options):
     temperature, softcap, scale = options
 
@@ -202,6 +217,12 @@ def test_a_head_in_shares_is_refused(monkeypatch):
     said = r"deepspeed: expected a stage below 3 with patch\(\), got 3"
     with patch() as patched, pytest.raises(ConfigError, match=said):
         patched.apply(torch.randn(2, 4), torch.randn(8, 4), None, torch.tensor([1, 2]), 1.0, 16)
+
+
+def test_unsloth_exchanges_the_same_functions(monkeypatch):
+    monkeypatch.setitem(sys.modules, "unsloth", types.ModuleType("unsloth"))
+    with pytest.raises(ConfigError, match=r"unsloth: expected it not imported, because .*, got it imported"):
+        patch()
 
 
 def test_a_trl_that_is_not_known(monkeypatch):

@@ -163,7 +163,7 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
             {"steps_per_generation": 4},
             "steps_per_generation: expected gradient_accumulation_steps: one update",
         ),
-        ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because ReMaxConfig does not read it, got 0\.1"),
+        ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because no ratio is clipped, got 0\.1"),
         ("remax", {"loss_type": "grpo"}, "loss_type: expected 'remax', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
         ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),

@@ -8,12 +8,13 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from rlhf_kernels.testing import assert_ok, tier1
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations import verl as ours
 
 # as verl 0.9.1 publishes and calls them
@@ -174,6 +175,16 @@ def test_advantages_by_hand():
     assert found[1].tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_temperature_may_be_a_tensor_of_one_number(shape):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (6, 30))
+    ids = torch.randint(0, 30, (6,), generator=generator)
+    plain = ours.FusedLogProb.apply(hidden, weight, ids, 0.7)
+    for a, b in zip(ours.FusedLogProb.apply(hidden, weight, ids, torch.full(shape, 0.7)), plain, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
 # ---- beside verl itself, where it is ---------------------------------------------------------------------------------
 
 
@@ -249,12 +260,64 @@ def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
             first.undo()
         second.undo()
         # verl draws greedy answers for this name alone
-        assert core.get_adv_estimator_fn(core.AdvantageEstimator.REMAX) is ours.remax_advantage
-        assert fused.FusedLinearForPPOFunction is ours.FusedLogProb
-        assert core.compute_gae_advantage_return is ours.gae_advantage_return
+        assert core.get_adv_estimator_fn(core.AdvantageEstimator.REMAX).__wrapped__ is ours.remax_advantage
+        assert core.compute_gae_advantage_return.__wrapped__ is ours.gae_advantage_return
+        assert core.get_adv_estimator_fn("gae") is core.compute_gae_advantage_return
         mine = go()
+        draw, mask = batch()
+        core.get_adv_estimator_fn("gae")(draw(), draw(), mask, 0.9, 0.8)
+        core.get_adv_estimator_fn("remax")(draw(), draw()[:, 0], mask)
+    assert first.calls == {"gae": 1, "remax": 1, "log_prob": 1}
+    assert core.get_adv_estimator_fn("gae") is core.compute_gae_advantage_return
+    assert not hasattr(core.compute_gae_advantage_return, "__wrapped__")
     assert fused.FusedLinearForPPOFunction is original
     assert core.get_adv_estimator_fn("remax") is remax is not ours.remax_advantage
     for a, b in zip(mine, theirs, strict=True):
         assert a.dtype == b.dtype
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_backends_of_verl_s_that_go_past_the_patch_are_refused(core, monkeypatch):
+    from verl.utils.experimental import torch_functional as fused
+    from verl.utils.kernel import linear_cross_entropy as kernel
+
+    class Liger:  # stands for a package that may not be installed
+        apply = staticmethod(lambda hidden, weight, target, *options: (target.float(), target.float()))
+
+    monkeypatch.setattr(fused, "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY", Liger)
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    liger, theirs = fused.FusedLinearForPPO(impl_backend="liger"), kernel.linear_cross_entropy
+    megatron = ModuleType("verl.models.mcore.model_forward_fused")  # stands for one that needs Megatron
+    megatron.linear_cross_entropy = theirs
+    monkeypatch.setitem(sys.modules, megatron.__name__, megatron)
+    said = "fused_kernel_options.impl_backend: expected 'torch' with patch\\(\\), which serves no other, got "
+    with ours.patch() as patched:
+        kept = kernel.linear_cross_entropy
+        with pytest.raises(ConfigError, match=f"{said}'liger'"):
+            liger(hidden, weight, ids)
+        for function in (kept, megatron.linear_cross_entropy):
+            with pytest.raises(ConfigError, match=f"{said}'triton'"):
+                function(hidden, weight, ids, 1.0, "none")
+        fused.FusedLinearForPPO()(hidden, weight, ids)
+    assert patched.calls["log_prob"] == 1
+    assert kernel.linear_cross_entropy is megatron.linear_cross_entropy is theirs
+    assert liger(hidden, weight, ids)[1].tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(AssertionError, match="temperature must be a float"):  # verl's own
+        kept(hidden, weight, ids, 1, "none")
+
+
+def test_under_autocast_the_products_are_those_of_verl(core):
+    from verl.utils.experimental.torch_functional import FusedLinearForPPOFunction as Theirs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).requires_grad_() for n in (13, 50))
+    ids = torch.randint(0, 50, (13,), generator=generator)
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(-1, ids[:, None])[:, 0].detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = Theirs.apply(hidden, weight, ids)
+        found, entropy = ours.FusedLogProb.apply(hidden, weight, ids)
+    assert found.dtype == entropy.dtype == torch.float32
+    gap, theirs = (float((x.detach() - exact).abs().max()) for x in (found, expected))
+    assert 1e-3 < gap <= 1.5 * theirs
+    found.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32

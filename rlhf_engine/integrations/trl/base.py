@@ -105,6 +105,8 @@ class HydraTrainer(GRPOTrainer):
     """GRPOTrainer on one base: actor, reference, and where an algorithm has one a critic."""
 
     reward_func_names: list[str]
+    optimizer: Any
+    lr_scheduler: Any
     config_class: type[HydraConfig]
     """What `args` are."""
     has_critic = False
@@ -123,11 +125,15 @@ class HydraTrainer(GRPOTrainer):
     ) -> None:
         """As GRPOTrainer. `lane` among reward_funcs is the learned reward: of `reward_adapter`, or the base's own head.
 
+        optimizers: as in transformers, or functions that make them. The first gets the list of trained parameters,
+        some of which are made here, the second the optimizer.
+
         Raises ConfigError for what cannot be served, among it a model without LoRA.
         """
+        require_trl()
         for name, parameters in _OVERRIDDEN.items():
             require_parameters(f"GRPOTrainer.{name}", getattr(GRPOTrainer, name), parameters)
-        for name in ("tools", "environment_factory", "rollout_func", "quantization_config"):
+        for name in ("tools", "environment_factory", "rollout_func"):
             if options.get(name):
                 raise ConfigError(f"{name}: expected None, which {type(self).__name__} has no place for, got one")
         if args is not None and not isinstance(args, self.config_class):
@@ -139,6 +145,7 @@ class HydraTrainer(GRPOTrainer):
             raise ConfigError("peft_config: expected a LoraConfig: the base stays frozen, what is trained are adapters")
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
+        ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or LANE]
         self._uses_lane = LANE in functions
         self.kl_coef = args.beta
@@ -154,6 +161,7 @@ class HydraTrainer(GRPOTrainer):
                     args=args,
                     peft_config=peft_config,
                     rollout_func=_draw,
+                    optimizers=ready,
                     **options,
                 )
         finally:
@@ -173,6 +181,8 @@ class HydraTrainer(GRPOTrainer):
             LANE if f == LANE else name for f, name in zip(functions, self.reward_func_names, strict=True)
         ]
         self.hydra = self._build(source, args)
+        if self.optimizer is not None:
+            self._require_all_trained(self.optimizer)
 
     # ---- what a subclass says --------------------------------------------------------------------------------------
 
@@ -228,14 +238,13 @@ class HydraTrainer(GRPOTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """With a learning rate of their own for critic and value head, where there is one."""
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
+        make = self._makers[0]
+        if self.optimizer is None and make is not None:
+            trained = {id(p): p for role in self.hydra.roles for p in self.hydra.trainable_parameters(role).values()}
+            self.optimizer = make(list(trained.values()))
         optimizer = super().create_optimizer(*([] if model is None else [model]))
         warn_without_masters(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for role in self.hydra.roles:
-            if any(id(p) not in held for p in self.hydra.trainable_parameters(role).values()):
-                raise ConfigError(
-                    f"optimizers: expected one that has every trained parameter, got one without {role}'s"
-                )
+        self._require_all_trained(optimizer)
         rate = getattr(self.args, "critic_learning_rate", None)
         if rate is not None and len(optimizer.state) == 0:
             critic = {id(p) for p in self.hydra.trainable_parameters("critic").values()}
@@ -247,6 +256,22 @@ class HydraTrainer(GRPOTrainer):
                         {**{k: v for k, v in group.items() if k != "params"}, "params": theirs, "lr": rate}
                     )
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Makes the scheduler, by the function in `optimizers` where there is one."""
+        make = self._makers[1]
+        if self.lr_scheduler is None and make is not None:
+            self.lr_scheduler = make(optimizer or self.optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _require_all_trained(self, optimizer: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for role in self.hydra.roles:
+            if any(id(p) not in held for p in self.hydra.trainable_parameters(role).values()):
+                raise ConfigError(
+                    f"optimizers: expected one that has every trained parameter, got one without {role}'s, which are "
+                    "made with the trainer: pass a function of the parameters, as (torch.optim.AdamW, None)"
+                )
 
     # ---- what a checkpoint has beside PEFT's and transformers' files -----------------------------------------------
 
@@ -381,6 +406,8 @@ class HydraTrainer(GRPOTrainer):
         start = self.accelerator.process_index * batch.n_sequences
         own = gathered[start : start + batch.n_sequences]
         totals = (own * self.reward_weights.to(own.device)).nansum(1)
+        if self.args.reward_clip_range is not None:
+            totals = totals.clamp(*self.args.reward_clip_range)
         if self.args.missing_eos_penalty is not None:
             ended = [batch.completion_tokens(i)[-1] in self.eos_token_ids for i in range(batch.n_sequences)]
             totals = totals - self.args.missing_eos_penalty * (~torch.tensor(ended, device=totals.device))
@@ -460,6 +487,16 @@ class HydraTrainer(GRPOTrainer):
         if float(sums[1]):
             self._metrics[mode][name].append(float(sums[0] / sums[1]))
 
+    def moments(self, values: torch.Tensor) -> tuple[float, float]:
+        """Mean and variance of what all processes have, (0, 1) of fewer than two numbers."""
+        values = values.double()
+        sums = torch.stack([torch.ones_like(values).sum(), values.sum(), values.square().sum()])
+        n, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
+        if n < 2:
+            return 0.0, 1.0
+        mean = total / n
+        return mean, max(squares / n - mean * mean, 0.0) * n / (n - 1)
+
     def next_evaluated(self) -> int:
         """How many batches this evaluation has had: those of one step differ, and the next evaluation has the same."""
         step, count = self._evaluated
@@ -520,6 +557,15 @@ class _PromptsOfEpoch(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _sorted_out(optimizers: tuple[Any, Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Separates ready objects from functions that make them: (ready, functions), optimizer first in each."""
+    make, schedule = (x if callable(x) else None for x in optimizers)
+    ready = (None if make else optimizers[0], None if schedule else optimizers[1])
+    if ready[0] is None and ready[1] is not None:
+        raise ConfigError("optimizers: expected a scheduler beside its own optimizer, got one alone")
+    return ready, (make, schedule)
 
 
 def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:

@@ -1,37 +1,21 @@
-"""What all of our trainers behind TRL can be configured by: GRPOConfig, less what they do not read."""
+"""Configuration that all of our trainers behind TRL share: GRPOConfig, where what is not read is refused.
+
+Every option of GRPOConfig stands in one of the three sets of `options`. One that stands in none, as of a newer TRL, has
+to stay at its default.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, REFUSED, SERVED
 from rlhf_engine.integrations.trl.versions import require_trl
 
 require_trl()
 from trl import GRPOConfig  # noqa: E402
-
-_NOT_READ = (
-    "cache_implementation",
-    "cast_lm_head_to_fp32",
-    "delta",
-    "entropy_coef",
-    "generation_kwargs",
-    "label_smoothing_factor",
-    "multi_objective_aggregation",
-    "neftune_noise_alpha",
-    "off_policy_mask_threshold",
-    "repetition_penalty",
-    "router_aux_loss_coef",
-    "scale_rewards",
-    "sync_ref_model",
-    "top_entropy_quantile",
-    "use_adaptive_entropy",
-    "use_bias_correction_kl",
-    "use_liger_kernel",
-    "use_transformers_continuous_batching",
-)
-"""Options of GRPOConfig that none of our trainers reads."""
 
 
 @dataclass
@@ -44,22 +28,33 @@ class HydraConfig(GRPOConfig):
     num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
     kl_estimator: str = field(default="k1", metadata={"help": "Estimate of the KL per token: k1 or k3."})
     missing_eos_penalty: float | None = field(default=None, metadata={"help": "Subtracted where an answer never ends."})
+    reward_clip_range: tuple[float, float] | None = field(
+        default=None, metadata={"help": "Bounds of an answer's weighted rewards, before any penalty."}
+    )
     reward_adapter: str | None = field(
         default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `lane`."}
     )
 
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Options of REFUSED that this class does read."""
+
     def __post_init__(self) -> None:
+        listed = {option.name for option in dataclasses.fields(GRPOConfig)} - SERVED - HARMLESS - set(self.reads)
+        self._require(self.unread(*sorted(listed)))
         try:
             super().__post_init__()
         except ValueError as error:  # the last check but those of vLLM, which are not for here
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
-        for name, (fine, expected) in {**self._ranges(), **self.checks()}.items():
+        self._require({**self._ranges(), **self.checks()})
+
+    def _require(self, checks: dict[str, tuple[bool, str]]) -> None:
+        for name, (fine, expected) in checks.items():
             if not fine:
                 raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def _ranges(self) -> dict[str, tuple[bool, str]]:
-        length = self.max_completion_length
+        length, bounds = self.max_completion_length, self.reward_clip_range
         return {
             "max_completion_length": (isinstance(length, int) and length > 0, "an integer > 0"),
             "num_iterations": (self.num_iterations >= 1, "an integer > 0"),
@@ -67,6 +62,7 @@ class HydraConfig(GRPOConfig):
             "beta": (self.beta >= 0, "a number >= 0"),
             "epsilon": (self.epsilon > 0, "a number > 0"),
             "epsilon_high": (self.epsilon_high is None or self.epsilon_high > 0, "None or a number > 0"),
+            "reward_clip_range": (bounds is None or _is_range(bounds), "None or two numbers, the lower one first"),
             "missing_eos_penalty": (
                 self.missing_eos_penalty is None or self.missing_eos_penalty >= 0,
                 "None or a number >= 0, which is subtracted",
@@ -75,25 +71,33 @@ class HydraConfig(GRPOConfig):
 
     def checks(self) -> dict[str, tuple[bool, str]]:
         """option → (whether it can be served, what is expected)"""
-        whole = "ratios are to the whole distribution"
+        own = "the HydraModel recomputes activations in its own way"
         return {
             "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
-            "use_vllm": (not self.use_vllm, "False: answers come from the rollout engine"),
-            "top_p": (self.top_p == 1.0, f"1.0: {whole}"),
-            "top_k": (not self.top_k or self.top_k < 0, f"0: {whole}"),
-            "min_p": (self.min_p is None, f"None: {whole}"),
-            "importance_sampling_level": (self.importance_sampling_level == "token", "'token'"),
-            **self.unread(*_NOT_READ),
+            "torch_compile": (
+                not (self.torch_compile and self.gradient_checkpointing),
+                "False with gradient_checkpointing=True, whose recomputation torch.compile does not trace",
+            ),
+            "gradient_checkpointing_kwargs": (
+                self.gradient_checkpointing_kwargs in (None, {}, {"use_reentrant": False}),
+                f"None or {{'use_reentrant': False}}: {own}",
+            ),
         }
 
     def unread(self, *names: str) -> dict[str, tuple[bool, str]]:
         """`checks` of options that are not read, which have to stay at their defaults."""
-        default = {option.name: option.default for option in dataclasses.fields(self)}  # not every TRL has each
-        return {
-            name: (
-                getattr(self, name) == default[name],
-                f"{default[name]!r}, because {type(self).__name__} does not read it",
-            )
-            for name in names
-            if name in default
-        }
+        options = {option.name: option for option in dataclasses.fields(self)}  # not every TRL has each
+        found = {}
+        for name in names:
+            if name in options:
+                default, factory = options[name].default, options[name].default_factory
+                if factory is not dataclasses.MISSING:
+                    default = factory()
+                fine = getattr(self, name) in (default, *ALSO_DEFAULT.get(name, ()))
+                why = REFUSED.get(name) or f"{type(self).__name__} does not read it"
+                found[name] = (fine, f"{default!r}, because {why}")
+        return found
+
+
+def _is_range(bounds: object) -> bool:
+    return isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1]

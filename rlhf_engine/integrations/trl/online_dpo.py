@@ -32,7 +32,6 @@ class HydraOnlineDPOConfig(HydraConfig):
     def checks(self) -> dict[str, tuple[bool, str]]:
         return {
             **super().checks(),
-            **self.unread("epsilon", "epsilon_high"),
             "beta": (self.beta > 0, "a number > 0"),
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),

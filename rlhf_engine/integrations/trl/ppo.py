@@ -33,7 +33,11 @@ class HydraPPOConfig(HydraConfig):
     """GRPOConfig with PPO's defaults, one answer per prompt, and what a critic needs.
 
     beta: coefficient of the KL to the reference in a token's reward. epsilon, epsilon_high: clipping of ratios.
+    delta: largest ratio that a token of negative advantage counts with, as in GRPOConfig. entropy_coef: coefficient of
+    the mean entropy per token.
     """
+
+    reads = ("delta", "entropy_coef", "epsilon", "epsilon_high")
 
     loss_type: str = field(default="ppo", metadata={"help": "ppo, the only one."})
     gamma: float = field(default=1.0, metadata={"help": "Discount factor of the return."})
@@ -53,6 +57,10 @@ class HydraPPOConfig(HydraConfig):
             "loss_type": (self.loss_type == "ppo", "'ppo'"),
             "gamma": (0 <= self.gamma <= 1, "a number from 0 to 1"),
             "lam": (0 <= self.lam <= 1, "a number from 0 to 1"),
+            "delta": (
+                self.delta is None or self.delta >= 1 + (self.epsilon_high or self.epsilon),
+                "None or a number >= 1 + epsilon_high",
+            ),
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
             "cliprange_value": (self.cliprange_value > 0, "a number > 0"),
             "critic_learning_rate": (
@@ -92,13 +100,7 @@ class HydraPPOTrainer(HydraTrainer):
 
     def _whiten(self, x_M: torch.Tensor, keep_M: torch.Tensor) -> torch.Tensor:
         """Mean 0 and variance 1 over the kept tokens of all processes."""
-        kept = x_M[keep_M].double()
-        sums = torch.stack([torch.ones_like(kept).sum(), kept.sum(), kept.square().sum()])
-        n, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
-        if n < 2:
-            return x_M
-        mean = total / n
-        variance = max(squares / n - mean * mean, 0.0) * n / (n - 1)
+        mean, variance = self.moments(x_M[keep_M])
         return ((x_M.double() - mean) / (variance + 1e-8) ** 0.5).to(x_M.dtype)
 
     def losses(self, micro: Micro) -> tuple[Any, ...]:
@@ -109,6 +111,8 @@ class HydraPPOTrainer(HydraTrainer):
             denom=micro.n_tokens,
             clip_low=self.epsilon_low,
             clip_high=self.epsilon_high,
+            dual_clip=self.args.delta,
+            entropy_coef=self.args.entropy_coef,
             temperature=self.temperature,
         )
         value = ValueLoss(

@@ -11,6 +11,7 @@ and `rlhf_engine.algorithms` for the estimators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,15 @@ from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.base import Answers, HydraTrainer, Micro
 from rlhf_engine.integrations.trl.config import HydraConfig
 
+_EPS = 1e-4
+"""What RLOOTrainer adds to the deviation of advantages."""
+
 
 @dataclass
 class ReMaxConfig(HydraConfig):
     """GRPOConfig with one drawn answer per prompt; the greedy one comes on top and is not counted."""
+
+    reads = ("entropy_coef",)
 
     loss_type: str = field(default="remax", metadata={"help": "remax, the only one."})
 
@@ -37,7 +43,6 @@ class ReMaxConfig(HydraConfig):
         one_update = "one update per rollout, which has no ratio that would correct the others"
         return {
             **super().checks(),
-            **self.unread("epsilon", "epsilon_high"),
             "loss_type": (self.loss_type == "remax", "'remax'"),
             "num_generations": (self.num_generations == 1, "1"),
             "num_iterations": (self.num_iterations == 1, f"1: {one_update}"),
@@ -49,9 +54,14 @@ class ReMaxConfig(HydraConfig):
 class HydraRLOOConfig(HydraConfig):
     """GRPOConfig with several answers per prompt, each the baseline of the others."""
 
+    reads = ("entropy_coef", "epsilon", "epsilon_high")
+
     num_generations: int | None = field(default=4, metadata={"help": "Answers per prompt."})
     loss_type: str = field(
         default="proximal", metadata={"help": "proximal: the ratio of a whole answer is clipped; vanilla: it is not."}
+    )
+    normalize_advantages: bool = field(
+        default=False, metadata={"help": "Advantages of a rollout with mean 0 and deviation 1."}
     )
 
     def checks(self) -> dict[str, tuple[bool, str]]:
@@ -77,7 +87,17 @@ class _PolicyGradientTrainer(HydraTrainer):
             weighted = micro.of["advantages"] * logprobs_M * micro.mask_M
             return GradientLoss(-weighted.sum() / micro.n_answers, None)
 
-        return (LogprobLoss(loss=loss, temperature=self.temperature),)
+        return (self._output(loss, micro),)
+
+    def _output(self, loss: Callable[[torch.Tensor], Any], micro: Micro) -> LogprobLoss:
+        """That loss with the entropy bonus, a mean over tokens."""
+        return LogprobLoss(
+            loss=loss,
+            temperature=self.temperature,
+            entropy_coef=self.args.entropy_coef,
+            denom=micro.n_tokens,
+            mask_M=micro.mask_M,
+        )
 
     def combine(self, micro: Micro, results: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (found,) = results
@@ -85,7 +105,7 @@ class _PolicyGradientTrainer(HydraTrainer):
         log_ratio_M = (found.logprob - micro.of["old_logprobs"]) * micro.mask_M
         told = {
             # over this micro-batch alone
-            "policy_loss": found.loss * (micro.n_answers / max(1, int(micro.keep_N.sum()))),
+            "policy_loss": found.found.loss * (micro.n_answers / max(1, int(micro.keep_N.sum()))),
             "entropy": (found.entropy * micro.mask_M).sum() / n,
             "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
         }
@@ -131,6 +151,9 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
         returns_N = rloo.returns(answers.totals_N, answers.kl_M, answers.batch, beta=self.kl_coef)
         advantages_N = torch.zeros_like(returns_N)
         advantages_N[kept] = rloo.leave_one_out(returns_N[kept], groups_N[kept])
+        if self.args.normalize_advantages:
+            mean, variance = self.moments(advantages_N[kept])
+            advantages_N[kept] = (advantages_N[kept] - mean) / (variance**0.5 + _EPS)
         return {"advantages": spread(advantages_N, answers.batch)}
 
     def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
@@ -159,4 +182,4 @@ class HydraRLOOTrainer(_PolicyGradientTrainer):
                 clip_high=self.epsilon_high,
             )
 
-        return (LogprobLoss(loss=loss, temperature=self.temperature),)
+        return (self._output(loss, micro),)

@@ -11,11 +11,13 @@ policy then runs on the same base.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,8 +29,17 @@ from rlhf_engine.training.adamw import warn_without_masters
 from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 require_trl()
-from trl import RewardConfig, RewardTrainer  # noqa: E402
+from trl import GRPOConfig, RewardConfig, RewardTrainer  # noqa: E402
 
+SERVED_FOR_THUMBS = (
+    "activation_offloading",
+    "chat_template_path",
+    "dataset_num_proc",
+    "eos_token",
+    "max_length",
+    "pad_token",
+)
+"""Options that RewardConfig adds to those of all trainers and that thumbs read; its others are refused there."""
 _COLUMNS = ("completion_ids", "label")
 _OVERRIDDEN = {
     "_prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
@@ -70,6 +81,7 @@ class PerlRewardTrainer(RewardTrainer):
 
         Raises ConfigError for thumbs of one class only, or with a margin.
         """
+        require_trl()
         for name, parameters in _OVERRIDDEN.items():
             require_parameters(f"RewardTrainer.{name}", getattr(RewardTrainer, name), parameters)
         if train_dataset is None:
@@ -79,11 +91,8 @@ class PerlRewardTrainer(RewardTrainer):
         args = args or PerlRewardConfig("reward-model")
         if not self.thumbs and getattr(args, "pos_weight", "none") != "none":
             raise ConfigError(f"pos_weight: expected 'none' for pairs, got {args.pos_weight!r}")
-        if self.thumbs and args.center_rewards_coefficient is not None:
-            raise ConfigError(
-                "center_rewards_coefficient: expected None for labels, which say where 0 is, got "
-                f"{args.center_rewards_coefficient}"
-            )
+        if self.thumbs:
+            _require_read(args)
         self.pos_weight = 1.0
         self._judged: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(
@@ -134,9 +143,10 @@ class PerlRewardTrainer(RewardTrainer):
                 raise ConfigError(f"{dataset_name}_dataset: expected label true or false, got {row['label']!r}")
             return {"completion_ids": _tokens(row, processing_class), "label": bool(row["label"])}
 
-        found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}))
+        processes = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+        found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}), **processes)
         if args.max_length is not None:
-            short = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length)
+            short = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length, **processes)
             if hasattr(found, "__len__") and len(found) and not len(short):
                 raise ConfigError(f"max_length: expected one that some row has room in, got {args.max_length}")
             found = short
@@ -194,6 +204,17 @@ class PerlRewardTrainer(RewardTrainer):
             told = {f"{metric_key_prefix}_{name}": x for name, x in whole.items() if x is not None and name != "loss"}
             output.metrics.update(told)
         return output
+
+
+def _require_read(args: RewardConfig) -> None:
+    """Raise ConfigError for an option of a reward model's configuration that is not read where rows are thumbs."""
+    common = {option.name for option in dataclasses.fields(GRPOConfig)}
+    for option in dataclasses.fields(RewardConfig):
+        value = getattr(args, option.name)
+        if option.name not in {*common, *SERVED_FOR_THUMBS} and value != option.default:
+            raise ConfigError(
+                f"{option.name}: expected {option.default!r} for labels, which say where 0 is, got {value!r}"
+            )
 
 
 def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:

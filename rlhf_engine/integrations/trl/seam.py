@@ -114,6 +114,11 @@ class Patch:
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
             half = torch.get_autocast_dtype(device)
             hidden, weight, bias = hidden.to(half), weight.to(half), None if bias is None else bias.to(half)
+        if logit_scale <= 0:  # logits are as odd in the hidden states as in their scale
+            sign = -1.0 if logit_scale else 0.0
+            hidden, bias, logit_scale = hidden * sign, None if bias is None else bias * sign, -logit_scale or 1.0
+        if final_logit_softcapping is not None:  # a cap is even, and TRL takes 0 for 1
+            final_logit_softcapping = abs(final_logit_softcapping) or 1.0
         wanted = tuple(ours for theirs, ours in _OUTPUTS.items() if theirs == "log_probs" or theirs in outputs)
         found = linear_logprob(
             hidden,

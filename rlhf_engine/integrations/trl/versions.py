@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ OLDEST, TOO_NEW = "1.15", "1.18"
 
 
 def require_trl() -> None:
-    """Raise ConfigError unless a version of TRL is installed that this package knows."""
+    """Raise ConfigError unless a version of TRL is installed that this package knows, and nobody else changes it."""
+    if "unsloth" in sys.modules:
+        raise ConfigError(
+            "unsloth: expected it not imported, because it exchanges the same parts of TRL's trainers, got it imported"
+        )
     try:
         import trl
     except ModuleNotFoundError as error:
