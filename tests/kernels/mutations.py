@@ -1698,7 +1698,7 @@ BLOCK = [
         "first sequence's angles for all",
         CPU,
         _BLOCK,
-        "tokens * dim if cos.shape[0] == batch else 0",
+        "tokens * dim if angles[0] == batch else 0",
         "0",
         ("test_block.py::test_turned_heads_have_the_bits_of_llama_s",),
     ),

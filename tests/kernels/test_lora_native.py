@@ -326,7 +326,7 @@ def test_cpp_refuses_what_makes_no_sense():
         ({"y": (0, 2, 0)}, "y.data: expected an address"),
         ({"x": (x.data_ptr(), 3, 2)}, "type: expected 0 or 1, got 2"),
         ({"K": -1}, "K: expected a size of at least 0, got -1"),
-        ({"threads": 0}, "threads: expected at least 1, got 0"),
+        ({"threads": 0}, "threads: expected 1 to 4096, got 0"),
         ({"runs": [(0, 0, 4, 1)]}, "runs: expected a slot that exists, got 1"),
         ({"runs": [(-1, 0, 4, 0)]}, "runs: expected rows of at least 0"),
         ({"slots": [((0, 3, 0), *slot[1:])]}, "slot.A.data: expected an address"),
