@@ -251,7 +251,7 @@ def page(rows: list[Row]) -> str:
 
 def _cell(text: str) -> str:
     """A reason without the numbers and names that differ between machines, short enough for a row."""
-    text = re.sub(r"differ by \S+ of their norm, where rounding explains \S+ ", "differ ", text)
+    text = re.sub(r"ones that differ by \S+ of their norm in (.*), where rounding explains \S+", r"others in \1", text)
     text = re.sub(r"^(not made|\w+): |\(model type '[^']*'\)", "", text).strip()
     return _shortened(text.replace("|", "\\|"), 80)
 

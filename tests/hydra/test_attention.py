@@ -262,10 +262,9 @@ def test_logits_that_are_not_head_of_hidden_are_refused():
 
 def test_attention_that_computes_something_unserved_is_refused():
     plain = tiny_llama()
-    config = plain.config
 
     def twice_unless_ours(module, arguments, out):
-        return out if config._attn_implementation == ATTENTION_NAME else (2 * out[0], out[1])
+        return out if plain.config._attn_implementation == ATTENTION_NAME else (2 * out[0], out[1])
 
     for layer in plain.model.layers:
         layer.self_attn.register_forward_hook(twice_unless_ours)
