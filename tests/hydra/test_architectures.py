@@ -113,11 +113,14 @@ def test_gradients_are_those_of_peft(name, tmp_path):
         (found[-1] * weights).sum().backward()
     testing.assert_ok(testing.tier1(out.logprob.detach(), found[1].detach(), found[0].detach()), "logprob")
     modules, exact_modules = (dict(m.base_model.model.named_modules()) for m in (theirs, exactly))
+    gradients = []
     for path, pair in model.backbone().slot("actor").items():
         for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):
             single, double = (getattr(m[path], half)["default"].weight.grad for m in (modules, exact_modules))
             assert double.any(), path
-            testing.assert_ok(testing.tier1(ours.grad, double, single), f"{path}.{half}")
+            # in units of the largest, and all together: PEFT's own error in one small matrix may be near 0 by chance
+            gradients.append([g.flatten().double() / double.abs().max() for g in (ours.grad, double, single)])
+    testing.assert_ok(testing.tier1(*map(torch.cat, zip(*gradients, strict=True))), "gradients")
 
 
 @every
