@@ -63,6 +63,7 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
                         check_model(folder, [path.name])
                         found[leaf] = f.get_tensor(key).float()
         except SafetensorError as error:
+            check_model(folder, [path.name])  # says more, where there is a manifest
             raise ValueError(f"{path}: expected a safetensors file, got {error}") from error
     if "weight" not in found:
         return None
