@@ -227,8 +227,8 @@ def _require_states(what: str, hidden: torch.Tensor, own: OwnStates, allowed: fl
 def _require(what: str, error: torch.Tensor, allowed: float) -> None:
     if not error <= allowed:  # as a tensor, which passes while memory is planned
         raise DifferentNumbers(
-            f"expected the hidden states of its own attention, got ones that differ by {float(error):.2g} of their norm in "
-            f"{what}, where rounding explains {allowed:.2g}"
+            f"expected the hidden states of its own attention, got ones that differ by {float(error):.2g} of their "
+            f"norm in {what}, where rounding explains {allowed:.2g}"
         )
 
 
