@@ -59,11 +59,6 @@ class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""
 
 
-def note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of an error; `BaseException.add_note`, which Python 3.10 has not."""
-    error.__notes__ = [*notes(error), text]  # type: ignore[attr-defined]
-
-
 def notes(error: BaseException) -> list[str]:
-    """Lines that `note` has added."""
+    """Lines that were added to an error by `add_note`."""
     return list(getattr(error, "__notes__", []))

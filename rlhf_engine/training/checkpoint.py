@@ -25,7 +25,7 @@ from rlhf_kernels import cores, registry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError, note
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
 from rlhf_engine.folders import finish_replacement, finish_replacements, put_in_place, remove
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
@@ -150,9 +150,9 @@ def saved_on_error(
         if optimizer.is_whole and step() > 0 and not is_there and all(bool(p.isfinite().all()) for p in trained):
             try:
                 save()
-                note(error, f"checkpoint of step {step()} written, --resume_from_checkpoint auto goes on")
+                error.add_note(f"checkpoint of step {step()} written, --resume_from_checkpoint auto goes on")
             except CheckpointWriteError as failed:
-                note(error, f"no checkpoint of step {step()}: {failed}")
+                error.add_note(f"no checkpoint of step {step()}: {failed}")
         raise
 
 
