@@ -592,7 +592,7 @@ def test_a_reward_file_that_cannot_be_imported(capsys, model, tmp_path):
         ("[1.0]", "reward function 'reward': expected 4 rewards, got 1"),
         ("['good'] * 4", "reward function 'reward': expected numbers or None, got 'good' at row 0"),
         ("1 / 0", "reward function 'reward' raised ZeroDivisionError: division by zero"),
-        ("[1e300] * 4", "score of an answer is not finite"),
+        ("[1e300] * 4", "reward function 'reward': expected numbers of float32, got 1e+300 at row 0"),
     ],
 )
 def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, late, message):

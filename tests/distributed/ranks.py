@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -110,6 +111,8 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         try:
             trainer.run(stop_after(job["stop"]) if "stop" in job else None)
         except Stop:
+            # as if it had been killed, and had left no checkpoint of that step
+            world.on_main("lost", lambda: shutil.rmtree(trainer.output / f"checkpoint-{job['stop']}"))
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
             trainer = RlTrainer(config, world)
             assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint

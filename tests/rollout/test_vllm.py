@@ -483,7 +483,7 @@ def test_a_dead_engine_s_stack_trace_is_in_the_server_s_log(server):
 
     server.complete = dead  # type: ignore[method-assign]
     with pytest.raises(RolloutServerError, match=r"got status 500: .* See stack trace \(in the server's log\) for the"):
-        VllmClient(server.url, timeout=5).complete("base", [5], {})
+        VllmClient(server.url, timeout=5).complete("base", [5], {}, vocabulary=61)
 
 
 def test_a_server_of_another_base_or_of_less_context(server):

@@ -239,7 +239,7 @@ def test_a_run_does_not_go_on_as_another_algorithm(first, second, model, reward,
     with pytest.raises(Stop):
         RlTrainer(made).run(stop_after(2))
     other = dataclasses.replace(made, algorithm=second, resume_from_checkpoint="auto")
-    with pytest.raises(ConfigError, match=f"algorithm: expected '{first}' as in .*checkpoint-1, got '{second}'"):
+    with pytest.raises(ConfigError, match=f"algorithm: expected '{first}' as in .*checkpoint-2, got '{second}'"):
         RlTrainer(other)
 
 
