@@ -145,20 +145,26 @@ class AdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Apply the gradients of all parameters and clear them."""
-        self._inner.step()  # parameters in full precision: the others have no gradient here
-        self._inner.zero_grad(set_to_none=True)
-        for name in self._float32:  # one by one: temporary tensors are those of one parameter
-            if self.parameters[name].grad is not None:
-                self._step_half(name)
+        half = [name for name in self._float32 if self.parameters[name].grad is not None]
+        # `adamw` holds float32 masters and gradients anyway; the others make temporary ones, of one parameter at a time
+        calls = [half] if self.optim == "adamw" else [[], *([name] for name in half)]
+        for names in calls:  # the first also steps the parameters in full precision
+            for name in names:
+                self._hand_over_gradient(name)
+            self._inner.step()
+            self._inner.zero_grad(set_to_none=True)
+            for name in names:
+                self._write_back(name)
 
-    def _step_half(self, name: str) -> None:
+    def _hand_over_gradient(self, name: str) -> None:
         p, weights = self.parameters[name], self._float32[name]
         if weights.numel() == 0:
             weights.data = p.detach().float()
         assert p.grad is not None
         weights.grad, p.grad = p.grad.float(), None
-        self._inner.step()
-        weights.grad = None
+
+    def _write_back(self, name: str) -> None:
+        p, weights = self.parameters[name], self._float32[name]
         self._steps[name] += 1
         if has_masters(self.optim):
             p.copy_(weights)

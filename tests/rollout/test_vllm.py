@@ -19,7 +19,7 @@ from rlhf_engine.rollout.vllm import VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm_canary import Canary
 from rlhf_engine.rollout.vllm_client import RUNTIME_LORA, VllmClient
 from rlhf_engine.rollout.vllm_http import KEY_VARIABLE
-from tests.conftest import build, randomise, tiny_llama
+from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -483,7 +483,7 @@ def test_a_dead_engine_s_stack_trace_is_in_the_server_s_log(server):
 
     server.complete = dead  # type: ignore[method-assign]
     with pytest.raises(RolloutServerError, match=r"got status 500: .* See stack trace \(in the server's log\) for the"):
-        VllmClient(server.url, timeout=5).complete("base", [5], {}, vocabulary=61)
+        VllmClient(server.url, timeout=5).complete("base", [5], {}, vocabulary=VOCAB)
 
 
 def test_a_server_of_another_base_or_of_less_context(server):
