@@ -106,7 +106,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What became of one type."""
+    """The result of trying one model type."""
 
     kind: str
     served: bool
