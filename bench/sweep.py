@@ -3,6 +3,7 @@
 
     python bench/sweep.py bench/sweeps/sharing_demo.yaml --out bench/results/cpu/sharing_demo
     python bench/sweep.py bench/sweeps/sharing_stories.yaml --out DIR -- --model_name_or_path MODEL
+    python bench/sweep.py GRID.yaml --out DIR --jobs 2                # two runs side by side, each with half the cores
     python bench/sweep.py GRID.yaml --out DIR --summary               # only the table and the plot of what is there
 
 A grid file names the command (`train` or `demo`), flags that all runs share, the axes of the grid, the metrics whose
@@ -32,6 +33,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -39,6 +41,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,8 +152,8 @@ def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
     return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path) -> None:
-    """One run in a process of its own, and its record."""
+def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path, jobs: int = 1) -> None:
+    """One run in a process of its own, and its record; `jobs` runs share the cores."""
     folder, shown = work_folder(grid, point, extra), command_of(grid, point)
     argv = [*shown, "--output_dir", str(folder), *extra]
     if grid.command == "train":
@@ -158,7 +161,13 @@ def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: 
     elif folder.exists():
         shutil.rmtree(folder)  # a demo begins with its supervised stage, which keeps no checkpoints
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "rlhf_engine.cli", *argv], stdout=subprocess.DEVNULL, check=False)
+    share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_engine.cli", *argv],
+        env=os.environ | share,
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
     if done.returncode != 0:
         raise SystemExit(
             f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
@@ -180,6 +189,7 @@ def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: 
             "final": {name: final[name] for name in grid.final},
             "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
             "seconds": time.perf_counter() - began,
+            "side_by_side": jobs,
             "git_commit": facts["git_commit"],
             "versions": facts["versions"],
             "device": facts["device_name"],
@@ -338,8 +348,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("grid", type=Path, help="YAML file of the grid")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided among them")
     parser.add_argument("--summary", action="store_true", help="start no runs")
     arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
+    if arguments.jobs < 1:
+        raise SystemExit(f"--jobs: expected a number above 0, got {arguments.jobs}")
     grid = Grid.read(arguments.grid)
     arguments.out.mkdir(parents=True, exist_ok=True)
     points = grid.runs()
@@ -347,11 +360,19 @@ def main() -> None:
     # what is there is read before any time is spent
     found = {path: read_record(grid, point, path) for point, path in zip(points, paths, strict=True) if path.exists()}
     if not arguments.summary:
-        for number, (point, path) in enumerate(zip(points, paths, strict=True), start=1):
-            if path not in found:
-                print(f"[{number}/{len(points)}] {grid.run_name(point)}", file=sys.stderr)
-                run_point(grid, point, extra, path)
-                found[path] = read_record(grid, point, path)
+
+        def run(number: int) -> None:
+            print(f"[{number + 1}/{len(points)}] {grid.run_name(points[number])}", file=sys.stderr)
+            run_point(grid, points[number], extra, paths[number], arguments.jobs)
+
+        lacking = [number for number, path in enumerate(paths) if path not in found]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            try:
+                list(pool.map(run, lacking))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        found |= {paths[i]: read_record(grid, points[i], paths[i]) for i in lacking}
     records = [found[path] for path in paths if path in found]
     if not records:
         raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")
