@@ -3,7 +3,7 @@
 
     python bench/sweep.py bench/sweeps/sharing_demo.yaml --out bench/results/cpu/sharing_demo
     python bench/sweep.py bench/sweeps/sharing_stories.yaml --out DIR -- --model_name_or_path MODEL
-    python bench/sweep.py GRID.yaml --out DIR --jobs 2                # two runs side by side, each with half the cores
+    python bench/sweep.py GRID.yaml --out DIR --jobs 2                # two seeds side by side, half the cores each
     python bench/sweep.py GRID.yaml --out DIR --summary               # only the table and the plot of what is there
 
 A grid file names the command (`train` or `demo`), flags that all runs share, the axes of the grid, the metrics whose
@@ -23,8 +23,9 @@ curves are kept and the numbers that the table compares:
 
 Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
 in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
-A `train` run that was stopped resumes from its last checkpoint. Writes OUT/summary.md and OUT/curves.png: lines are
-means over the seeds, bands span them.
+A `train` run that was stopped resumes from its last checkpoint. `demo` runs of one seed share the supervised model that
+the first of them trains. --jobs divides seeds, not runs. Writes OUT/summary.md and OUT/curves.png: lines are means over
+the seeds, bands span them.
 """
 
 from __future__ import annotations
@@ -152,14 +153,36 @@ def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
     return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path, jobs: int = 1) -> None:
-    """One run in a process of its own, and its record; `jobs` runs share the cores."""
+def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], jobs: int) -> None:
+    """The runs of one seed, from the paths of their records to their points, one after the other.
+
+    `jobs` seeds share the cores. Each demo starts from the supervised model of the first, whose folder is kept until
+    the last has its record: at equal seeds all of them would train the same one.
+    """
+    start: Path | None = None
+    for path, point in runs.items():
+        folder = run_point(grid, point, extra, path, jobs, start)
+        if grid.command == "demo" and start is None:
+            start = folder
+        else:
+            shutil.rmtree(folder)
+    if start is not None:
+        shutil.rmtree(start)
+
+
+def run_point(
+    grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path, jobs: int, start: Path | None
+) -> Path:
+    """One run in a process of its own, and its record; returns the run's folder."""
+    print(grid.run_name(point), file=sys.stderr)
     folder, shown = work_folder(grid, point, extra), command_of(grid, point)
     argv = [*shown, "--output_dir", str(folder), *extra]
     if grid.command == "train":
         argv += ["--resume_from_checkpoint", "auto"]
     elif folder.exists():
-        shutil.rmtree(folder)  # a demo begins with its supervised stage, which keeps no checkpoints
+        shutil.rmtree(folder)  # a demo resumes nothing
+    if start is not None:
+        argv += ["--start", str(start)]
     began = time.perf_counter()
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
     done = subprocess.run(
@@ -196,7 +219,7 @@ def run_point(grid: Grid, point: dict[str, Any], extra: list[str], record_path: 
             "resumed_at_step": facts["resumed_at_step"],
         },
     )
-    shutil.rmtree(folder)
+    return folder
 
 
 def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -348,7 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("grid", type=Path, help="YAML file of the grid")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided among them")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds side by side, which share the cores")
     parser.add_argument("--summary", action="store_true", help="start no runs")
     arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
     if arguments.jobs < 1:
@@ -360,19 +383,17 @@ def main() -> None:
     # what is there is read before any time is spent
     found = {path: read_record(grid, point, path) for point, path in zip(points, paths, strict=True) if path.exists()}
     if not arguments.summary:
-
-        def run(number: int) -> None:
-            print(f"[{number + 1}/{len(points)}] {grid.run_name(points[number])}", file=sys.stderr)
-            run_point(grid, points[number], extra, paths[number], arguments.jobs)
-
-        lacking = [number for number, path in enumerate(paths) if path not in found]
+        lacking = {path: point for path, point in zip(paths, points, strict=True) if path not in found}
+        seeds: dict[Any, dict[Path, dict[str, Any]]] = {}
+        for path, point in lacking.items():
+            seeds.setdefault(point.get(SEED), {})[path] = point
         with ThreadPoolExecutor(arguments.jobs) as pool:
             try:
-                list(pool.map(run, lacking))
+                list(pool.map(lambda runs: run_seed(grid, runs, extra, arguments.jobs), seeds.values()))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        found |= {paths[i]: read_record(grid, points[i], paths[i]) for i in lacking}
+        found |= {path: read_record(grid, point, path) for path, point in lacking.items()}
     records = [found[path] for path in paths if path in found]
     if not records:
         raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")

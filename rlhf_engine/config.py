@@ -370,12 +370,17 @@ class DemoConfig(RunOptions):
         "overlap: draw the answers of the next step while this one is learned; replay: the same in turn",
         alias="async",
     )
+    start: str | None = option(
+        None, "folder of an earlier demo, whose supervised model and prompts are taken in place of new ones"
+    )
     quick: bool = option(False, "a few steps only, to see that everything runs")
     json: bool = option(False, "print the summary as one JSON object")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
+        if self.start is not None:
+            not_empty("start", self.start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig
 from rlhf_engine.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
+from rlhf_engine.training.metrics import peak_memory_bytes, read_metrics, write_json_atomic
 from rlhf_engine.training.rl import Answers, RlTrainer
 from rlhf_engine.training.sft import SftTrainer
+
+_MARKER = ".rlhf-engine-demo"
+_START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
+"""What RL reads of a folder that `make_start` has filled."""
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
 """on_step(phase, step, total, metrics)"""
@@ -78,16 +82,21 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     """Run all four parts; returns the result and the held-out answers of SFT and of RL."""
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
-    output = _fresh_folder(Path(config.output_dir))
-    sft_metrics = make_start(
-        output,
-        size,
-        seed=config.seed,
-        kernels=config.kernels,
-        on_step=lambda step, metrics: on_step("sft", step, size.sft_steps, metrics),
-    )
+    output = Path(config.output_dir)
+    start = output if config.start is None else Path(config.start)
+    if config.start is not None:
+        sft_metrics = _read_start(start, output)
+    _fresh_folder(output)
+    if config.start is None:
+        sft_metrics = make_start(
+            output,
+            size,
+            seed=config.seed,
+            kernels=config.kernels,
+            on_step=lambda step, metrics: on_step("sft", step, size.sft_steps, metrics),
+        )
     seconds_sft = time.perf_counter() - began
-    trainer = RlTrainer(_rl_config(config, size, output))
+    trainer = RlTrainer(_rl_config(config, size, start))
     before = heldout_answers(trainer, "reference")
     rl_began = time.perf_counter()
     trainer.run(lambda step, metrics: on_step("rl", step, size.rl_steps, metrics))
@@ -189,10 +198,10 @@ def rl_options(start: Path) -> dict[str, Any]:
     }
 
 
-def _rl_config(config: DemoConfig, size: DemoSize, output: Path) -> TrainConfig:
+def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
     common: dict[str, Any] = {
-        **rl_options(output),
-        "output_dir": str(output / "rl"),
+        **rl_options(start),
+        "output_dir": str(Path(config.output_dir) / "rl"),
         "algorithm": config.algorithm,
         "method": config.method,
         "async_mode": config.async_mode,
@@ -210,16 +219,28 @@ def _rl_config(config: DemoConfig, size: DemoSize, output: Path) -> TrainConfig:
     return TrainConfig(**{**common, **_ALGORITHMS[config.algorithm]})
 
 
-def _fresh_folder(output: Path) -> Path:
+def _read_start(start: Path, output: Path) -> dict[str, float]:
+    """Metrics of the last supervised step of an earlier demo.
+
+    Raises ConfigError for a folder that lacks a part of the start, or that this demo would empty.
+    """
+    lacking = [name for name in (*_START, "sft/metrics.jsonl") if not (start / name).exists()]
+    if lacking:
+        raise ConfigError(f"start: expected the folder of an earlier demo, got {start}, which lacks {lacking}")
+    if output.resolve() == start.resolve():
+        raise ConfigError(f"output_dir: expected another folder than start, got {output} for both")
+    return read_metrics(start / "sft" / "metrics.jsonl")[-1]
+
+
+def _fresh_folder(output: Path) -> None:
     """The demo's own folder, emptied if an earlier demo wrote it; anything else is left alone."""
-    marker = output / ".rlhf-engine-demo"
+    marker = output / _MARKER
     if output.exists() and any(output.iterdir()):
         if not marker.exists():
             raise ConfigError(f"output_dir: expected a new folder or one of an earlier demo, got {output}")
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
     marker.touch()
-    return output
 
 
 def _write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:

@@ -1,6 +1,7 @@
 """The demo from the command line: everything runs in miniature; at full size it keeps its promise for three seeds."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,37 @@ def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path):
     for name in ("rl/curves.png", "rl/samples.md", "rl/metrics.jsonl", "rl/run.json", "sft/heads.safetensors"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     assert "wins by true preference" in shown
+
+
+@pytest.mark.long
+def test_another_algorithm_starts_from_the_supervised_model_of_a_demo(tmp_path):
+    run_demo(tmp_path / "ppo", "--quick")
+    begun, _ = run_demo(tmp_path / "taken", "--quick", "--algorithm", "rloo", "--start", str(tmp_path / "ppo"))
+    whole, _ = run_demo(tmp_path / "whole", "--quick", "--algorithm", "rloo")
+    assert not (tmp_path / "taken" / "sft").exists()
+    for name in ("reward_before", "reward_after", "kl", "win_rate", "reward_accuracy"):
+        assert begun[name] == whole[name], name
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [("absent", "start: expected the folder of an earlier demo, got .*absent, which lacks"), ("", "start: ")],
+)
+def test_a_start_that_is_none(tmp_path, capsys, start, message):
+    folder = tmp_path / start if start else ""
+    assert main(["demo", "--quick", "--output_dir", str(tmp_path / "out"), "--start", str(folder)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_start_is_not_emptied(tmp_path, capsys):
+    for name in ("sft/manifest.json", "sft/metrics.jsonl", "train.jsonl", "heldout.jsonl", ".rlhf-engine-demo"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"step": 1}\n')
+    assert main(["demo", "--quick", "--output_dir", str(tmp_path), "--start", str(tmp_path)]) == 2
+    assert "output_dir: expected another folder than start" in capsys.readouterr().err
+    assert (tmp_path / "train.jsonl").exists()
 
 
 @pytest.mark.long

@@ -85,6 +85,26 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, 
     assert record.read_text() == first
 
 
+@pytest.mark.long
+def test_demos_of_one_seed_share_their_start(tmp_path):
+    grid = write_grid(
+        tmp_path / "tiny.yaml",
+        command="demo",
+        flags={},
+        grid={"algorithm": ["remax", "rloo"], "seed": [0, 1]},
+        final=["reward_before", "seconds_sft"],
+    )
+    run("sweep.py", grid, "--out", tmp_path / "out", "--jobs", 2, "--", "--quick", cwd=tmp_path)
+    for seed in (0, 1):
+        first, second = (
+            json.loads((tmp_path / "out" / f"algorithm-{name}_seed-{seed}.json").read_text())
+            for name in ("remax", "rloo")
+        )
+        assert first["final"]["reward_before"] == second["final"]["reward_before"]
+        assert second["final"]["seconds_sft"] < 0.5 * first["final"]["seconds_sft"]
+    assert not list((tmp_path / "runs" / "sweeps" / "tiny").iterdir())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
