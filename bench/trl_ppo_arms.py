@@ -129,16 +129,24 @@ def prepare(setting: Setting, folder: Path) -> None:
         eos_token_id=None,
         pad_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model, end = LlamaForCausalLM(config), setting.vocab - 1
+    with torch.no_grad():  # the hidden states' first channel is above 0 whatever the tokens: no answer draws its end
+        model.model.embed_tokens.weight[:, 0] = 0.1
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[end] = 0.0
+        model.lm_head.weight[end, 0] = -100.0
+    model.save_pretrained(folder)
     reward = {"reward.weight": torch.randn(1, setting.hidden) / setting.hidden**0.5, "reward.bias": torch.zeros(1)}
     save_file(reward, folder / HEADS_FILE)
-    words = {f"t{i}": i for i in range(setting.vocab)} | {"<pad>": setting.vocab, "<eos>": setting.vocab + 1}
+    words = {f"t{i}": i for i in range(end)} | {"<eos>": end, "<pad>": setting.vocab}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.save_pretrained(folder)
     # one batch more than is used: in the last batch of its data, TRL steps its optimizer at every micro-batch
-    rows = torch.randint(setting.vocab, (setting.batch * (setting.steps + 1), setting.prompt_tokens)).tolist()
+    rows = torch.randint(end, (setting.batch * (setting.steps + 1), setting.prompt_tokens)).tolist()
     lines = (json.dumps({"prompt": " ".join(f"t{i}" for i in row)}) + "\n" for row in rows)
     (folder / PROMPTS_FILE).write_text("".join(lines))
 
@@ -182,6 +190,8 @@ def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     ends, steps = [time.perf_counter()], []
     for _ in range(setting.steps):
         steps.append(trainer.step())
+        if steps[-1]["completions/mean_length"] != setting.answer_tokens:
+            raise RuntimeError(f"expected answers of {setting.answer_tokens} tokens, got shorter ones")
         ends.append(time.perf_counter())
     after = memory_bytes()
     for step in steps:
