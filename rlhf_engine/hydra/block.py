@@ -12,8 +12,9 @@ instead of at every step.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,14 +137,10 @@ def _gated_by_silu(module: nn.Module) -> bool:
 
 def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
     """The class's own forward, reading one global differently: the function that turns queries and keys."""
-    own = cls.forward
-    if (
-        not isinstance(own, FunctionType)
-        or own.__closure__
-        or _ROTARY not in {*own.__code__.co_names} & {*own.__globals__}
-    ):
+    inner = inspect.unwrap(cls.forward)
+    if not isinstance(inner, FunctionType) or _ROTARY not in {*inner.__code__.co_names} & {*inner.__globals__}:
         return None
-    turn: Callable[..., tuple[Tensor, Tensor]] = own.__globals__[_ROTARY]
+    turn: Callable[..., tuple[Tensor, Tensor]] = inner.__globals__[_ROTARY]
 
     def same(dtype: torch.dtype) -> bool:
         q, k, cos, sin = _random((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8), dtype=dtype)
@@ -161,12 +158,35 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
                 return rotary(q, k, cos, sin, backend="cpu")
         return turn(*arguments, **named)
 
-    # without __name__: torch.compile would look the globals up in the module of that name
-    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
-    forward = FunctionType(own.__code__, {**names, _ROTARY: turned}, own.__name__, own.__defaults__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    forward.__annotations__, forward.__doc__ = own.__annotations__, own.__doc__
-    return forward
+    return _with_global(cls.forward, _ROTARY, turned)
+
+
+def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
+    """The same function under the same decorators, which reads one global differently.
+
+    None for a function with variables of an enclosing one, and for a decorator that does not hold what it decorates in
+    such a variable.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    decorated, closure, names = getattr(function, "__wrapped__", None), None, function.__globals__
+    if decorated is not None:
+        made = _with_global(decorated, name, value)
+        cells = function.__closure__ or ()
+        if made is None or not any(cell.cell_contents is decorated for cell in cells):
+            return None
+        closure = tuple(CellType(made) if cell.cell_contents is decorated else cell for cell in cells)
+    elif function.__closure__:
+        return None
+    else:
+        # without __name__: torch.compile would look the globals up in the module of that name
+        names = {known: own for known, own in names.items() if known != "__name__"} | {name: value}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__, copied.__doc__ = function.__annotations__, function.__doc__
+    if decorated is not None:
+        copied.__wrapped__ = made  # type: ignore[attr-defined]
+    return copied
 
 
 def _agrees(same: Callable[[torch.dtype], bool]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from types import FunctionType
 
@@ -93,8 +95,8 @@ class DemandingRMSNorm(LlamaRMSNorm):
 
 def attention_that_turns(turn):
     """A class like Llama's attention whose file has another function of the known name."""
-    names = {**LlamaAttention.forward.__globals__, "apply_rotary_pos_emb": turn}
-    forward = FunctionType(LlamaAttention.forward.__code__, names)
+    plain = inspect.unwrap(LlamaAttention.forward)
+    forward = FunctionType(plain.__code__, {**plain.__globals__, "apply_rotary_pos_emb": turn})
     return type("OtherAttention", (LlamaAttention,), {"forward": forward})
 
 
@@ -115,6 +117,38 @@ def test_a_class_that_computes_something_else_is_left_alone(leaf, cls):
     module.__class__ = cls
     assert fuse_blocks(model) == 8
     assert type(module) is cls
+
+
+def renamed(function):
+    """A decorator as transformers puts around a forward whose arguments have new names."""
+
+    @functools.wraps(function)
+    def inner(*arguments, **named):
+        if "past_key_values" in named and "past_key_values" not in inspect.signature(function).parameters:
+            named["cache"] = named.pop("past_key_values")
+        return function(*arguments, **named)
+
+    return inner
+
+
+def counted(function):
+    """A decorator whose function holds what it decorates in an attribute."""
+
+    @functools.wraps(function)
+    def inner(*arguments, **named):
+        return inner.__wrapped__(*arguments, **named)
+
+    return inner
+
+
+@pytest.mark.parametrize(("decorator", "fused"), [(renamed, 9), (lambda f: renamed(renamed(f)), 9), (counted, 8)])
+def test_a_decorated_attention_is_exchanged_beneath_its_decorators(decorator, fused):
+    model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
+    before = model(tokens).logits
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("OtherAttention", (LlamaAttention,), {"forward": decorator(LlamaAttention.forward)})
+    assert fuse_blocks(model) == fused
+    assert torch.equal(model(tokens).logits, before)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
