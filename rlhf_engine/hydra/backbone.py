@@ -81,8 +81,6 @@ class Backbone(nn.Module):
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         own = probe.own_states(model, first_token)
-        self.hidden_size = own.hidden[0].shape[-1]
-        """Width of the hidden states that heads read."""
         with loading.quiet_transformers():
             model.set_attn_implementation(ATTENTION_NAME)
         with probe.refusing(model, "taking it over"):
@@ -92,8 +90,8 @@ class Backbone(nn.Module):
             self.linears = gate_linears(model)
             fuse_blocks(model)
             self.blocks_prefix = _blocks_prefix(model)
-        self.cache_bytes_per_position = probe.check(self, own)
-        """Bytes of the keys and values of one token in all layers."""
+        self.hidden_size, self.cache_bytes_per_position = probe.check(self, own)
+        """Width of the hidden states that heads read, and bytes of the keys and values of one token in all layers."""
 
     def train(self, mode: bool = True) -> Backbone:
         """Train mode for what looks at it to checkpoint gradients, and eval mode for all other modules of the base:

@@ -13,6 +13,8 @@ The decoding step has to keep to it in both rows. A model that fails is probed w
 The packed row runs in train mode, alone and decoding in eval mode: noise and shortcuts of training would make rollout
 and update different models. Logits are compared with head(hidden) by the tiers of `rlhf_kernels.testing`; exact is a
 wider dtype.
+
+While memory is planned, parameters are fake tensors, without numbers. The packed row runs once, for its shapes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf_kernels import testing
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from rlhf_engine.devices import is_out_of_memory
@@ -58,8 +61,8 @@ class OwnStates:
 
     tokens: tuple[torch.Tensor, ...]
     """int64 [length + 1] each."""
-    hidden: tuple[torch.Tensor, ...]
-    """[length + 1, H] each."""
+    hidden: tuple[torch.Tensor, ...] | None
+    """[length + 1, H] each; None of a fake model, which has no numbers to compare."""
     rounding: float
     """Median relative change of a row when embeddings move by one unit in the last place."""
 
@@ -103,7 +106,11 @@ def own_states(model: PreTrainedModel, first: int) -> OwnStates:
 
 def _own_states(model: PreTrainedModel, first: int) -> OwnStates:
     vocabulary = model.config.get_text_config().vocab_size
-    device = next(model.parameters()).device
+    some = next(model.parameters())
+    device = some.device
+    tokens = tuple((7 * torch.arange(n + 1, device=device) + first + 11 * n) % vocabulary for n in _LENGTHS)
+    if isinstance(some, FakeTensor):
+        return OwnStates(tokens=tokens, hidden=None, rounding=0.0)
 
     def run(tokens: torch.Tensor) -> torch.Tensor:
         out = model.base_model(input_ids=tokens[None], use_cache=False)
@@ -112,7 +119,6 @@ def _own_states(model: PreTrainedModel, first: int) -> OwnStates:
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
-    tokens = tuple((7 * torch.arange(n + 1, device=device) + first + 11 * n) % vocabulary for n in _LENGTHS)
     hidden = tuple(run(x) for x in tokens)
     hook = model.get_input_embeddings().register_forward_hook(_move_by_one_unit)
     try:
@@ -133,21 +139,22 @@ def _move_by_one_unit(module: nn.Module, arguments: object, out: torch.Tensor) -
 
 
 @torch.no_grad()
-def check(backbone: Backbone, own: OwnStates) -> int:
+def check(backbone: Backbone, own: OwnStates) -> tuple[int, int]:
     """Raise UnsupportedModelError for a backbone that the engine would get wrong; see the module.
 
-    Returns the bytes of one token's keys and values in all layers.
+    Returns the width of the hidden states, and the bytes of one token's keys and values in all layers.
     """
     cache = KVCache(blocks=len(own.tokens))
     modes = [(module, module.training) for module in backbone.modules()]
     with refusing(backbone.model, "its forward on packed rows"):
-        _check_packed_row(backbone, own, cache)
+        width = _check_packed_row(backbone, own, cache)
     for module, mode in modes:
         module.training = mode
-    return sum(x[0, :, 0].nbytes for layers in (cache.keys, cache.values) for x in layers.values())
+    return width, sum(x[0, :, 0].nbytes for layers in (cache.keys, cache.values) for x in layers.values())
 
 
-def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> None:
+def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int:
+    """The width of the hidden states. Of a fake model only what needs no numbers is checked."""
     tokens = torch.cat([x[:-1] for x in own.tokens])
     positions = torch.cat([torch.arange(n, device=tokens.device) for n in _LENGTHS])
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
@@ -170,6 +177,8 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> Non
     why = loading.windows_that_differ(config, windows)
     if why is not None:
         raise UnsupportedModelError(why)
+    if own.hidden is None:
+        return hidden.shape[-1]
     allowed = _allowed(backbone, own.rounding)
     try:
         _require_states("a sequence packed beside another", hidden, own, allowed)
@@ -190,6 +199,7 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> Non
         )
     if logits is not None:
         _check_logits(backbone, hidden, logits)
+    return hidden.shape[-1]
 
 
 def _run(backbone: Backbone, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -215,18 +225,20 @@ def _check_decoding(backbone: Backbone, own: OwnStates, cache: KVCache, allowed:
     device, rows = own.tokens[0].device, len(own.tokens)
     positions = torch.tensor(_LENGTHS, device=device)
     plan = plan_decode(cache, torch.arange(rows, device=device)[:, None], positions, max(_LENGTHS) + 1, {})
+    assert own.hidden is not None
     hidden = backbone.run(torch.stack([x[-1] for x in own.tokens]), positions, gate.SlotTable.uniform(None, rows), plan)
     error = _relative(hidden, torch.stack([x[-1] for x in own.hidden])).max()
     _require("a decoding step through the cache", error, allowed)
 
 
 def _require_states(what: str, hidden: torch.Tensor, own: OwnStates, allowed: float) -> None:
+    assert own.hidden is not None
     for part, alone in zip(hidden.split(_LENGTHS), own.hidden, strict=True):
         _require(what, _relative(part, alone[:-1]).median(), allowed)
 
 
 def _require(what: str, error: torch.Tensor, allowed: float) -> None:
-    if not error <= allowed:  # as a tensor, which passes while memory is planned
+    if not error <= allowed:  # a NaN fails
         raise DifferentNumbers(
             f"expected the hidden states of its own attention, got ones that differ by {float(error):.2g} of their "
             f"norm in {what}, where rounding explains {allowed:.2g}"
