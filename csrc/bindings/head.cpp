@@ -3,14 +3,21 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <string>
 
 #include "bindings/address.h"
+#include "common/check.h"
 
 namespace rlhf::bindings {
 namespace {
 
 namespace py = pybind11;
 using namespace rlhf::cpu;
+
+// A tuple's elements are read by their places, so that it has to have all of them.
+void check_length(const py::tuple& t, const char* name, size_t length) {
+    RLHF_CHECK(t.size() == length, name, ("a tuple of " + std::to_string(length)).c_str(), t.size());
+}
 
 // Element i of a tuple: an address, or a number.
 template <typename T>
@@ -25,11 +32,13 @@ Matrix matrix(const py::tuple& t, size_t i) {
 }
 
 Head head_of(const py::tuple& t) {
+    check_length(t, "head", 13);
     return {matrix(t, 0), matrix(t, 3), pointer<const float>(t, 6), number(t, 7), number(t, 8), number(t, 9),
             t[10].cast<float>(), t[11].cast<float>(), pointer<const void>(t, 12)};
 }
 
 Batch batch_of(const py::tuple& t) {
+    check_length(t, "batch", 10);
     return {matrix(t, 0), matrix(t, 3), pointer<const int64_t>(t, 6), number(t, 7), pointer<const float>(t, 8),
             pointer<const int64_t>(t, 9)};
 }
@@ -42,11 +51,13 @@ void define_head(py::module_& m) {
                              int threads) {
         const Head head = head_of(head_t);
         const Batch batch = batch_of(batch_t);
+        check_length(statistics_t, "statistics", 6);
         float* out[6];
         for (size_t i = 0; i < 6; ++i) out[i] = pointer<float>(statistics_t, i);
         const Statistics statistics{out[0], out[1], out[2], out[3], out[4], out[5]};
         std::optional<Pair> pair;
         if (pair_t) {
+            check_length(*pair_t, "pair", 6);
             pair = Pair{matrix(*pair_t, 0), pointer<float>(*pair_t, 3), pointer<float>(*pair_t, 4),
                         pointer<float>(*pair_t, 5)};
         }
@@ -59,6 +70,7 @@ void define_head(py::module_& m) {
                               int threads) {
         const Head head = head_of(head_t);
         const Batch batch = batch_of(batch_t);
+        check_length(rows_t, "rows", 13);
         const float* row[11];
         for (size_t i = 0; i < 11; ++i) row[i] = pointer<const float>(rows_t, i);
         const LogitGradients rows{row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9],

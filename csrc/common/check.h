@@ -15,11 +15,12 @@ template <typename Got>
     throw std::invalid_argument(message.str());
 }
 
-// The product of sizes of at least 0, for which an array of such elements, and scratch memory of a few times as much, can
-// have a size in bytes.
+// The most elements for which an array of them, and scratch memory of a few times as much, can have a size in bytes.
+constexpr int64_t kMost = int64_t(1) << 56;
+
+// The product of sizes of at least 0.
 template <typename... Sizes>
 int64_t checked_product(const char* names, Sizes... sizes) {
-    constexpr int64_t kMost = int64_t(1) << 56;
     int64_t product = 1;
     bool fits = true;
     for (const int64_t size : {int64_t(sizes)...}) {
@@ -47,7 +48,11 @@ int64_t checked_product(const char* names, Sizes... sizes) {
     } while (0)
 
 // A size or a count.
-#define RLHF_CHECK_SIZE(size) RLHF_CHECK((size) >= 0, #size, "a size of at least 0", size)
+#define RLHF_CHECK_SIZE(size)                                                      \
+    do {                                                                           \
+        RLHF_CHECK((size) >= 0, #size, "a size of at least 0", size);              \
+        RLHF_CHECK((size) <= ::rlhf::kMost, #size, "a size of at most 2^56", size); \
+    } while (0)
 
 // A number of elements that is a product of sizes, which are of at least 0.
 #define RLHF_PRODUCT(...) ::rlhf::checked_product(#__VA_ARGS__, __VA_ARGS__)

@@ -34,7 +34,7 @@ void check(const DecodeSizes& sizes, const Paging& paging, const ScoreOptions& o
     RLHF_CHECK_SIZE(paging.block);
     RLHF_CHECK_SIZE(paging.blocks);
     RLHF_CHECK_SIZE(paging.table_blocks);
-    RLHF_CHECK_SIZE(options.window);
+    RLHF_CHECK(options.window >= 0, "window", "at least 0", options.window);
     RLHF_CHECK_THREADS(threads);
     RLHF_CHECK_POINTER(paging.lengths, sizes.n);
     const int64_t capacity = RLHF_PRODUCT(paging.table_blocks, paging.block);

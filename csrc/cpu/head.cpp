@@ -36,7 +36,13 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
                   const Expected& expected, int threads) {
     check(head, batch, threads);
     RLHF_CHECK_POINTER(batch.target, batch.n);
-    if (pair) RLHF_CHECK_POINTER(pair->hidden.data, RLHF_PRODUCT(batch.n, head.H));
+    if (pair) {
+        RLHF_CHECK_POINTER(pair->hidden.data, RLHF_PRODUCT(batch.n, head.H));
+        RLHF_CHECK_POINTER(pair->logprob, batch.n);
+        RLHF_CHECK_POINTER(pair->lse, batch.n);
+        RLHF_CHECK_POINTER(pair->kl, batch.n);
+    }
+    RLHF_CHECK(pair || !expected.expected_kl, "pair", "a pair with expected_kl", "none");
     RLHF_CHECK(expected.expected || !expected.expected_kl, "expected_kl", "expected to be made with it", "null");
     if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
 }
@@ -46,6 +52,15 @@ void head_backward(const Head& head, const Batch& batch, const LogitGradients& g
     check(head, batch, threads);
     RLHF_CHECK_POINTER(batch.target, batch.n);
     RLHF_CHECK_POINTER(gradients.lse, batch.n);
+    if (gradients.entropy) RLHF_CHECK_POINTER(gradients.entropy_value, batch.n);
+    if (gradients.log_sum_sq_prob) RLHF_CHECK_POINTER(gradients.log_sum_sq_prob_value, batch.n);
+    if (gradients.kl) {
+        RLHF_CHECK_POINTER(gradients.kl_value, batch.n);
+        RLHF_CHECK_POINTER(gradients.pair_lse, batch.n);
+        RLHF_CHECK_POINTER(gradients.pair_hidden, RLHF_PRODUCT(batch.n, head.H));
+    }
+    RLHF_CHECK(sums.weight_from >= 0 && sums.weight_from <= head.H + head.extra, "weight_from",
+               "0 to the number of columns", sums.weight_from);
     functions(head, batch).backward(head, batch, gradients, sums, threads);
 }
 

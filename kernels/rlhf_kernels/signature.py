@@ -4,9 +4,10 @@
 
 A size is a number or a name, which stands for one number throughout a call. `...` stands for any leading sizes, the
 same in all tensors of a call, and `*` for their product. A name that ends in `_i` stands for another number in each
-tensor of a list. `?` after the brackets allows an empty tensor [0] instead, `|` separates two forms. Arguments that are
-None are not checked. Dtypes: `D` is one floating dtype throughout a call, `float` any, `int` is int32 or int64, `mask`
-is bool or floating, `real` is anything but complex; others are torch's names.
+tensor of a list. `?` after the brackets allows an empty tensor [0] instead, `|` separates two forms. Tensors
+are strided. None is taken where the function's annotation allows it; lora_A and lora_B come together. Dtypes: `D` is
+one floating dtype throughout a call, `float` any, `int` is int32 or int64, `mask` is bool or floating, `real` is
+anything but complex; others are torch's names.
 
 Public functions check their own arguments, with words of their own, and call an op's function directly (`eager`). What
 comes through `torch.ops` may come from anywhere, and is checked here.
@@ -37,6 +38,7 @@ class _Argument(NamedTuple):
     kind: str
     forms: tuple[tuple[str, ...], ...]
     """Sizes, in one or more forms."""
+    may_be_none: bool
 
 
 class _Call:
@@ -48,8 +50,12 @@ class _Call:
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
 
-    def check(self, name: str, x: Tensor, argument: _Argument, place: str) -> None:
+    def check(self, name: str, x: Tensor | None, argument: _Argument, place: str) -> None:
         """Raise unless x is as `argument` says; place: of x in a list, or ""."""
+        if x is None:  # torch.library takes None for any tensor
+            raise TypeError(f"{name}: expected a tensor, got None")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
         self._check_dtype(name, x.dtype, argument.kind)
         self.device = x.device if self.device is None else self.device
         if x.device != self.device:
@@ -105,22 +111,30 @@ class Signature:
     """The check of a function's arguments."""
 
     def __init__(self, function: Callable[..., Any], text: str) -> None:
-        places = {name: place for place, name in enumerate(inspect.signature(function).parameters)}
+        parameters = inspect.signature(function).parameters
+        self._has_lora = "lora_A" in parameters
+        places = {name: place for place, name in enumerate(parameters)}
         self._arguments: list[tuple[str, int, _Argument]] = []
         for name, kind, forms, maybe_empty in _ARGUMENT.findall(text):
             sizes = [tuple(filter(None, form.split(", "))) for form in re.findall(r"\[([^\]]*)\]", forms)]
-            argument = _Argument(kind, (*sizes, *((("0",),) if maybe_empty else ())))
+            may_be_none = "None" in str(parameters[name].annotation)
+            argument = _Argument(kind, (*sizes, *((("0",),) if maybe_empty else ())), may_be_none)
             self._arguments.append((name, places[name], argument))
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise TypeError or ValueError, which names the argument, unless all tensors are as the text says."""
         call = _Call()
+        if self._has_lora:
+            A, B = (args[place] for name, place, _ in self._arguments if name in ("lora_A", "lora_B"))
+            if (A is None) != (B is None):
+                missing = "lora_A" if A is None else "lora_B"
+                raise ValueError(f"{missing}: expected a tensor with the other of the two, got None")
         for name, place, argument in self._arguments:
             value = args[place]
             if isinstance(value, (list, tuple)):
                 for i, x in enumerate(value):
                     call.check(f"{name}[{i}]", x, argument, f"_{i}")
-            elif value is not None:
+            elif value is not None or not argument.may_be_none:
                 call.check(name, value, argument, "")
 
 

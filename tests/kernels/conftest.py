@@ -84,8 +84,8 @@ def build_host_library(library: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory):
-    """csrc/cpu under ASan and UBSan: minutes of compiling, once for all programs."""
-    flags = ("-O0", "-g1", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    """csrc/cpu under ASan and UBSan: minutes of compiling, once for all programs and for the extension."""
+    flags = ("-O0", "-g1", "-fPIC", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     return native_build.build(tmp_path_factory.mktemp("sanitized"), "g++", *flags)
 
 

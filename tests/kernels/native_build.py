@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,6 +74,30 @@ class Build:
             run([*self.command, *flags, source, *self.objects, "-o", target])
         return target
 
+    def extension(self) -> Path:
+        """The Python extension of these objects. Its bindings go without UBSan, which doubles their compiling."""
+        pybind11 = pytest.importorskip("pybind11")
+        folders = (pybind11.get_include(), sysconfig.get_paths()["include"])
+        include = [word for folder in folders for word in ("-isystem", folder)]
+        units = [ROOT / "csrc/bindings.cpp", *sorted((ROOT / "csrc/bindings").glob("*.cpp"))]
+        flags = ["-fPIC", "-fvisibility=hidden", "-fno-sanitize=undefined", *include]
+        objects = compiled([*self.command, *flags], units, self.folder)
+        target = self.folder / "_native.so"
+        run([*self.command, "-shared", *self.objects, *objects, "-o", target])
+        return target
+
+
+def compiled(command: list[str], units: Sequence[Path], folder: Path) -> list[Path]:
+    """An object in `folder` for each source, compiled on every core."""
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.parent.name}_{source.stem}.o"
+        run([*command, "-c", source, "-o", target])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, units))
+
 
 def build(folder: Path, compiler: str, *flags: str) -> Build:
     """Compile csrc/cpu with `compiler` into `folder`; skips the running test if compiler or a library is absent."""
@@ -83,11 +108,4 @@ def build(folder: Path, compiler: str, *flags: str) -> Build:
     tried = subprocess.run([*command, str(probe), "-o", str(folder / "probe")], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"{compiler} {' '.join(flags)} cannot link here: {tried.stderr.strip().splitlines()[-1]}")
-
-    def compile_one(source: Path) -> Path:
-        target = folder / f"{source.parent.name}_{source.stem}.o"
-        run([*command, "-c", source, "-o", target])
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return Build(command=command, objects=list(pool.map(compile_one, sources())), folder=folder)
+    return Build(command=command, objects=compiled(command, sources(), folder), folder=folder)

@@ -1,12 +1,18 @@
 """Registered ops, native wrappers and the extension, called directly and wrongly: an error with the argument's name."""
 
+import json
+import os
 import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from rlhf_kernels import native, registry
 from rlhf_kernels.block import native as block_native
 from rlhf_kernels.decode_attention import native as attention_native
+from rlhf_kernels.decode_step import native as step_native
 from rlhf_kernels.gae import native as gae_native
 from rlhf_kernels.gather_logprob import native as gather_native
 from rlhf_kernels.linear import native as linear_native
@@ -14,7 +20,10 @@ from rlhf_kernels.lora import native as lora_native
 from rlhf_kernels.lora.segments import Lanes
 from rlhf_kernels.ppo_loss import native as ppo_native
 
+from . import native_build
+from .decode_step_cases import Sizes, make_call, make_decoder
 from .direct_calls import CALLS, FREE, mutated, ops
+from .hostile_targets import LAYERS
 
 OPS = ops()
 BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.missing() is not None, reason="no C++"))]
@@ -74,6 +83,11 @@ def test_wrong_tensors_are_refused(name, backend):
         ("lora_linear", {"p": [1.0, 0.0]}, "p: expected probabilities"),
         ("lora_delta", {"row_ids": None}, "row_ids: expected them with dropout"),
         ("lora_delta_backward", {"ddelta": torch.zeros(4, 16)}, "ddelta: expected 5 rows"),
+        ("lora_delta_backward", {"need_A": [True]}, "need_A: expected 2 entries"),
+        ("lora_linear_backward", {"need_B": [True]}, "need_B: expected 2 entries"),
+        ("linear_logprob", {"lora_B": None}, "lora_B: expected a tensor with the other"),
+        ("sample", {"forbidden": torch.tensor([0, 40])}, r"forbidden: expected tokens in \[0, 40\), got 40"),
+        ("sample", {"forbidden": torch.tensor([-1, 0])}, r"forbidden: expected tokens in \[0, 40\), got -1"),
     ],
 )
 @needs_native
@@ -98,6 +112,14 @@ def test_an_unknown_backend_is_named():
 
 
 X, BOOL = torch.zeros, torch.bool
+
+
+def decode_step(**changes):
+    """The native step itself, called with three rows of which something is wrong."""
+    step = step_native.Step(make_decoder(Sizes(), torch.float32), [])
+    return step(**make_call(Sizes(), 3, torch.float32, 0)._asdict() | changes)
+
+
 LANES = Lanes([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0)
 
 
@@ -136,6 +158,14 @@ LANES = Lanes([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0)
         (lambda: lora_native.backward(X(3, 16), X(4, 32), LANES, True, [True], [True]), "dy: expected 4 rows"),
         (lambda: lora_native.Decoder(X(4, 32), X(16, 32), X(15), LANES), "bias: expected shape"),
         (lambda: lora_native.Decoder(X(4, 32), X(15, 32), None, LANES), r"B\[0\]: expected shape"),
+        (lambda: lora_native.Decoder(X(4, 32), X(16, 32), None, LANES)(X(3, 32)), "x: expected torch.float32 of shape"),
+        (lambda: lora_native.Decoder(X(4, 32), X(16, 32), None, LANES)(X(4, 32).half()), "x: expected torch.float32"),
+        (lambda: decode_step(positions=X(2).long()), "positions: expected shape"),
+        (lambda: decode_step(slots=X(4).long()), "slots: expected shape"),
+        (lambda: decode_step(table=X(2, 6).long()), "table: expected shape"),
+        (lambda: decode_step(tokens=X(3)), "tokens: expected dtype"),
+        (lambda: decode_step(cos=X(21, 7)), "cos: expected shape"),
+        (lambda: decode_step(sin=X(20, 8)), "sin: expected shape"),
         (
             lambda: attention_native.forward(
                 X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 7), X(2).long(), X(2, 1).long(), 1.0, None, None
@@ -155,6 +185,13 @@ def test_native_wrappers_refuse_wrong_shapes(run, message):
         run()
 
 
+def test_what_is_no_strided_tensor_is_refused():
+    for wrong in (None, torch.zeros(6, 5).to_sparse()):
+        with pytest.raises(TypeError, match=r"value: expected a (strided )?tensor, got (None|torch.sparse_coo)"):
+            call("gae", CALLS["gae"]() | {"value": wrong}, "reference")
+    call("gae", CALLS["gae"]() | {"bootstrap": None}, "reference")
+
+
 HUGE = 2**31
 
 
@@ -164,6 +201,9 @@ HUGE = 2**31
     [
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0), "rows, columns"),
         ("gae_backward_float64", (0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0, 0), "rows, columns"),
+        ("squares_bfloat16", (8, 2**62, 1, 8), "count"),
+        ("swiglu_gradient_float32", (8, 8, 8, 2**62, 1, 8, 8), "count"),
+        ("head_forward", ((0,) * 12, (0,) * 10, (0,) * 6, None, 0, 0, 1), "head"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, -1, 1, 1.0, 1.0, 1, 0, 0), "rows"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, HUGE - 1, 0, 0), "threads"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, 1, 0, 0), "reward.data"),
@@ -200,3 +240,36 @@ HUGE = 2**31
 def test_the_extension_refuses_sizes_that_overflow(name, arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}: expected "):
         getattr(native.extension(), name)(*arguments)
+
+
+@pytest.mark.long
+def test_hostile_calls_under_address_sanitizer(sanitized, tmp_path):
+    """Whatever is wrong about one argument, C++ stays within its tensors and the call ends in an error or a result."""
+    names = ("libasan.so", "libstdc++.so")
+    # libstdc++ must be there when libasan looks for what it wraps, and Python itself does not bring it
+    libraries = [native_build.run(["g++", f"-print-file-name={name}"]).strip() for name in names]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip(f"needs {' and '.join(names)} of g++")
+    ignored = shutil.ignore_patterns("_native*", "__pycache__")
+    package = shutil.copytree(native_build.ROOT / "kernels/rlhf_kernels", tmp_path / "rlhf_kernels", ignore=ignored)
+    extension = shutil.move(sanitized.extension(), package / "_native.so")
+
+    def of_layer(layer):
+        output = native_build.run(
+            [sys.executable, "-m", "tests.kernels.hostile_calls", extension, layer],
+            cwd=native_build.ROOT,
+            PYTHONPATH=os.pathsep.join(map(str, (tmp_path, native_build.ROOT))),
+            LD_PRELOAD=" ".join(libraries),
+            ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096",
+            OMP_NUM_THREADS="1",
+        )
+        return [json.loads(line) for line in output.splitlines()]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        layers = list(pool.map(of_layer, LAYERS))
+    assert all(layers)
+    reports = [report for layer in layers for report in layer]
+    faults = [f"{report['layer']} {fault}" for report in reports for fault in report["faults"]]
+    assert not faults, "\n".join(faults)
+    assert not [f"{report['layer']} {report['name']}" for report in reports if report["calls"] == 0]
+    print(sum(report["calls"] for report in reports), "wrong calls of", len(reports), "functions")

@@ -131,7 +131,10 @@ def check_decoder(decoder: Decoder) -> None:
     if not decoder.eps >= 0.0:
         raise ValueError(f"eps: expected a number of at least 0, got {decoder.eps}")
     H = embedding.shape[1]
-    mlp = decoder.layers[0].gate.weight.shape[0]
+    gate = decoder.layers[0].gate.weight
+    if gate.dim() != 2:
+        raise ValueError(f"layers[0].gate.weight: expected [mlp, {H}], got shape {tuple(gate.shape)}")
+    mlp = gate.shape[0]
     _check_vector("final_norm", decoder.final_norm, H, embedding)
     for i, layer in enumerate(decoder.layers):
         name = f"layers[{i}]"

@@ -68,20 +68,28 @@ class Step:
         """See `DecodeStep.__call__`."""
         tokens, positions, table = tokens.contiguous(), positions.contiguous(), table.contiguous()
         slots = slots.to(torch.int64).contiguous()
-        n = tokens.shape[0]
+        n, angles = tokens.numel(), (cos.shape[0], self._decoder.head_dim)
+        rows = [
+            native.dense(name, x, torch.int64, shape)
+            for name, x, shape in (
+                ("tokens", tokens, (n,)),
+                ("positions", positions, (n,)),
+                ("slots", slots, (n,)),
+                ("table", table, (n, table.shape[-1])),
+            )
+        ]
+        cos_address = native.dense("cos", cos, self._dtype, angles)
+        sin_address = native.dense("sin", sin, self._dtype, angles)
         hidden = torch.empty((n, self._hidden), dtype=self._dtype)
         with self._turn:
             self._bind_what_moved(keys, values)
             self._run(
                 n,
-                tokens.data_ptr(),
-                positions.data_ptr(),
-                slots.data_ptr(),
-                table.data_ptr(),
+                *rows,
                 table.shape[1],
-                cos.data_ptr(),
-                sin.data_ptr(),
-                cos.shape[0],
+                cos_address,
+                sin_address,
+                angles[0],
                 hidden.data_ptr(),
                 native.threads(),
             )

@@ -35,7 +35,12 @@ def _(x, weight, bias, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@eager.custom_op("rlhf_kernels::linear_backward", "dy: D[..., M], x: D[..., K], weight: D[M, K]")
+def _check_backward(_dy: Tensor, x: Tensor | None, _weight: Tensor, _need_x: bool, need_weight: bool, *_: Any) -> None:
+    if need_weight and x is None:
+        raise TypeError("x: expected a tensor with need_weight, got None")
+
+
+@eager.custom_op("rlhf_kernels::linear_backward", "dy: D[..., M], x: D[..., K], weight: D[M, K]", also=_check_backward)
 def _backward_op(
     dy: Tensor, x: Tensor | None, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool, backend: str
 ) -> list[Tensor]:

@@ -93,6 +93,20 @@ def _check_delta_backward(ddelta: Tensor, x: Tensor, *args: Any) -> None:
     lanes.check(x.shape[0])
     if ddelta.shape[0] != lanes.n_on:
         raise ValueError(f"ddelta: expected {lanes.n_on} rows, as many as are on, got {ddelta.shape[0]}")
+    _check_needs(lanes, args)
+
+
+def _check_linear_backward(_dy: Tensor, x: Tensor, _weight: Tensor, *args: Any) -> None:
+    lanes = Lanes(*args[:10])
+    lanes.check(math.prod(x.shape[:-1]))
+    _check_needs(lanes, args)
+
+
+def _check_needs(lanes: Lanes, args: Sequence[Any]) -> None:
+    """Raise unless need_A and need_B, the last arguments before the backend, have an entry per slot."""
+    for name, need in (("need_A", args[-3]), ("need_B", args[-2])):
+        if len(need) != len(lanes.A):
+            raise ValueError(f"{name}: expected {len(lanes.A)} entries, one per slot, got {len(need)}")
 
 
 @eager.custom_op(
@@ -190,7 +204,7 @@ def _(x, weight, *args):  # type: ignore[no-untyped-def]
 @eager.custom_op(
     "rlhf_kernels::lora_linear_backward",
     "dy: D[..., M], x: D[..., K], weight: D[M, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[*]",
-    also=lambda _dy, x, _weight, *args: Lanes(*args[:10]).check(math.prod(x.shape[:-1])),
+    also=_check_linear_backward,
 )
 def _linear_backward_op(
     dy: Tensor,

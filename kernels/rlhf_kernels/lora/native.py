@@ -115,6 +115,11 @@ class Decoder:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M], dense."""
+        if x.shape != self._shape or x.dtype != self._dtype or not x.is_cpu:
+            raise ValueError(
+                f"x: expected {self._dtype} of shape {tuple(self._shape)} on the CPU, "
+                f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            )
         y = torch.empty(self._y_shape, dtype=self._dtype)
         if x.is_contiguous():  # says nothing about the strides of dimensions of size 1
             self._run(x.data_ptr(), x.shape[-1], y.data_ptr(), native.threads())

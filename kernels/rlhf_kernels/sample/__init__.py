@@ -85,6 +85,7 @@ def sample(
     if forbidden is not None and forbids is not None:
         check_tensor("forbidden", forbidden, tuple(forbidden.shape[:1]), hidden, "int64")
         check_tensor("forbids", forbids, (n_rows,), hidden, "bool")
+        _check_words(forbidden, weight.shape[0])
         _require_rest(forbidden, forbids, weight.shape[0])
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k: expected None or an int ≥ 1, got {top_k!r}")
@@ -122,6 +123,15 @@ def sample(
     )
 
 
+def _check_words(forbidden: Tensor, n_vocab: int) -> None:
+    """Raise ValueError for a forbidden token that the vocabulary lacks. Only on a CPU: a GPU's values cost a wait."""
+    if forbidden.numel() == 0 or not forbidden.is_cpu or not eager.eager(forbidden):
+        return
+    for word in map(int, forbidden.aminmax()):
+        if not 0 <= word < n_vocab:
+            raise ValueError(f"forbidden: expected tokens in [0, {n_vocab}), got {word}")
+
+
 def _require_rest(forbidden: Tensor, forbids: Tensor, n_vocab: int) -> None:
     """Raise ValueError where a row may draw no token. Only as many tokens as the vocabulary has are looked at."""
     if forbidden.numel() >= n_vocab and forbidden.unique().numel() >= n_vocab and bool(forbids.any()):
@@ -142,9 +152,14 @@ def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> st
 
 
 def _check_filters(*args: Any) -> None:
-    """Raise for one of `forbidden` and `forbids` without the other, and for a filter that the backend lacks."""
+    """Raise for one of `forbidden` and `forbids` without the other, and for a filter that the backend lacks.
+
+    Raise for a forbidden token that the vocabulary lacks, too.
+    """
     forbidden, forbids, top_k, top_p, backend = args[5], args[6], args[15], args[16], args[18]
     _check_bans(forbidden, forbids)
+    if forbidden is not None:
+        _check_words(forbidden, args[1].shape[0])
     if backend != "reference" and (top_k != 0 or top_p != 1.0):
         raise registry.BackendUnavailableError(f"backend={backend!r} cannot serve sample: {FILTERS}")
 
