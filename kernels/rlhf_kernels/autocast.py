@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
+_AVAILABLE = frozenset(device for device in _DEVICES if torch.amp.is_autocast_available(device))
+"""Looked up once: torch.compile of torch 2.11 does not trace the call."""
 
 
 def is_on(x: Tensor) -> bool:
     """Whether autocast is on for x's device; False for devices that have none, such as `meta`."""
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return device in _AVAILABLE and torch.is_autocast_enabled(device)
 
 
 def off(x: Tensor) -> AbstractContextManager[object]:
