@@ -44,8 +44,9 @@ test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(VERSIONS:%=.venv/%/.installed)
 ifeq ($(ARGS),)
 	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
 		fetches about 4 GB; make test-long VERSIONS=$v runs it";)
-	$(foreach v,$(VERSIONS),PYTHONPATH=kernels:. $(subst $(VENV),.venv/$v/bin,$(TEST)) \
-		-m "not alone and not long and not gpu" $(SPREAD) &&) true
+	$(foreach v,$(VERSIONS),export PYTHONPATH=kernels:. && $(subst $(VENV),.venv/$v/bin,$(TEST)) \
+		-m "not alone and not long and not gpu" $(SPREAD) --ignore tests/integrations && \
+		TRITON_INTERPRET=1 $(subst $(VENV),.venv/$v/bin,$(TEST)) tests/integrations -m "not long and not gpu" &&) true
 	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
 	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
 endif

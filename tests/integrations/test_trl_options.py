@@ -59,8 +59,9 @@ def test_every_option_of_trl_is_served_harmless_or_refused():
     known = set().union(*sets.values())
     assert set(options(GRPOConfig)) - known == set()
     assert set(options(RLOOConfig)) - known - set(options(HydraRLOOConfig)) == set()
-    # a name that TRL gives up would never be checked
-    assert known - set(options(GRPOConfig)) == set()
+    # a name that TRL gives up would never be checked; these two are younger than the oldest transformers
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert known - set(options(GRPOConfig)) in (set(), newer)
     for config in CONFIGS.values():
         assert set(config.reads) <= set(REFUSED)
 

@@ -326,6 +326,7 @@ class HydraTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
+        self._load_actor(resume_from_checkpoint)
         if (Path(resume_from_checkpoint) / "trainer_state.json").is_file():  # else it is weights alone
             self._load_progress(Path(resume_from_checkpoint))
         if self.has_critic and "value" not in peft_io.load_heads_if_present(self.hydra.heads, resume_from_checkpoint):
@@ -335,11 +336,20 @@ class HydraTrainer(GRPOTrainer):
             )
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
 
+    def _load_actor(self, folder: str | Path) -> None:
+        """Load the actor's adapter. transformers 5.17 loads adapters in subfolders, the critic's, and no other."""
+        peft_model = self.accelerator.unwrap_model(self.model)
+        if self.has_critic and (Path(folder) / "adapter_config.json").is_file():
+            active = peft_model.active_adapter
+            peft_model.load_adapter(str(folder), "default", is_trainable=True)
+            peft_model.set_adapter(active)
+
     def _load_best_model(self) -> None:
         """With its own critic and value head: transformers loads the active adapter."""
         super()._load_best_model()
         if self.has_critic:
             best, peft_model = self.state.best_model_checkpoint, self.accelerator.unwrap_model(self.model)
+            self._load_actor(str(best))
             peft_model.load_adapter(str(Path(best) / CRITIC), CRITIC)
             peft_io.load_heads_if_present(self.hydra.heads, best)
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
