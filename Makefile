@@ -88,7 +88,8 @@ $(VERL): $(INSTALLED)
 
 # "torch>=2.11" becomes "torch==2.11", which pip takes for 2.11.0
 BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + [x for e in ("trl", "data") for x in p["optional-dependencies"][e]])); \
+	extras = p["optional-dependencies"]; \
+	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"] + extras["data"])); \
 	print("\n".join(map("==".join, found)))
 
 .venv/newest/.installed: $(INSTALLED)

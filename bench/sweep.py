@@ -148,13 +148,13 @@ def read_record(grid: Grid, point: dict[str, Any], path: Path) -> dict[str, Any]
 
 
 def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
-    """Where a run lives while it lasts; a run with other flags is another run and does not resume it."""
+    """The folder of a run while it lasts. A run with other flags is another run and does not resume it."""
     flags = shlex.join([*command_of(grid, point), *extra])
     return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], jobs: int) -> None:
-    """The runs of one seed, from the paths of their records to their points, one after the other.
+    """Run one seed's points, given by the paths of their records, one after the other.
 
     `jobs` seeds share the cores. Each demo starts from the supervised model of the first, whose folder is kept until
     the last has its record: at equal seeds all of them would train the same one.
@@ -173,7 +173,7 @@ def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], 
 def run_point(
     grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path, jobs: int, start: Path | None
 ) -> Path:
-    """One run in a process of its own, and its record; returns the run's folder."""
+    """Make one run in a process of its own and write its record. Returns the run's folder."""
     print(grid.run_name(point), file=sys.stderr)
     folder, shown = work_folder(grid, point, extra), command_of(grid, point)
     argv = [*shown, "--output_dir", str(folder), *extra]

@@ -349,7 +349,6 @@ class HydraTrainer(GRPOTrainer):
         super()._load_best_model()
         if self.has_critic:
             best, peft_model = self.state.best_model_checkpoint, self.accelerator.unwrap_model(self.model)
-            self._load_actor(str(best))
             peft_model.load_adapter(str(Path(best) / CRITIC), CRITIC)
             peft_io.load_heads_if_present(self.hydra.heads, best)
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
