@@ -5,8 +5,8 @@ into a state, relative to its running maximum m (from −inf) so that rows of an
     s = Σ e^(z−m)    w = Σ e^(z−m) (z−m)    q = Σ e^(2(z−m))    total = Σ z    at_target = z_t
     first = the first column with z = m, as fp32 (exact: V ≤ 2²⁴)
 For a pair there are also m_r, s_r, at_target_r of the reference's row and x = Σ e^(z−m) (z − z_r).
-Two states are joined by moving both to the larger maximum (`moved`) and adding; that is exact but for rounding, and
-the order of tiles is fixed, so results are bitwise deterministic. Transform and derivatives: `rlhf_kernels.logits`
+Two states are joined by moving both to the larger maximum and adding; that is exact but for rounding, and the order of
+tiles is fixed, so results are bitwise deterministic. Transform and derivatives: `rlhf_kernels.logits`
 and `linear_logprob.reference`, whose names these functions follow.
 """
 
@@ -88,21 +88,43 @@ def tile_state(
 
 
 @triton.jit
+def shift_to(m, to):
+    """m − to for a maximum that becomes `to` ≥ m; −inf where both are −inf."""
+    return m - tl.where(to == float("-inf"), 0.0, to)
+
+
+@triton.jit
 def moved(m, s, w, q, to):
     """(factor, s, w, q) of a state whose maximum m becomes `to` ≥ m."""
-    shift = m - tl.where(to == float("-inf"), 0.0, to)
+    shift = shift_to(m, to)
     a = tl.exp(shift)
-    return a, a * s, a * (w + s * tl.maximum(shift, LOWEST)), a * a * q
+    return a, a * s, a * tl.fma(s, tl.maximum(shift, LOWEST), w), a * a * q
+
+
+@triton.jit
+def scaled_sum(a, x, a2, x2):
+    """a x + a2 x2, where the compiler cannot choose which of the products is rounded."""
+    return tl.fma(a, x, a2 * x2)
 
 
 @triton.jit
 def joined(m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2):
     """Factors a, a2 by which the two sums of exponentials were scaled, and the joint state."""
     to = tl.maximum(m, m2)
-    a, s, w, q = moved(m, s, w, q, to)
-    a2, s2, w2, q2 = moved(m2, s2, w2, q2, to)
+    shift, shift2 = shift_to(m, to), shift_to(m2, to)
+    a, a2 = tl.exp(shift), tl.exp(shift2)
+    w = tl.fma(s, tl.maximum(shift, LOWEST), w)
+    w2 = tl.fma(s2, tl.maximum(shift2, LOWEST), w2)
     first = tl.where(m2 > m, first2, tl.where(m2 == m, tl.minimum(first, first2), first))
-    return a, a2, to, s + s2, w + w2, q + q2, total + total2, at_target + at_target2, first
+    s, w, q = scaled_sum(a, s, a2, s2), scaled_sum(a, w, a2, w2), scaled_sum(a * a, q, a2 * a2, q2)
+    return a, a2, to, s, w, q, total + total2, at_target + at_target2, first
+
+
+@triton.jit
+def joined_sum(m, s, m2, s2):
+    """The maximum and the sum of exponentials of two states that have nothing else."""
+    to = tl.maximum(m, m2)
+    return to, scaled_sum(tl.exp(shift_to(m, to)), s, tl.exp(shift_to(m2, to)), s2)
 
 
 @triton.jit

@@ -15,8 +15,9 @@ import torch
 from rlhf_kernels import aot
 
 ROOT = Path(__file__).resolve().parents[2]
-# Kernels that may spill on sm_90, and why that is right for them: {"op.kernel": "reason"}.
-MAY_SPILL: dict[str, str] = {}
+# Configurations that spill on sm_90, and up to how many bytes per thread. The pair holds two tiles of logits; its loop
+# over the ranks of an adapter on the head takes what is left.
+MAY_SPILL = {f"linear_logprob_pair.fused_kernel (128 rows, r{rank})": 48 for rank in (64, 128)}
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with Linux only")
 
 
@@ -50,12 +51,8 @@ def compiled(path: Path, *options: str) -> list[dict]:
 
 
 def assert_no_spills(found: list[dict]) -> None:
-    spilling = [
-        f"{r['op']}.{r['kernel']} ({r['case']}): {r['spills']} bytes per thread"
-        for r in found
-        if r["arch"] == 90 and r["spills"] and f"{r['op']}.{r['kernel']}" not in MAY_SPILL
-    ]
-    assert not spilling, spilling
+    spills = {f"{r['op']}.{r['kernel']} ({r['case']})": r["spills"] for r in found if r["arch"] == 90}
+    assert not {name: n for name, n in spills.items() if n > MAY_SPILL.get(name, 0)}
 
 
 def expected(first: bool) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..triton_support import AotCase
 from . import triton_kernels as kernels
+from .triton_sweep import FLAGS
 
 _FLOATS = ("temperature", "logit_scale", "softcap", "scale")
 _POINTERS = {
@@ -38,7 +39,7 @@ _DIVISIBLE = {
 }
 
 
-_FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr"), "*fp32")
+_FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr", "q_ptr"), "*fp32")
 
 
 def head_case(
@@ -75,12 +76,16 @@ def head_case(
 
 
 def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
-    return {n: n in names for n in ("ENTROPY", "SUM_SQ", "MEAN", "TOP")} | {"SOFTCAP": softcap}
+    return {n: n in names for n in FLAGS} | {"SOFTCAP": softcap}
+
+
+def _with_lora(rank: int) -> dict[str, Any]:
+    return FUSED | {"RANKS": rank, "BK": FUSED["BK"] // (1 if rank == 16 else 2)}
 
 
 PLAIN = ("bias_ptr", "temperature_ptr")
 _FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
-FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "BR": 16, "num_warps": 8}
+FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "RANKS": 16, "num_warps": 8}
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
 NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
 _GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
@@ -97,8 +102,7 @@ _ONLY_LOGPROB = (
 
 def linear_logprob_cases() -> list[AotCase]:
     """bf16, large N with the gradient ahead, bare forward, few rows, gradient sweep."""
-    alone = ("z_r_ptr", "q_ptr", "slot_ptr", "sum_q_ptr")
-    no_sums = (*alone, "p_ptr", "sum_p_ptr")
+    alone = ("z_r_ptr", "q_ptr", "slot_ptr")
     pair_rows = ("z_r_ptr", "lse_r_ptr", "kl_ptr", "d_kl_ptr")
     statistics = ("entropy_ptr", "sum_sq_ptr", "d_entropy_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr")
     no_pair = ("logprob_r_ptr", "lse_r_ptr", "kl_ptr")
@@ -106,15 +110,9 @@ def linear_logprob_cases() -> list[AotCase]:
     no_d = ("sum_q_ptr", "slot_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
     return [
-        head_case("gradient ahead", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
-        head_case("forward", fold, absent=(*no_sums, *PLAIN), **_flags(), **_FOLD),
-        head_case(
-            "ahead, every output and option",
-            fold,
-            absent=alone,
-            **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
-            **_FOLD,
-        ),
+        head_case("bf16", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
+        head_case("fp32", fold, absent=(*alone, *PLAIN), types=_FP32, **_flags(), **_FOLD),
+        head_case("bf16, every output and option", fold, absent=alone, **_flags(*FLAGS, softcap=True), **_FOLD),
         head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED),
         head_case(
             "16 rows",
@@ -127,8 +125,12 @@ def linear_logprob_cases() -> list[AotCase]:
             "128 rows, every output and option",
             fused,
             absent=("h_r_ptr",),
-            **_flags("ENTROPY", "SUM_SQ", "MEAN", "TOP", softcap=True),
-            **FUSED,
+            **_flags(*FLAGS, softcap=True),
+            **_with_lora(16),
+        ),
+        *(
+            head_case(f"128 rows, r{r}", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_with_lora(r))
+            for r in (64, 128)
         ),
         head_case(
             "32 rows, fp32",
@@ -165,23 +167,22 @@ def linear_logprob_cases() -> list[AotCase]:
 def pair_cases() -> list[AotCase]:
     """bf16 with a reference's rows: few rows, many rows, both gradients ahead."""
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
-    none = ("p_ptr", "q_ptr", "slot_ptr", "sum_p_ptr", "sum_q_ptr")
     few: dict[str, Any] = {"BN": 64, "num_warps": 4}
     kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
     grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
     return [
-        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags("ENTROPY"), **FUSED),
-        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags("ENTROPY"), **FUSED | few),
+        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED),
+        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED | few),
         head_case(
             "32 rows, fp32",
             fused,
             absent=(*NO_LORA, *PLAIN),
             types=_FP32,
-            **_flags("ENTROPY"),
+            **_flags(),
             **FUSED | {"BN": 32, "BV": 64, "BK": 32},
         ),
-        head_case("forward", fold, absent=(*none, *PLAIN), **_flags("ENTROPY"), **_FOLD),
-        head_case("E and D ahead", fold, absent=("slot_ptr", *PLAIN), **_flags("ENTROPY"), **_FOLD),
+        *(head_case(f"128 rows, r{r}", fused, absent=PLAIN, **_flags(), **_with_lora(r)) for r in (16, 64, 128)),
+        head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
         head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
         head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
         head_case(
@@ -198,10 +199,10 @@ def pair_cases() -> list[AotCase]:
 
 def ppo_cases() -> list[AotCase]:
     """bf16 with rows packed."""
-    alone = ("z_r_ptr", "q_ptr", "sum_q_ptr")
+    alone = ("z_r_ptr", "q_ptr")
     count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
     return [
-        head_case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *PLAIN), **_flags("ENTROPY"), **_FOLD),
+        head_case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
         head_case("bf16", kernels.accumulate_kernel, **count),
         head_case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
         head_case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),

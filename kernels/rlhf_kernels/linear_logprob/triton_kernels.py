@@ -13,8 +13,10 @@ import triton.language as tl
 from ..logits_triton import (
     difference,
     joined,
+    joined_sum,
     log_sum,
     moved,
+    scaled_sum,
     slope,
     tile_grad,
     tile_state,
@@ -24,6 +26,7 @@ from ..triton_math import expm1
 
 FIELDS = 12
 SCALE_BLOCK = tl.constexpr(1024)
+RANK_TILE = tl.constexpr(16)  # the least that a product takes; more columns of B at once leave the registers
 
 
 @triton.jit
@@ -127,19 +130,22 @@ def load_logits(
     return tl.where(in_range[None, :], z, float("-inf"))
 
 
-@triton.jit
+# One binary whether gradients are made or not: the compiler lays a tile out by its widest store, and sums of another
+# layout add in another order
+@triton.jit(do_not_specialize=["ahead"])
 def fold_tile_kernel(
     z_ptr,  # [n, width] products of this tile
     z_r_ptr,  # the same of the reference's rows, or None
-    p_ptr,  # out [n, width]: e^(z−m) u, 0 at the target, or None
-    q_ptr,  # out [n, width]: p (z − z_r − centre), or None
+    p_ptr,  # out [n, width]: e^(z−m) u, 0 at the target; written if ahead ≥ 1
+    q_ptr,  # out [n, width]: p (z − z_r − centre), written if ahead = 2; None without z_r_ptr
     index_ptr,
     slot_ptr,  # [N] row of p, q and of the sums that a row of the batch uses, −1: none; or None: its own
     bias_ptr,
     temperature_ptr,
     state_ptr,
-    sum_p_ptr,  # [N, sum_width], Σ over earlier tiles of p [W, B], rescaled here when a maximum moves; or None
+    sum_p_ptr,  # [N, sum_width], Σ over earlier tiles of p [W, B], rescaled here when a maximum moves; if ahead ≥ 1
     sum_q_ptr,
+    ahead,
     row0,
     n_rows,  # of this chunk
     n_total,
@@ -152,7 +158,6 @@ def fold_tile_kernel(
     logit_scale,
     softcap,
     SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
     SUM_SQ: tl.constexpr,
     MEAN: tl.constexpr,
     TOP: tl.constexpr,
@@ -170,7 +175,7 @@ def fold_tile_kernel(
     column = column0 + offset
     bias = load_bias(bias_ptr, column, in_range)
     z = load_logits(z_ptr, z_stride, local, live, offset, in_range, bias, divisor, logit_scale, softcap, SOFTCAP)
-    e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(z, column, in_range, index, ENTROPY, SUM_SQ, MEAN, TOP)
+    e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(z, column, in_range, index, True, SUM_SQ, MEAN, TOP)
     m, s, w, q, total, at_target, first = load_state(state_ptr, n_total, rows, inside)
     a, a2, m, s, w, q, total, at_target, first = joined(
         m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2
@@ -183,16 +188,13 @@ def fold_tile_kernel(
         )
         _, m_r2, s_r2, _, _, _, at_target_r2, _ = tile_state(z_r, column, in_range, index, False, False, False, False)
         m_r, s_r, at_target_r, x = load_reference_state(state_ptr, n_total, rows, inside)
-        to = tl.maximum(m_r, m_r2)
-        _, s_r, _, _ = moved(m_r, s_r, 0.0 * s_r, 0.0 * s_r, to)
-        _, s_r2, _, _ = moved(m_r2, s_r2, 0.0 * s_r2, 0.0 * s_r2, to)
+        m_r, s_r = joined_sum(m_r, s_r, m_r2, s_r2)
         apart = difference(e, z, z_r)
         x2 = tl.sum(e * apart, 1)
-        store_reference_state(
-            state_ptr, n_total, rows, inside, to, s_r + s_r2, at_target_r + at_target_r2, a * x + a2 * x2
-        )
+        x = scaled_sum(a, x, a2, x2)
+        store_reference_state(state_ptr, n_total, rows, inside, m_r, s_r, at_target_r + at_target_r2, x)
 
-    if p_ptr is not None:
+    if ahead > 0:
         place = rows
         if slot_ptr is not None:
             place = tl.load(slot_ptr + rows, mask=inside, other=-1)
@@ -206,7 +208,7 @@ def fold_tile_kernel(
         to_store = used[:, None] & in_range[None, :]
         target = (place - row0).to(tl.int64)[:, None] * p_stride + offset[None, :]
         tl.store(p_ptr + target, p.to(p_ptr.dtype.element_ty), mask=to_store)
-        if q_ptr is not None:
+        if z_r_ptr is not None and ahead > 1:
             # Any constant may be taken off z − z_r as long as it stays the same; near its mean nothing cancels
             centre = tl.load(state_ptr + 11 * n_total + rows, mask=inside, other=0.0)
             if column0 == 0:
@@ -280,12 +282,12 @@ def lora_products(
 ):
     """y [R, C] + down Bᵀ of these rows and columns in fp32; y where there is no adapter."""
     if down_ptr is not None:
-        for j0 in tl.static_range(0, RANKS, BR):
+        for j0 in tl.range(0, RANKS, BR, num_stages=1):
             j = j0 + tl.arange(0, BR)
             down = load_operand(down_ptr, row_offset, rank, live[:, None], j[None, :], (j < rank)[None, :], False)
             lines = column.to(tl.int64)[None, :]
             up = load_operand(lora_b_ptr, lines, rank, in_range[None, :], j[:, None], (j < rank)[:, None], False)
-            y = tl.dot(down, up, y, input_precision="ieee")
+            y = tl.dot(down, up, y, input_precision="tf32x3")
     return y
 
 
@@ -312,7 +314,6 @@ def fused_kernel(
     logit_scale,
     softcap,
     SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
     SUM_SQ: tl.constexpr,
     MEAN: tl.constexpr,
     TOP: tl.constexpr,
@@ -320,7 +321,7 @@ def fused_kernel(
     BN: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    BR: tl.constexpr,  # ≥ rank, a power of two ≥ 16
+    RANKS: tl.constexpr,  # ≥ rank, a multiple of RANK_TILE
 ):
     split = tl.program_id(0)
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -345,7 +346,7 @@ def fused_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, BR, BR)
+        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS, RANK_TILE)
         if h_r_ptr is not None:
             y_r = tl.zeros((BN, BV), tl.float32)
         lines = column.to(tl.int64)[None, :]
@@ -361,9 +362,7 @@ def fused_kernel(
         bias = load_bias(bias_ptr, column, in_range)
         z = transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP)
         z = tl.where(in_range[None, :], z, float("-inf"))
-        e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(
-            z, column, in_range, index, ENTROPY, SUM_SQ, MEAN, TOP
-        )
+        e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(z, column, in_range, index, True, SUM_SQ, MEAN, TOP)
         if h_r_ptr is not None:  # before states are joined: their factors would take registers beside z, e and z_r
             z_r = transformed(y_r, bias, divisor, logit_scale, softcap, SOFTCAP)
             z_r = tl.where(in_range[None, :], z_r, float("-inf"))
@@ -372,15 +371,11 @@ def fused_kernel(
             m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2
         )
         if h_r_ptr is not None:
-            x = a * x + a2 * x2
+            x = scaled_sum(a, x, a2, x2)
             _, m_r2, s_r2, _, _, _, at_target_r2, _ = tile_state(
                 z_r, column, in_range, index, False, False, False, False
             )
-            to = tl.maximum(m_r, m_r2)
-            _, s_r, _, _ = moved(m_r, s_r, 0.0 * s_r, 0.0 * s_r, to)
-            _, s_r2, _, _ = moved(m_r2, s_r2, 0.0 * s_r2, 0.0 * s_r2, to)
-            m_r = to
-            s_r += s_r2
+            m_r, s_r = joined_sum(m_r, s_r, m_r2, s_r2)
             at_target_r += at_target_r2
     base = state_ptr + split.to(tl.int64) * 12 * n_rows
     store_state(base, n_rows, rows, inside, m, s, w, q, total, at_target, first)

@@ -43,7 +43,7 @@ FOLD_WARPS = 8
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
 COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
-FLAGS = ("entropy", "log_sum_sq_prob", "mean_logit", "is_top1")
+FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
 
 
 def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
@@ -58,10 +58,15 @@ def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
     return rows, columns
 
 
-def fused_tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(columns, depth) of the fused kernel's tiles; fp32 products take registers in place of tensor cores."""
+def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
+    """(columns, depth) of the fused kernel's tiles.
+
+    fp32 products take registers in place of tensor cores, so they have fewer columns. A loop over ranks takes some;
+    there only the depth may shrink, which changes no sum: rows without LoRA keep the bits of a call without it.
+    """
     columns, depth = FUSED_TILES[rows]
-    return columns * 2 // dtype.itemsize, depth // dtype.itemsize
+    looped = dtype.itemsize == 2 and rank > kernels.RANK_TILE.value
+    return columns * 2 // dtype.itemsize, depth // dtype.itemsize // (2 if looped else 1)
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -193,8 +198,7 @@ class Sweep(HeadInputs):
 
     def statistics(self, outputs: str, ahead: str = "", live: Live | None = None) -> Stats:
         """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl"), E packed if `live` is given."""
-        wanted = {name: name in outputs.split(",") for name in FLAGS}
-        flags = dict(zip(("ENTROPY", "SUM_SQ", "MEAN", "TOP"), wanted.values(), strict=True))
+        flags = {flag: name in outputs.split(",") for flag, name in FLAGS.items()}
         if not self.fused:
             return self._tiled(flags, outputs, ahead, live)
         stats, _ = self._finish(self._fused_state(flags), outputs)
@@ -206,12 +210,12 @@ class Sweep(HeadInputs):
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
-        block_v, block_k = fused_tile(block_n, self.dtype)
+        rank = 0 if self.down is None else self.down.shape[1]
+        block_v, block_k = fused_tile(block_n, self.dtype, rank)
         n_tiles = triton.cdiv(self.n_vocab, block_v)
         per_split = triton.cdiv(n_tiles, FUSED_PROGRAMS)
         splits = triton.cdiv(n_tiles, per_split)
         state = self.empty(splits, kernels.FIELDS, self.n_rows)
-        rank = 0 if self.down is None else self.down.shape[1]
         kernels.fused_kernel[(splits, triton.cdiv(self.n_rows, block_n))](
             self.hidden,
             self.hidden_r,
@@ -236,7 +240,7 @@ class Sweep(HeadInputs):
             BN=block_n,
             BV=block_v,
             BK=block_k,
-            BR=max(16, triton.next_power_of_2(rank)),
+            RANKS=triton.cdiv(rank, kernels.RANK_TILE.value) * kernels.RANK_TILE.value,
             num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
         )
         return state
@@ -247,6 +251,8 @@ class Sweep(HeadInputs):
         z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
         made = [name in ahead for name in ("logprob", "kl")]
         factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
+        unused = self.empty(0, dtype=self.dtype)  # the kernel takes a pointer of this type whether it writes or not
+        p, q = (unused if factor is None else factor for factor in factors)
         width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
         sums = [self.empty(self.n_rows, width) if make else None for make in made]
         for columns in self.columns():
@@ -259,13 +265,15 @@ class Sweep(HeadInputs):
                 kernels.fold_tile_kernel[(triton.cdiv(n, FOLD_ROWS),)](
                     z,
                     z_r,
-                    *factors,
+                    p,
+                    None if z_r is None else q,
                     self.index,
                     None if live is None else live.slot,
                     self.bias,
                     self.temperature,
                     state,
-                    *sums,
+                    *(state if total is None else total for total in sums),
+                    sum(made),
                     rows.start,
                     n,
                     self.n_rows,
