@@ -48,6 +48,7 @@ class Resources:
     spills: int  # bytes of local memory: what does not fit into registers
     shared: int
     num_warps: int
+    sums: tuple[str, ...]  # how the tiles lie that are reduced: sums of equal layouts add in the same order
 
 
 def cases(op: str) -> list[AotCase]:
@@ -95,7 +96,17 @@ def compile_case(op: str, case: AotCase, arch: int) -> Resources:
         spills=usage["LOCAL"] + usage["STACK"],
         shared=compiled.metadata.shared,
         num_warps=case.num_warps,
+        sums=_reduced_layouts(compiled.asm["ttgir"]),
     )
+
+
+def _reduced_layouts(ttgir: str) -> tuple[str, ...]:
+    """Shape and layout of every fp32 operand of a reduction, each once, sorted."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = set()
+    for operands in re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) -> ', ttgir, re.DOTALL):
+        found |= {f"{shape} {layouts[name]}" for shape, name in re.findall(r"tensor<(\w+xf32), (#\w+)>", operands)}
+    return tuple(sorted(found))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Configurations that spill on sm_90, and up to how many bytes per thread. The pair holds two tiles of logits; its loop
 # over the ranks of an adapter on the head takes what is left.
 MAY_SPILL = {f"linear_logprob_pair.fused_kernel (128 rows, r{rank})": 48 for rank in (64, 128)}
+HEADS = ("linear_logprob", "linear_logprob_pair", "linear_ppo_loss")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with Linux only")
 
 
@@ -70,3 +71,17 @@ def test_every_case_compiles_for_every_architecture(tmp_path):
     found = compiled(tmp_path / "all.json")
     assert len(found) == expected(first=False) * len(aot.ARCHITECTURES) > 0
     assert_no_spills(found)
+
+
+def test_a_row_of_logits_is_summed_in_one_order_whatever_is_asked_for(tmp_path):
+    """Ratio 1 at equal weights needs log-probs whose bits no other output, pair or adapter changes."""
+    found = compiled(tmp_path / "heads.json", "--arch", "90", *(f"--op={op}" for op in HEADS))
+    layouts: dict[tuple[str, str, bool], set[str]] = {}
+    for r in found:
+        if r["kernel"] in ("fold_tile_kernel", "fused_kernel"):
+            assert r["sums"], r
+            for tile in r["sums"]:
+                shape, _, layout = tile.partition(" ")
+                layouts.setdefault((r["kernel"], shape, "fp32" in r["case"]), set()).add(layout)
+    assert len(layouts) == 6  # fold: bf16 and fp32; fused: 128, 64 and 16 rows in bf16, 32 in fp32
+    assert not {key: sorted(found) for key, found in layouts.items() if len(found) > 1}

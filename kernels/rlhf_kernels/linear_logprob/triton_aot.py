@@ -86,6 +86,7 @@ def _with_lora(rank: int) -> dict[str, Any]:
 PLAIN = ("bias_ptr", "temperature_ptr")
 _FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
 FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "RANKS": 16, "num_warps": 8}
+_FEW: dict[str, Any] = {"BN": 64, "num_warps": 4}
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
 NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
 _GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
@@ -114,6 +115,7 @@ def linear_logprob_cases() -> list[AotCase]:
         head_case("fp32", fold, absent=(*alone, *PLAIN), types=_FP32, **_flags(), **_FOLD),
         head_case("bf16, every output and option", fold, absent=alone, **_flags(*FLAGS, softcap=True), **_FOLD),
         head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED),
+        head_case("64 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED | _FEW),
         head_case(
             "16 rows",
             fused,
@@ -167,12 +169,11 @@ def linear_logprob_cases() -> list[AotCase]:
 def pair_cases() -> list[AotCase]:
     """bf16 with a reference's rows: few rows, many rows, both gradients ahead."""
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
-    few: dict[str, Any] = {"BN": 64, "num_warps": 4}
     kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
     grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
     return [
         head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED),
-        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED | few),
+        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED | _FEW),
         head_case(
             "32 rows, fp32",
             fused,
