@@ -38,7 +38,7 @@ OPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one kernel needs on one architecture. Bytes per thread, except `shared`, which is per program."""
+    """The resources of one kernel on one architecture. Bytes per thread, except `shared`, which is per program."""
 
     op: str
     kernel: str

@@ -142,8 +142,8 @@ SAMPLE = [
         "first ranks alone",
         TRITON,
         "kernels/rlhf_kernels/linear_logprob/triton_kernels.py",
-        "tl.range(0, RANKS, BR, num_stages=1)",
-        "tl.static_range(0, BR, BR)",
+        "tl.range(0, RANKS, RANK_TILE, num_stages=1)",
+        "tl.static_range(0, RANK_TILE, RANK_TILE)",
         (_SAMPLE_TESTS + "lora_on_a_bf16_head_is_not_rounded_to_bf16",),
     ),
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..triton_support import AotCase
 from . import triton_kernels as kernels
-from .triton_sweep import FLAGS
+from .triton_sweep import FLAGS, fused_tile
 
 _FLOATS = ("temperature", "logit_scale", "softcap", "scale")
 _POINTERS = {
@@ -79,8 +81,9 @@ def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
     return {n: n in names for n in FLAGS} | {"SOFTCAP": softcap}
 
 
-def _with_lora(rank: int) -> dict[str, Any]:
-    return FUSED | {"RANKS": rank, "BK": FUSED["BK"] // (1 if rank == 16 else 2)}
+def _with_lora(rank: int, rows: int = 128) -> dict[str, Any]:
+    columns, depth = fused_tile(rows, torch.bfloat16, rank)
+    return FUSED | {"RANKS": kernels.padded_rank(rank), "BN": rows, "BV": columns, "BK": depth}
 
 
 PLAIN = ("bias_ptr", "temperature_ptr")
@@ -134,6 +137,7 @@ def linear_logprob_cases() -> list[AotCase]:
             head_case(f"128 rows, r{r}", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_with_lora(r))
             for r in (64, 128)
         ),
+        head_case("64 rows, r64", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_with_lora(64, 64) | _FEW),
         head_case(
             "32 rows, fp32",
             fused,
@@ -183,6 +187,16 @@ def pair_cases() -> list[AotCase]:
             **FUSED | {"BN": 32, "BV": 64, "BK": 32},
         ),
         *(head_case(f"128 rows, r{r}", fused, absent=PLAIN, **_flags(), **_with_lora(r)) for r in (16, 64, 128)),
+        head_case("64 rows, r64", fused, absent=PLAIN, **_flags(), **_with_lora(64, 64) | _FEW),
+        head_case("16 rows, r64", fused, absent=PLAIN, **_flags(), **_with_lora(64, 16) | {"num_warps": 4}),
+        head_case(
+            "32 rows, r64, fp32",
+            fused,
+            absent=PLAIN,
+            types=_FP32,
+            **_flags(),
+            **FUSED | {"BN": 32, "BV": 64, "BK": 32, "RANKS": 64},
+        ),
         head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
         head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
         head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),

@@ -29,6 +29,11 @@ SCALE_BLOCK = tl.constexpr(1024)
 RANK_TILE = tl.constexpr(16)  # the least that a product takes; more columns of B at once leave the registers
 
 
+def padded_rank(rank: int) -> int:
+    """Return the `RANKS` of an adapter: its rank, rounded up to whole tiles."""
+    return triton.cdiv(rank, RANK_TILE.value) * RANK_TILE.value
+
+
 @triton.jit
 def load_row(ptr, rows, live):
     """A row statistic or its gradient, 0 where there is none."""
@@ -277,13 +282,11 @@ def load_operand(ptr, lines, stride, inside, k, in_k, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def lora_products(
-    down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS: tl.constexpr, BR: tl.constexpr
-):
+def lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS: tl.constexpr):
     """y [R, C] + down Bᵀ of these rows and columns in fp32; y where there is no adapter."""
     if down_ptr is not None:
-        for j0 in tl.range(0, RANKS, BR, num_stages=1):
-            j = j0 + tl.arange(0, BR)
+        for j0 in tl.range(0, RANKS, RANK_TILE, num_stages=1):
+            j = j0 + tl.arange(0, RANK_TILE)
             down = load_operand(down_ptr, row_offset, rank, live[:, None], j[None, :], (j < rank)[None, :], False)
             lines = column.to(tl.int64)[None, :]
             up = load_operand(lora_b_ptr, lines, rank, in_range[None, :], j[:, None], (j < rank)[:, None], False)
@@ -321,7 +324,7 @@ def fused_kernel(
     BN: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    RANKS: tl.constexpr,  # ≥ rank, a multiple of RANK_TILE
+    RANKS: tl.constexpr,  # padded_rank(rank)
 ):
     split = tl.program_id(0)
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -346,7 +349,7 @@ def fused_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS, RANK_TILE)
+        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS)
         if h_r_ptr is not None:
             y_r = tl.zeros((BN, BV), tl.float32)
         lines = column.to(tl.int64)[None, :]

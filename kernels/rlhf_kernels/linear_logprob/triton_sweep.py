@@ -62,7 +62,8 @@ def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
     """(columns, depth) of the fused kernel's tiles.
 
     fp32 products take registers in place of tensor cores, so they have fewer columns. A loop over ranks takes some;
-    there only the depth may shrink, which changes no sum: rows without LoRA keep the bits of a call without it.
+    there only the depth may shrink, which changes no sum: tensor cores add in steps of 16 in one order whatever the
+    depth, so rows without LoRA keep the bits of a call without it.
     """
     columns, depth = FUSED_TILES[rows]
     looped = dtype.itemsize == 2 and rank > kernels.RANK_TILE.value
@@ -135,7 +136,7 @@ class RowGrads:
 
     @classmethod
     def of(cls, **grads: Tensor | None) -> RowGrads:
-        """From autograd's gradients, whatever their dtype and strides."""
+        """Make row gradients of autograd's, whatever their dtype and strides."""
         return cls(**{k: None if g is None else g.to(torch.float32).contiguous() for k, g in grads.items()})
 
 
@@ -240,7 +241,7 @@ class Sweep(HeadInputs):
             BN=block_n,
             BV=block_v,
             BK=block_k,
-            RANKS=triton.cdiv(rank, kernels.RANK_TILE.value) * kernels.RANK_TILE.value,
+            RANKS=kernels.padded_rank(rank),
             num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
         )
         return state

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..autocast import without_autocast
 from ..head_triton import HeadInputs
 from ..linear_logprob.triton_aot import NO_LORA, PLAIN, head_case
-from ..linear_logprob.triton_kernels import load_bias, load_divisor, load_operand, lora_products
+from ..linear_logprob.triton_kernels import RANK_TILE, load_bias, load_divisor, load_operand, lora_products, padded_rank
 from ..logits import HeadOptions
 from ..logits_triton import capped, moved, tile_state
 from ..philox_triton import gumbel, random_words
@@ -39,7 +39,6 @@ COLUMNS = {2: (128, 64), 4: (64, 64)}  # plain; with a bias, LoRA or softcap, wh
 DEPTH, WARPS, STAGES = {2: 64, 4: 32}, {2: 8, 4: 4}, {2: 4, 4: 3}
 PROGRAMS = 132  # shares of the vocabulary: one per multiprocessor of an H200
 DOWN_ROWS, DOWN_DEPTH = 16, 64
-MAX_RANKS = 16  # that are multiplied at a time
 FIELDS = 4  # m, s, w, logit of the best column
 CHOICES = 2  # key of the best score, its column
 _STREAM = tl.constexpr(STREAM)
@@ -117,8 +116,7 @@ def sample_kernel(
     BN: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    RANKS: tl.constexpr,  # ≥ rank
-    BR: tl.constexpr,  # of them are multiplied at a time
+    RANKS: tl.constexpr,  # padded_rank(rank)
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
@@ -137,7 +135,7 @@ def sample_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        y = lora_products(down_ptr, lora_b_ptr, row_offset, inside, column, in_range, rank, y, RANKS, BR)
+        y = lora_products(down_ptr, lora_b_ptr, row_offset, inside, column, in_range, rank, y, RANKS)
         lines = column.to(tl.int64)[None, :]
         for k0 in range(0, hidden_size, BK):
             k = k0 + tl.arange(0, BK)
@@ -225,15 +223,10 @@ def tile_sizes(item: int, *, plain: bool, rank: int) -> dict[str, int]:
         "BN": ROWS[item],
         "BV": COLUMNS[item][0 if plain else 1],
         "BK": DEPTH[item],
-        "RANKS": _padded(rank),
-        "BR": min(MAX_RANKS, _padded(rank)),
+        "RANKS": padded_rank(rank),
         "num_warps": WARPS[item],
         "num_stages": STAGES[item],
     }
-
-
-def _padded(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))
 
 
 def _down(head: HeadInputs) -> Tensor | None:
@@ -241,7 +234,7 @@ def _down(head: HeadInputs) -> Tensor | None:
     if head.lora_A is None:
         return None
     rank = head.lora_A.shape[0]
-    block_r = min(MAX_RANKS, _padded(rank))
+    block_r = RANK_TILE.value
     A = head.lora_A if head.lora_A.stride(1) == 1 else head.lora_A.contiguous()
     down = head.empty(head.n_rows, rank)
     down_kernel[(triton.cdiv(head.n_rows, DOWN_ROWS), triton.cdiv(rank, block_r))](
@@ -359,6 +352,6 @@ def aot_cases() -> list[AotCase]:
         case("fp32", item=4, absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
         case("fp32, every output and option", item=4, rank=16, SOFTCAP=True, ENTROPY=True),
         head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
-        head_case("bf16, r16", down_kernel, BR=16, **down),
-        head_case("fp32, r128", down_kernel, types=fp32, BR=MAX_RANKS, **down),
+        head_case("bf16, r16", down_kernel, BR=RANK_TILE.value, **down),
+        head_case("fp32, r128", down_kernel, types=fp32, BR=RANK_TILE.value, **down),
     ]

@@ -1,4 +1,4 @@
-"""What our trainers behind TRL share: GRPOTrainer on one base, with our rollouts, scores and losses.
+"""The base class of our trainers behind TRL: GRPOTrainer on one base, with our rollouts, scores and losses.
 
 A subclass says what is learned from a rollout (`experience`), and by which losses (`losses`, `combine`). TRL's data,
 sampling order, rewards, logging, callbacks and checkpoints stay TRL's; the actor is PEFT's adapter `default`.
@@ -123,7 +123,9 @@ class HydraTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
         **options: Any,
     ) -> None:
-        """As GRPOTrainer. `lane` among reward_funcs is the learned reward: of `reward_adapter`, or the base's own head.
+        """Make the trainer as GRPOTrainer does. `lane` in reward_funcs is the learned reward.
+
+        That is the reward of `reward_adapter`, or of the base's own head.
 
         optimizers: as in transformers, or functions that make them. The first gets the list of trained parameters,
         some of which are made here, the second the optimizer.
@@ -188,7 +190,7 @@ class HydraTrainer(GRPOTrainer):
 
     @abstractmethod
     def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
-        """What the losses need of each token, name → [M]."""
+        """Return the values that the losses need of each token, name → [M]."""
 
     def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
         """Which of the answers that have a score can be learned from."""
@@ -236,7 +238,7 @@ class HydraTrainer(GRPOTrainer):
         return hydra.eval()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """With a learning rate of their own for critic and value head, where there is one."""
+        """Make the optimizer; critic and value head may have a learning rate of their own."""
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
         make = self._makers[0]
         if self.optimizer is None and make is not None:
@@ -288,7 +290,7 @@ class HydraTrainer(GRPOTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """With the place in the rollout: on every process, before anything is pushed."""
+        """Save the place in the rollout, too: on every process, before anything is pushed."""
         super()._save_rng_state(output_dir)
         progress = Progress(
             step=self._step,
@@ -299,7 +301,7 @@ class HydraTrainer(GRPOTrainer):
         progress.save(Path(output_dir), self.accelerator.process_index)
 
     def _sizes(self) -> dict[str, int]:
-        """What a rollout is cut up by."""
+        """Return the numbers that a rollout is cut up by."""
         names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
         sizes = {name: int(getattr(self.args, name)) for name in names}
         return {**sizes, "num_processes": self.accelerator.num_processes}
@@ -345,7 +347,7 @@ class HydraTrainer(GRPOTrainer):
             peft_model.set_adapter(active)
 
     def _load_best_model(self) -> None:
-        """With its own critic and value head: transformers loads the active adapter."""
+        """Load the best critic and value head, too: transformers loads the active adapter."""
         super()._load_best_model()
         if self.has_critic:
             best, peft_model = self.state.best_model_checkpoint, self.accelerator.unwrap_model(self.model)
@@ -513,7 +515,7 @@ class HydraTrainer(GRPOTrainer):
         return self._evaluated[1]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """As GRPOTrainer; equal policies give equal answers, whenever they are evaluated."""
+        """Evaluate as GRPOTrainer does; equal policies give equal answers, whenever they are evaluated."""
         self._evaluated = (-1, 0)
         found: dict[str, float] = super().evaluate(*arguments, **options)
         return found
@@ -578,7 +580,7 @@ def _sorted_out(optimizers: tuple[Any, Any]) -> tuple[tuple[Any, Any], tuple[Any
 
 
 def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
-    """What is trained takes gradients: PEFT freezes every adapter but the active one, whenever it is told which."""
+    """Let all that is trained take gradients: setting the active adapter freezes every other one in PEFT."""
     peft_model.set_adapter(ACTOR)
     for role in hydra.roles:
         for p in hydra.trainable_parameters(role).values():
