@@ -50,13 +50,17 @@ class Bucket:
 
     length: int
     """Length they are padded to."""
-    rows: torch.Tensor | slice
-    """Source rows of the padded [n · length] grid (pad entries repeat a real row); a slice where nothing is padded."""
     n_sequences: int
-    valid: torch.Tensor | None
-    """int64 places in the padded grid that are real, or None where all are."""
-    targets: torch.Tensor | slice
-    """Rows that the real places go back to."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grid:
+    """Where packed rows lie in the padded places of all buckets, one bucket after another."""
+
+    rows: torch.Tensor
+    """int64 [places], the row of each place; a place of padding repeats the first row of its sequence."""
+    places: torch.Tensor
+    """int64 [T], the place of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +68,8 @@ class PackedPlan:
     """Causal attention within each packed sequence."""
 
     buckets: tuple[Bucket, ...]
+    grid: Grid | None
+    """None where rows lie as the buckets take them: the sequences have one length."""
     max_length: int
     new: NewTokens | None = None
     """Where keys and values are kept for decoding (prefill); None: nowhere."""
@@ -123,8 +129,20 @@ def plan_packed(
             groups[-1].append(i)
         else:
             groups.append([i])
-    buckets = tuple(_bucket(sorted(group), lengths, starts, device) for group in groups)
-    return PackedPlan(buckets=buckets, max_length=max(lengths), new=new)
+    groups = [sorted(group) for group in groups]
+    buckets = tuple(Bucket(length=max(lengths[i] for i in g), n_sequences=len(g)) for g in groups)
+    in_order = torch.tensor([i for group in groups for i in group])
+    padded = torch.tensor([b.length for b in buckets for _ in range(b.n_sequences)])
+    begin = torch.tensor(starts[:-1])[in_order].repeat_interleave(padded)
+    offsets = torch.arange(len(begin)) - (padded.cumsum(0) - padded).repeat_interleave(padded)
+    real = offsets < torch.tensor(lengths)[in_order].repeat_interleave(padded)
+    rows = torch.where(real, begin + offsets, begin)
+    grid = None
+    if not torch.equal(rows, torch.arange(starts[-1])):
+        places = torch.empty(starts[-1], dtype=torch.int64)
+        places[rows[real]] = real.nonzero().squeeze(1)
+        grid = Grid(rows=rows.to(device), places=places.to(device))
+    return PackedPlan(buckets=buckets, grid=grid, max_length=max(lengths), new=new)
 
 
 def plan_decode(
@@ -137,26 +155,6 @@ def plan_decode(
         lengths_N=positions_N + 1,
         table_NB=table_NB,
         linears=linears,
-    )
-
-
-def _bucket(group: list[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
-    length = max(lengths[i] for i in group)
-    if all(lengths[i] == length for i in group) and group == list(range(group[0], group[0] + len(group))):
-        rows = slice(starts[group[0]], starts[group[-1] + 1])
-        return Bucket(length=length, rows=rows, n_sequences=len(group), valid=None, targets=rows)
-    offsets = torch.arange(length)
-    begin = torch.tensor([starts[i] for i in group])[:, None]
-    size = torch.tensor([lengths[i] for i in group])[:, None]
-    real = offsets[None, :] < size
-    source = torch.where(real, begin + offsets[None, :], begin)  # a pad place repeats the sequence's first row
-    valid = real.flatten().nonzero().squeeze(1)
-    return Bucket(
-        length=length,
-        rows=source.flatten().to(device),
-        n_sequences=len(group),
-        valid=valid.to(device),
-        targets=source.flatten()[valid].to(device),
     )
 
 
@@ -193,40 +191,36 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if len(plan.buckets) == 1 and plan.buckets[0].valid is None:
-        return _bucket_attention(module, query, key, value, rule, plan, plan.buckets[0])[None], None
-    out: torch.Tensor | None = None  # [T, H, D]
-    for bucket in plan.buckets:
-        part = _bucket_attention(module, query, key, value, rule, plan, bucket)
-        if out is None:  # in the dtype that comes out, which under autocast is another than the queries'
-            out = part.new_empty((query.shape[2], query.shape[1], value.shape[3]))
-        if isinstance(bucket.targets, slice):
-            out[bucket.targets] = part
-        else:
-            out.index_copy_(0, bucket.targets, part)
-    assert out is not None
-    return out[None], None
+    attend = _sdpa if softcap is None else _capped
+    grids = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)
+    parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in grids]  # each [n · length, H, D]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out if plan.grid is None else out.index_select(0, plan.grid.places))[None], None
 
 
-def _bucket_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: ScoreRule,
-    plan: PackedPlan,
-    bucket: Bucket,
-) -> torch.Tensor:
-    """Outputs [real places, H, D] of one bucket."""
+def _in_buckets(x: torch.Tensor, plan: PackedPlan) -> list[torch.Tensor]:
+    """[n, heads, length, D] of each bucket, for the rows [1, heads, T, D]."""
+    rows = x.squeeze(0).transpose(0, 1)
+    if plan.grid is not None:
+        rows = _Padded.apply(rows, plan.grid.rows, plan.grid.places)  # type: ignore[no-untyped-call]
+    parts = rows.split([b.n_sequences * b.length for b in plan.buckets])
+    return [
+        part.unflatten(0, (b.n_sequences, b.length)).transpose(1, 2)
+        for part, b in zip(parts, plan.buckets, strict=True)
+    ]
 
-    def grid(x: torch.Tensor) -> torch.Tensor:  # [1, heads, T, D] -> [n, heads, length, D]
-        taken = x[0][:, bucket.rows] if isinstance(bucket.rows, slice) else x[0].index_select(1, bucket.rows)
-        return taken.unflatten(1, (bucket.n_sequences, bucket.length)).transpose(0, 1)
 
-    attend = _sdpa if rule.softcap is None else _capped
-    out = attend(module, grid(query), grid(key), grid(value), rule, plan)  # [n, length, H, D]
-    out = out.flatten(0, 1)
-    return out if bucket.valid is None else out.index_select(0, bucket.valid)
+class _Padded(torch.autograd.Function):
+    """Rows in the places of a grid. Padding leaves no gradient: nothing that counts has read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 def _sdpa(

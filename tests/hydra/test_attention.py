@@ -45,14 +45,17 @@ def padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_lengths_make_padded_and_plain_buckets():
     plan = plan_packed(random_batch(LENGTHS).lengths, torch.device("cpu"))
-    assert sorted((b.length, b.n_sequences, b.valid is None) for b in plan.buckets) == [
-        (2, 1, True),
-        (9, 3, False),
-        (20, 2, True),
-        (32, 1, True),
-    ]
-    rows = torch.cat([torch.arange(78)[b.targets] for b in plan.buckets])
-    assert rows.sort().values.tolist() == list(range(78))  # every row once
+    assert [(b.length, b.n_sequences) for b in plan.buckets] == [(32, 1), (20, 2), (9, 3), (2, 1)]
+    assert plan.grid is not None
+    total = len(plan.grid.places)
+    assert plan.grid.rows[plan.grid.places].tolist() == list(range(total))  # every row has a place
+    assert len(plan.grid.rows) == 32 + 2 * 20 + 3 * 9 + 2
+
+
+def test_sequences_of_one_length_lie_as_they_are():
+    plan = plan_packed([5, 5, 5], torch.device("cpu"))
+    assert plan.grid is None
+    assert [(b.length, b.n_sequences) for b in plan.buckets] == [(5, 3)]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
