@@ -89,15 +89,32 @@ RLHF_INLINE void rotate_back(const T* dy, const T* cos, const T* sin, int64_t ha
     }
 }
 
+struct GatedGradients {
+    V gate, up;
+};
+
 // With s = 1 / (1 + e^-gate): d_up = dy gate s, d_gate = dy up s (1 + gate (1 - s)).
+RLHF_INLINE GatedGradients gated_gradients(V dy, V gate, V up) {
+    const V s = 1.0f / (1.0f + L::exp(-gate));
+    return {dy * up * (s * L::fma(gate, 1.0f - s, L::splat(1.0f))), dy * (gate * s)};
+}
+
+// Two vectors at a time: the exponential is one long chain of operations, and the second fills the first one's gaps.
 template <typename T>
 RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {
-    for (int64_t i = 0; i < n; i += L::count) {
+    int64_t i = 0;
+    for (; i + 2 * L::count <= n; i += 2 * L::count) {
+        const int64_t k = i + L::count;
+        const GatedGradients a = gated_gradients(L::load(dy + i), L::load(gate + i), L::load(up + i));
+        const GatedGradients b = gated_gradients(L::load(dy + k), L::load(gate + k), L::load(up + k));
+        L::store_two(d_up + i, a.up, b.up);
+        L::store_two(d_gate + i, a.gate, b.gate);
+    }
+    for (; i < n; i += L::count) {
         const int64_t left = n - i;
-        const V g = load(gate + i, left), d = load(dy + i, left);
-        const V s = 1.0f / (1.0f + L::exp(-g));
-        store(d_up + i, left, d * (g * s));
-        store(d_gate + i, left, d * load(up + i, left) * (s * L::fma(g, 1.0f - s, L::splat(1.0f))));
+        const GatedGradients a = gated_gradients(load(dy + i, left), load(gate + i, left), load(up + i, left));
+        store(d_up + i, left, a.up);
+        store(d_gate + i, left, a.gate);
     }
 }
 

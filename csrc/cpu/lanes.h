@@ -116,6 +116,21 @@ struct Lanes<float> {
 #endif
     }
 
+    // a, then b. Words of 16 bits are put in order once for both.
+    RLHF_INLINE void store_two(float* p, V a, V b) {
+        store(p, a);
+        store(p + count, b);
+    }
+    RLHF_INLINE void store_two(uint16_t* p, V a, V b) {
+#if defined(RLHF_AVX2)
+        const __m256i mixed = _mm256_packus_epi32((__m256i)bf16_bits(a), (__m256i)bf16_bits(b));
+        _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
+#else
+        store(p, a);
+        store(p + count, b);
+#endif
+    }
+
     // x = n ln2 + r, m = e^r - 1 = r + r^2 q(r), e^x = 2^n (1 + m). Where n = 0, e^x - 1 = m and e^x - 1 - x = r^2 q(r);
     // elsewhere |e^x - 1| > 0.29, so that subtracting costs no digits. Relative error of each about 2e-7.
     RLHF_INLINE ExpParts<V> exp_parts(V x) {

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rlhf_kernels import native, philox, registry, testing
+from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import DecodeLinear, Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
 from rlhf_kernels.lora.segments import make_lanes
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
+    from rlhf_kernels.linear import native as linear_native
     from rlhf_kernels.lora import native as cpu
 
 ISAS = native.isas() if native.missing() is None else []
@@ -441,6 +443,26 @@ def test_decoding_with_strides_and_nan_beside(isa, decode_calls):
     assert torch.equal(hurt[3:], expected[3:])
     assert not hurt[:3, :, 7].isfinite().any()
     assert len(decode_calls) == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("n_rows", "K", "M", "with_bias"), [(4, 32, 33, True), (9, 544, 70, False), (40, 256, 96, True)]
+)
+def test_off_rows_of_decoding_keep_the_bits_of_linear(isa, dtype, n_rows, K, M, with_bias, decode_calls, monkeypatch):
+    """One call for on and off rows where `linear` multiplies in C++, too; on rows as they are among on rows alone."""
+    monkeypatch.setattr(cpu, "product_for", lambda x, weight: linear_native)  # whatever the kernel table says
+    x, weight, bias, A, B, scales, _ = few_rows(n_rows, K, M, dtype)
+    bias = bias if with_bias else None
+    some_off = Segments(starts=(2,), ends=(n_rows - 1,), slots=(1,))
+    got = decoded(x, weight, bias, A, B, scales, some_off)
+    off = [0, 1, n_rows - 1]
+    assert torch.equal(got[off], linear(x, weight, bias, backend="cpu")[off])
+    all_on = decoded(x, weight, bias, A, B, scales, Segments(starts=(0,), ends=(n_rows,), slots=(1,)))
+    assert torch.equal(got[2:-1], all_on[2:-1])
+    assert not torch.equal(got[off], all_on[off])
+    assert len(decode_calls) == 2
 
 
 def test_where_decoding_runs_as_everything_else(decode_calls):

@@ -320,11 +320,13 @@ def lora_linear(
 class DecodeLinear:
     """`lora_linear` for the steps of decoding: everything but x is given once.
 
-    Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: all rows on, the weight
-    is read once for product and delta; it adds in another order than torch, so y may differ from `lora_linear`'s by
-    rounding. `cuda`: any mix of slots and off rows, one launch adds every delta onto F.linear. That is checked and
-    bound at the first call; later ones with such an x go straight to the kernel. Every other call is one of
-    `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
+    Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: the weight is read once
+    for product and delta. It adds in another order than torch, so y may differ from `lora_linear`'s by rounding. It
+    serves calls with off rows where `linear` is C++, too: they keep its bits. `cuda`: any mix of slots and off rows,
+    one launch adds every delta onto F.linear.
+
+    All that is checked and bound at the first call; later ones with such an x go straight to the kernel. Every other
+    call is one of `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
 
     Between calls tensors may change in place, and their storage may move; their shapes, strides and dtypes may not
     change, nor the instruction set. Not for several threads at once.

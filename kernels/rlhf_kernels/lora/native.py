@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import autocast, native
+from ..linear import native as linear_native
 from ..linear import product_for
 from .segments import Lanes
 
@@ -63,7 +64,7 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes)
 
 
 class Decoder:
-    """`linear_forward` for x of one shape and dtype, all rows on, without dropout; rounds where that rounds.
+    """`linear_forward` for x of one shape and dtype, without dropout; rounds where that rounds.
 
     It reads the tensors where they lay when it was made, whatever they hold by then.
     """
@@ -81,7 +82,7 @@ class Decoder:
         self._run = native.extension().LoraDecoder(
             (*native.rows("weight", weight, dtype, (M, x.shape[-1])), native.type_number("x", dtype, _TYPES)),
             0 if bias is None else native.dense("bias", bias, dtype, (M,)),
-            lanes.n_on,
+            math.prod(x.shape[:-1]),
             K,
             M,
             [
@@ -93,11 +94,15 @@ class Decoder:
 
     @staticmethod
     def serves(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
-        """A few rows, all on, in a type and depth that have code; `lanes` have no dropout."""
+        """A few rows in a type and depth that have code, all on or with off rows that `linear` multiplies in C++ too.
+
+        Then off rows keep its bits: the order of additions is the same. `lanes` have no dropout.
+        """
+        rows = math.prod(x.shape[:-1])
         return (
             x.dtype in _TYPES
-            and _DECODE_ROWS[x.dtype][0] <= lanes.n_on <= _DECODE_ROWS[x.dtype][1]
-            and math.prod(x.shape[:-1]) == lanes.n_on
+            and _DECODE_ROWS[x.dtype][0] <= rows <= _DECODE_ROWS[x.dtype][1]
+            and (rows == lanes.n_on or product_for(x, weight) is linear_native)
             and x.shape[-1] % 32 == 0
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
