@@ -2,13 +2,15 @@
 
 An upload comes from pinned memory and does not wait for the device. Tables are cached: a step that repeats the
 segments and the adapters of an earlier one uploads nothing, which is what makes it capturable in a CUDA graph. A
-table that a graph has seen is kept for good.
+table that a graph has seen is kept for good; of the others those go first that were not used for longest.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +21,7 @@ from rlhf_kernels.lora.segments import OFF
 
 SLOT_WIDTH = 6  # address of A, address of B, rank, dropout threshold, 1 / (1 − p), scale (the last two as fp32 bits)
 TARGET_PROGRAMS = 264  # two per multiprocessor of an H100 or H200; fixed, so that bits do not depend on the device
-_ENTRIES = 512
 _T = TypeVar("_T", bound=NamedTuple)
-_CACHE: dict[tuple, Any] = {}
-_IN_GRAPHS: dict[tuple, Any] = {}
 
 
 class Slots(NamedTuple):
@@ -55,6 +54,59 @@ def block_rows(starts: Sequence[int], ends: Sequence[int]) -> int:
     return 16 if n_on <= 256 or n_on < 32 * len(starts) else 64
 
 
+class _Cache:
+    """Tables by what they are made from, those used last; for any number of threads."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+        """Tables that it holds at most."""
+        self.in_graphs: dict[tuple, Any] = {}
+        """Tables that a CUDA graph reads: kept for good."""
+        self._held: OrderedDict[tuple, tuple[Any, Any, Any]] = OrderedDict()  # table, stream and event of its upload
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple, device: torch.device, make: Callable[[], _T]) -> _T:
+        """What `make` gave for this key; other streams than the one that uploaded it wait for the upload."""
+        key = (*key, device)
+        with self._lock:
+            found = self._held.get(key)
+            if found is not None:
+                self._held.move_to_end(key)
+        if found is None:  # two threads may both make it: either's is as good
+            found = (make(), *_uploaded(device))
+            with self._lock:
+                self._held[key] = found
+                while len(self._held) > self.entries:
+                    self._held.popitem(last=False)
+        made, stream, event = found
+        if event is not None:
+            current = torch.cuda.current_stream(device)
+            if _capturing(device):  # a capture waits for everything before it
+                self.in_graphs[key] = made
+            elif current != stream:
+                current.wait_event(event)
+                for tensor in made:
+                    if isinstance(tensor, Tensor):
+                        tensor.record_stream(current)
+        return made  # type: ignore[no-any-return]
+
+    def tables(self) -> list[Any]:
+        """All that it holds."""
+        with self._lock:
+            return [entry[0] for entry in self._held.values()]
+
+    def clear(self) -> None:
+        """Forget all tables but those of graphs."""
+        with self._lock:
+            self._held.clear()
+
+
+ADAPTERS = _Cache(1 << 16)
+"""One per linear and set of slots: of a model with 1,200 linears, 54 sets. A table takes 512 bytes of the device."""
+BATCHES = _Cache(1 << 10)
+"""Per layout of a batch and width of a linear; those of earlier batches are not used again."""
+
+
 def slots_of(A: list[Tensor], B: list[Tensor], scales: Sequence[float], p: Sequence[float]) -> Slots:
     """The table of contiguous adapters."""
     addresses = [(a.data_ptr(), b.data_ptr()) for a, b in zip(A, B, strict=True)]
@@ -68,7 +120,7 @@ def slots_of(A: list[Tensor], B: list[Tensor], scales: Sequence[float], p: Seque
         ]
         return Slots(_upload(rows, SLOT_WIDTH, device), all(x % 16 == 0 for pair in addresses for x in pair))
 
-    return _cached(("slots", *addresses, *ranks, *scales, *p), device, make)
+    return ADAPTERS.get((*addresses, *ranks, *scales, *p), device, make)
 
 
 def row_slots_of(
@@ -82,7 +134,7 @@ def row_slots_of(
             rows[start:end] = [[slot]] * (end - start)
         return RowSlots(_upload(rows, 1, device).view(-1))
 
-    return _cached(("rows", *starts, *ends, *slots, n_rows), device, make)
+    return BATCHES.get(("rows", *starts, *ends, *slots, n_rows), device, make)
 
 
 def layout_of(
@@ -123,7 +175,7 @@ def layout_of(
         )
 
     key = ("layout", tuple(starts), tuple(ends), tuple(slots), tuple(ranks), tuple(wanted), column_tiles)
-    return _cached(key, device, make)
+    return BATCHES.get(key, device, make)
 
 
 def _bits(x: float) -> int:
@@ -145,27 +197,6 @@ def _upload(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
             "the capture, with the same segments and with contiguous adapters of one dtype"
         )
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def _cached(key: tuple, device: torch.device, make: Callable[[], _T]) -> _T:
-    """What `make` gave for this key; other streams than the one that uploaded it wait for the upload."""
-    key = (*key, device)
-    if key not in _CACHE:
-        while len(_CACHE) >= _ENTRIES:
-            del _CACHE[next(iter(_CACHE))]
-        made = make()
-        _CACHE[key] = (made, *_uploaded(device))
-    made, stream, event = _CACHE[key]
-    if event is not None:
-        current = torch.cuda.current_stream(device)
-        if _capturing(device):  # a capture starts with everything before it done
-            _IN_GRAPHS[key] = made
-        elif current != stream:
-            current.wait_event(event)
-            for tensor in made:
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(current)
-    return made
 
 
 def _uploaded(device: torch.device) -> tuple[Any, Any]:

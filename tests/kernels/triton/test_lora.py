@@ -137,11 +137,11 @@ def test_splits_and_chunks(device, monkeypatch):
     monkeypatch.setattr(ours, "_config", lambda *_: {"BD": 16, "num_warps": 4})
     monkeypatch.setattr(ours, "TARGET_PROGRAMS", 20)
     monkeypatch.setattr(tables, "TARGET_PROGRAMS", 20)
-    tables._CACHE.clear()
+    tables.BATCHES.clear()
     Case(n=100, k=130, m=130, ranks=(40, 3, 5)).check(device)  # two reads of dy: splits of M
     Case(n=100, k=70, m=70, drop=True).check(device)
-    layouts = [entry[0] for entry in tables._CACHE.values() if isinstance(entry[0], tables.Layout)]
-    tables._CACHE.clear()  # made for another number of programs
+    layouts = [table for table in tables.BATCHES.tables() if isinstance(table, tables.Layout)]
+    tables.BATCHES.clear()  # made for another number of programs
     assert max(n_splits) > 1
     assert any(layout.n_tiles > layout.n_chunks > len(layout.folds) for layout in layouts)
 
@@ -330,11 +330,12 @@ def test_tables_are_made_once(device, monkeypatch):
 
 
 def test_old_tables_make_room(device, monkeypatch):
-    monkeypatch.setattr(tables, "_ENTRIES", 2)
-    tables._CACHE.clear()
+    for cache in (tables.ADAPTERS, tables.BATCHES):
+        monkeypatch.setattr(cache, "entries", 2)
+        cache.clear()
     for n in (20, 30, 40):
         Case(n=n).check(device)
-    assert len(tables._CACHE) <= 2
+    assert max(len(tables.ADAPTERS.tables()), len(tables.BATCHES.tables())) <= 2
 
 
 def test_what_it_refuses(device):
