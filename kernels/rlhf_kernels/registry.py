@@ -18,7 +18,9 @@ falls back: if it cannot serve the call, `BackendUnavailableError` says why and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import operator
 import os
 import threading
@@ -57,7 +59,8 @@ class Choice(NamedTuple):
 class Lazy:
     """An implementation whose module is imported when it is first called: its imports are heavy or not always there.
 
-    `unsupported` decides without importing it, so a report never loads a compiler.
+    `unsupported` decides without importing it, so a report never loads a compiler. Its functions run with the CUDA
+    device of their first tensor as the current one: Triton launches on that, wherever the tensors lie.
     """
 
     def __init__(self, module: str, unsupported: Callable[[str, torch.dtype], str | None]) -> None:
@@ -65,7 +68,31 @@ class Lazy:
         self.unsupported = unsupported
 
     def __getattr__(self, name: str) -> Any:  # only what is not set above comes here
-        return getattr(importlib.import_module(self._module), name)
+        found = getattr(importlib.import_module(self._module), name)
+        return _on_its_device(found) if inspect.isfunction(found) else found
+
+
+@functools.cache
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        device = cuda_device(args)
+        if device is None or device.index == torch.cuda.current_device():
+            return function(*args, **named)
+        with torch.cuda.device(device):
+            return function(*args, **named)
+
+    return call
+
+
+def cuda_device(args: Iterable[Any]) -> torch.device | None:
+    """The CUDA device of the first tensor among the arguments and lists of them; None if that is elsewhere."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device if arg.is_cuda else None
+        if isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], torch.Tensor):
+            return arg[0].device if arg[0].is_cuda else None
+    return None
 
 
 def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False) -> None:
