@@ -53,7 +53,7 @@ endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 
 gpu:
-	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:. $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
+	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
 
 bench: $(INSTALLED)
 	$(VENV)/rlhf-engine bench --quick $(ARGS)

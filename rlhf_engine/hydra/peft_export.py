@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -106,6 +103,8 @@ def write_adapter(
     score: torch.Tensor | None = None,
 ) -> None:
     """Write PEFT's two files of a slot. as_parameters: linears whose weight PEFT is to target as a parameter."""
+    from peft import LoraConfig
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, as_parameters = slot.config, set(as_parameters)
@@ -173,6 +172,9 @@ def _require_names(backbone: Backbone, slot: AdapterSlot, base: PreTrainedModel)
 
 
 def _is_rewritten(path: str, base: PreTrainedModel) -> bool:
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = LoraConfig(target_modules=[path])
     try:
         convert_peft_config_for_transformers(config, base, None)
@@ -185,6 +187,9 @@ def _require_same(
     slot: AdapterSlot, base: PreTrainedModel, folder: str | os.PathLike[str], score: torch.Tensor | None = None
 ) -> None:
     """Raise ValueError unless PEFT makes exactly the slot of a folder: its linears, tensors and scale."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
     where = f"{str(folder)!r}: expected plain PEFT to load slot {slot.name!r} of a {type(base).__name__}"
     try:
         with warnings.catch_warnings():

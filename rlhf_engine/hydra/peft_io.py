@@ -1,6 +1,7 @@
 """PEFT's format in: LoRA folders and loaded PeftModels become slots. `peft_export` is the way out.
 
-PEFT supplies the format and the config class, not the switching. Folders hold safetensors and JSON only.
+PEFT supplies the format and the config class, not the switching. Folders hold safetensors and JSON only. PEFT itself is
+imported when a PeftModel or an export needs it: an engine that computes does without.
 """
 
 from __future__ import annotations
@@ -8,14 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -25,6 +25,8 @@ from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
 from rlhf_engine.manifest import check_model
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from rlhf_engine.hydra.backbone import Backbone
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -71,7 +73,8 @@ class PeftAdapter:
 
 def is_peft_model(source: object) -> bool:
     """Whether `source` is a loaded PeftModel."""
-    return isinstance(source, PeftModel)
+    peft = sys.modules.get("peft")  # whoever made one has imported it
+    return peft is not None and isinstance(source, peft.PeftModel)
 
 
 def take_peft_adapter(model: Any) -> PeftAdapter:
@@ -79,6 +82,8 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
 
     Raises ValueError, and leaves the model as it is, unless its function is the plain base and that LoRA.
     """
+    from peft import get_peft_model_state_dict
+
     name = model.active_adapter
     where = f"the PeftModel's adapter {name!r}"
     config = model.peft_config[name].to_dict()
@@ -94,6 +99,8 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
 
 def _require_plainly_on(model: PeftModel, name: str, where: str) -> None:
     """Raise ValueError unless each layer of PEFT runs the named adapter alone, unmerged and at its config's scale."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     config: Any = model.peft_config[name]
     scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     layers: dict[str, Any] = {p: m for p, m in model.get_base_model().named_modules() if isinstance(m, BaseTunerLayer)}

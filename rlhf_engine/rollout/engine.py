@@ -264,8 +264,9 @@ class RolloutEngine:
             # one more block, which idle places of a graph write into
             idle = self._admission.pool.size
             self.cache = KVCache(blocks=idle + 1)
+            capture = CudaCapture(self.backbone.device)
             return GraphStep(
-                self.backbone, self.cache, columns, idle, CudaCapture(), required=self._options.decode_step == "graph"
+                self.backbone, self.cache, columns, idle, capture, required=self._options.decode_step == "graph"
             )
         self.cache = KVCache(blocks=self._admission.pool.size)
         if name == "native":

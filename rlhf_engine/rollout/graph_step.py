@@ -9,9 +9,12 @@ graph is there yet: a capture takes as long as many steps.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -151,25 +154,51 @@ def _captures(live: LiveRows) -> bool:
 
 
 class CudaCapture:
-    """Captures steps on the current device; their graphs share one pool of memory, since one replays at a time."""
+    """Captures steps of one device; their graphs share one pool of memory, since one replays at a time.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    `torch.cuda.graph` waits for the device, collects garbage and empties the cache first, while a learner beside works
+    on. Here a stream of its own captures, which waits for the current one alone. Kernels of a graph keep the priority
+    of the stream that captured them, so it is a high one: a step of decoding is short, and others wait for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, step: Callable[[], Drawn]) -> tuple[Drawn, Callable[[], None]]:
         """Raises CaptureError if something in the step waits for the device."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for _ in range(3):  # what is compiled or uploaded at first calls cannot be captured
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                drawn = step()
-        except RuntimeError as error:
-            raise CaptureError(
-                f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
-            ) from error
+            try:
+                drawn = _captured(graph, step, self._pool)
+            except RuntimeError as error:
+                raise CaptureError(
+                    f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
+                ) from error
+        current.wait_stream(self._stream)
         return drawn, graph.replay
+
+
+def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], Drawn], pool: Any) -> Drawn:
+    """What a step gave that the graph has captured on the current stream."""
+    collects = gc.isenabled()
+    gc.disable()  # an event or a graph that dies now would end the capture
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            drawn = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the stream has to leave the capture; the step's own error counts
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return drawn

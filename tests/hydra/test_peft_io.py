@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from rlhf_engine.hydra.persist import require_savable
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 
+ROOT = Path(__file__).parents[2]
 TOKENS = torch.randint(3, VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
 BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
 ACTOR = {"actor": hydra_roles()["actor"]}
@@ -445,3 +448,24 @@ def test_a_loaded_model_saves_again(tmp_path):
         one, two = load_file(tmp_path / "one" / name), load_file(tmp_path / "two" / name)
         assert one.keys() == two.keys()
         assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_an_engine_needs_no_peft():
+    """All of it is imported, and a model learns, where PEFT is not installed."""
+    code = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+hidden = lambda cls, name, *more: None if name.partition(".")[0] == "peft" else find(name, *more)
+PathFinder.find_spec = classmethod(hidden)
+import rlhf_engine.cli, rlhf_engine.rollout.engine, rlhf_engine.training.reward, rlhf_engine.training.rl
+import rlhf_engine.training.sft
+from rlhf_engine.hydra import Logprobs
+from tests.conftest import build, random_batch
+model = build()
+model(random_batch(((3, 5), (4, 4))), (Logprobs(role="actor"),), dropout_seed=0)[0].logprob.sum().backward()
+assert any(p.grad is not None for p in model.parameters())
+assert "peft" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
