@@ -1,15 +1,19 @@
 #!/usr/bin/env python
 """Everything that needs a GPU, in lanes of at most eight minutes that can be stopped and taken up again.
 
-    python bench/gpu_lanes.py [--lane NAME ...] [--out DIR] [--quick] [--list]
+    python bench/gpu_lanes.py [--plan NAME] [--budget SECONDS] [--lane NAME ...] [--out DIR] [--quick] [--list]
 
 A lane is one command. It writes DIR/<lane>.json: {lane, state, start, seconds, limit_s, command, rc, commit, sources,
 output}, where output is the end of what it printed. A lane that is done is skipped as long as the commit and the
 sources are the same; the others come again, after those that never ran. DIR is bench/results/<name of the GPU>
-unless given; `make gpu ARGS="--lane correct-gae"` passes options on.
+unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gae"` passes options on.
+
+A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps. With a budget
+a lane that needs more than what is left is left out, and the others end in time.
 
 State: done; failed; timeout (killed, with everything it started); unavailable (a tool that this machine lacks, or that
-does not work on it: `output` says which). Exit code: 0 if no lane failed, 1 if one did, 2 without a GPU.
+does not work on it: `output` says which). SIGTERM and SIGHUP kill the lane that runs, with everything it started.
+Exit code: 0 if no lane failed, 1 if one did, 2 without a GPU or with one that is in use, 128 + the signal's number.
 """
 
 from __future__ import annotations
@@ -28,14 +32,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 480.0
+CLOSING_S = 5.0  # of a budget, to kill a lane and to write the archive
+WORKERS = 8  # processes of a correctness lane: most of its time is compiling
+ARCHIVE = "results.tar.gz"
 TAIL = 12_000  # characters of output that are kept
 BENCH_OPS = (  # as `rlhf-engine bench` calls them
     "linear_logprob",
@@ -71,6 +80,11 @@ SHAPES = {  # options of a script, in full and with --quick
         ("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB", "--limit", "8"),
     ),
 }
+PLANS = {  # beginnings of lanes' names, in their order; benches before sanitizers, which slow a GPU's memory down
+    "first": ("environment", "small-shapes", "correct-", "determinism", "graphs"),
+    "second": ("environment", "bench-", "memcheck", "racecheck"),
+    "third": ("environment", "lanes", "overlap", "plan_check", "hydra_table"),
+}
 MORE_TESTS = {"gae": ("whiten",)}  # ops whose folder has a second public function with tests of its own
 
 
@@ -81,6 +95,7 @@ class Lane:
     name: str
     command: tuple[str, ...]
     limit_s: float = LIMIT_S
+    needs_s: float = 20.0  # it is not begun with less; a guess until a GPU has run it
     missing: str | None = None  # why it cannot run here
     unavailable: str | None = None  # output that shows, together with a failure, that the tool does not work here
     replaces: Path | None = None  # a file that the command would append to
@@ -89,8 +104,34 @@ class Lane:
 # --- running lanes ---------------------------------------------------------------------------------------------------
 
 
-def run_lanes(lanes: Sequence[Lane], folder: Path, *, commit: str, sources: str) -> int:
-    """Run what is not done yet, record every lane; returns the exit code."""
+class Stopped(BaseException):
+    """A signal that ends the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Stopped."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one would cut off the end of this
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_lanes(lanes: Sequence[Lane], folder: Path, *, commit: str, sources: str, budget_s: float | None = None) -> int:
+    """Run what is not done yet, as far as the budget goes, record every lane; returns the exit code."""
+    end = None if budget_s is None else time.monotonic() + budget_s - CLOSING_S
     folder.mkdir(parents=True, exist_ok=True)
     known = {lane.name: _recorded(folder, lane, commit, sources) for lane in lanes}
     for lane in lanes:
@@ -99,15 +140,32 @@ def run_lanes(lanes: Sequence[Lane], folder: Path, *, commit: str, sources: str)
     never_ran = [lane for lane in lanes if known[lane.name] is None]
     again = [lane for lane in lanes if known[lane.name] not in (None, "done")]
     states = []
-    for lane in (*never_ran, *again):
-        print(f"{lane.name:32} …", flush=True)
-        record = {**_run(lane), "commit": commit, "sources": sources}
-        _write(folder / f"{lane.name}.json", record)
-        states.append(record["state"])
-        print(f"{lane.name:32} {record['state']} after {record['seconds']:.0f} s", flush=True)
-        if record["state"] != "done":
-            print("    " + "\n    ".join(str(record["output"]).splitlines()[-15:]), flush=True)
+    try:
+        for lane in (*never_ran, *again):
+            left = LIMIT_S if end is None else end - time.monotonic()
+            if left < lane.needs_s:
+                print(f"{lane.name:32} left out: it needs {lane.needs_s:.0f} s, {left:.0f} s are left", flush=True)
+                continue
+            print(f"{lane.name:32} …", flush=True)
+            record = {**_run(replace(lane, limit_s=min(lane.limit_s, left))), "commit": commit, "sources": sources}
+            _write(folder / f"{lane.name}.json", record)
+            states.append(record["state"])
+            print(f"{lane.name:32} {record['state']} after {record['seconds']:.0f} s", flush=True)
+            if record["state"] != "done":
+                print("    " + "\n    ".join(str(record["output"]).splitlines()[-15:]), flush=True)
+    finally:
+        _archive(folder)
     return 1 if "failed" in states or "timeout" in states else 0
+
+
+def _archive(folder: Path) -> None:
+    """Everything in the folder as one file, which is what comes back from a machine that is given back."""
+    scratch = folder / f"{ARCHIVE}.tmp"
+    with tarfile.open(scratch, "w:gz") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name != ARCHIVE and path.suffix != ".tmp":
+                archive.add(path, path.relative_to(folder))
+    scratch.replace(folder / ARCHIVE)
 
 
 def _recorded(folder: Path, lane: Lane, commit: str, sources: str) -> str | None:
@@ -166,8 +224,10 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
 
 
 def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
-    """The environment first, then what is right, then what is fast."""
+    """The environment first, then what is right, then what is fast, then what is slow to find."""
     lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment"))]
+    small = (sys.executable, str(ROOT / "bench" / "gpu_small_shapes.py"))
+    lanes.append(Lane(name="small-shapes", command=small, needs_s=40.0))
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
     for op in ops:
         # Everything short runs, also tests on CPU tensors: another torch, another Triton, another machine.
@@ -181,16 +241,15 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
     lanes.append(_pytest("correct-overlap", ["tests/generation"], "gpu or not long"))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
         lanes.append(_pytest(name, ["tests/kernels"], "gpu", "-k", keyword))
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    for tool in ("memcheck", "racecheck"):
-        check = (sys.executable, str(ROOT / "bench" / "gpu_small_shapes.py"))
-        command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *check)
-        absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
-        lanes.append(Lane(name=tool, command=command, missing=absent, unavailable="Device not supported"))
     for op in BENCH_OPS:
         rows = folder / f"bench-{op}.jsonl"
         command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
         lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    for tool in ("memcheck", "racecheck"):
+        command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *small)
+        absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
+        lanes.append(Lane(name=tool, command=command, missing=absent, unavailable="Device not supported"))
     lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
     options = ("--device", "cuda", "--dtype", "bfloat16", *SHAPES["overlap"][quick])
     lanes.append(_bench("overlap", folder, *options))
@@ -210,6 +269,8 @@ def _bench(script: str, folder: Path, *options: str, name: str | None = None, pa
 
 def _pytest(name: str, files: Sequence[str], marks: str, *more: str) -> Lane:
     there = [file for file in files if (ROOT / file).exists()]
+    if importlib.util.find_spec("xdist") is not None:
+        more = ("-n", str(WORKERS), *more)
     # Without pytest's cache: nothing is left in the checkout, and lanes do not depend on each other.
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, *more, *there)
     return Lane(name=name, command=command)
@@ -288,9 +349,16 @@ def _gpu_name() -> tuple[str, str | None]:
     return torch.cuda.get_device_name(0), None
 
 
+def _in_use() -> str | None:
+    """Which other process uses a GPU, as far as the driver says."""
+    return _first_line(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lane", nargs="+", action="extend", metavar="NAME", help="only these (default: all)")
+    parser.add_argument("--plan", metavar="NAME", help=f"only the lanes of a plan: {', '.join(PLANS)}")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="in all; lanes that cannot end are left out")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<name of the GPU>")
     parser.add_argument("--quick", action="store_true", help="benchmarks at small sizes")
     parser.add_argument("--list", action="store_true", help="name the lanes and stop")
@@ -300,21 +368,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     folder = (options.out or ROOT / "bench" / "results" / slug).resolve()
     lanes = gpu_lanes(folder, quick=options.quick)
+    wrong = _wrong(options, lanes)
+    if wrong is not None:
+        print(f"gpu_lanes: {wrong}", file=sys.stderr)
+        return 2
+    if options.plan is not None:
+        lanes = [lane for lane in lanes if lane.name.startswith(PLANS[options.plan])]
+    if options.lane:
+        lanes = [lane for lane in lanes if lane.name in options.lane]
     if options.list:
         print("\n".join(lane.name for lane in lanes))
         return 0
-    unknown = sorted(set(options.lane or ()) - {lane.name for lane in lanes})
-    if unknown:
-        parser.error(f"--lane: unknown {', '.join(unknown)}; --list names them all")
     if no_gpu is not None:
         print(f"gpu_lanes: no GPU: {no_gpu}", file=sys.stderr)
         return 2
     if options.environment:
         print(json.dumps(environment_report(), indent=1))
         return 0
-    if options.lane:
-        lanes = [lane for lane in lanes if lane.name in options.lane]
-    return run_lanes(lanes, folder, commit=commit_of(ROOT), sources=sources_of(ROOT))
+    if (other := _in_use()) is not None:
+        print(f"gpu_lanes: expected a GPU that nothing else uses, got one with process {other}", file=sys.stderr)
+        return 2
+    try:
+        with stopped_by_signals():
+            return run_lanes(lanes, folder, commit=commit_of(ROOT), sources=sources_of(ROOT), budget_s=options.budget)
+    except Stopped as stopped:
+        print(f"gpu_lanes: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
+        return 128 + stopped.number
+
+
+def _wrong(options: argparse.Namespace, lanes: Sequence[Lane]) -> str | None:
+    """What is wrong with the request, or None."""
+    unknown = sorted(set(options.lane or ()) - {lane.name for lane in lanes})
+    if unknown:
+        return f"--lane: unknown {', '.join(unknown)}; --list names them all"
+    if options.plan is not None and options.plan not in PLANS:
+        return f"--plan: expected one of {', '.join(PLANS)}, got {options.plan!r}"
+    least = min(lane.needs_s for lane in lanes) + CLOSING_S
+    if options.budget is not None and not options.budget >= least:
+        return f"--budget: expected at least {least:.0f} seconds, what the shortest lane needs, got {options.budget:g}"
+    return None
 
 
 if __name__ == "__main__":

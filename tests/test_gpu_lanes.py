@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -37,6 +39,16 @@ def record(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
+def assert_dead(pid):
+    """A killed process may stay a moment until it is reaped."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(50):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("a lane's child survived it")
+
+
 def test_records_what_a_lane_did(tmp_path):
     assert run([lane("hello", "print('a' * 20_000 + 'end')")], tmp_path / "new") == 0
     got = record(tmp_path / "new", "hello")
@@ -46,7 +58,9 @@ def test_records_what_a_lane_did(tmp_path):
     assert got["start"].endswith("+00:00")
     assert got["output"].endswith("aend\n")
     assert len(got["output"]) == gpu_lanes.TAIL
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["hello.json"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["hello.json", gpu_lanes.ARCHIVE]
+    with tarfile.open(tmp_path / "new" / gpu_lanes.ARCHIVE) as archive:
+        assert archive.getnames() == ["hello.json"]
 
 
 def test_done_lanes_are_skipped_until_something_changes(tmp_path):
@@ -92,13 +106,58 @@ time.sleep(600)
     assert (got["state"], got["rc"], got["output"]) == ("timeout", None, "started\n")
     assert got["seconds"] < 60
     assert record(tmp_path, "next")["state"] == "done"
-    for _ in range(50):  # a killed process may stay a moment until it is reaped
-        stat = Path(f"/proc/{child.read_text()}/stat")
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
+    assert_dead(child.read_text())
+
+
+def test_a_budget_leaves_out_what_cannot_end_and_cuts_what_does_not(tmp_path, capsys):
+    sleeps = lane("sleeps", "import time; time.sleep(600)", needs_s=1.0)
+    long = lane("long", "pass", needs_s=100.0)
+    began = time.monotonic()
+    budget = gpu_lanes.CLOSING_S + 4
+    lanes = [long, lane("first", "pass", needs_s=1.0), sleeps, lane("late", "pass", needs_s=1.0)]
+    assert gpu_lanes.run_lanes(lanes, tmp_path, commit="c", sources="5", budget_s=budget) == 1
+    assert time.monotonic() - began < budget
+    assert record(tmp_path, "first")["state"] == "done"
+    assert record(tmp_path, "sleeps")["state"] == "timeout"
+    assert not (tmp_path / "long.json").exists()
+    assert not (tmp_path / "late.json").exists()
+    assert "left out: it needs 100 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_child_and_what_is_missing_runs_later(tmp_path, number):
+    child, count, out = tmp_path / "child", tmp_path / "count", tmp_path / "out"
+    starts = f"""
+import pathlib, subprocess, sys, time
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(child)!r} + ".tmp").write_text(str(sleeper.pid))
+pathlib.Path({str(child)!r} + ".tmp").rename({str(child)!r})
+time.sleep(600)
+"""
+    lanes = f"[lane('counts', counting({str(count)!r})), lane('sleeps', {starts!r}), lane('never', 'pass')]"
+    code = f"""
+import pathlib, sys
+from tests.test_gpu_lanes import counting, gpu_lanes, lane
+try:
+    with gpu_lanes.stopped_by_signals():
+        gpu_lanes.run_lanes({lanes}, pathlib.Path({str(out)!r}), commit="c0ffee", sources="5")
+except gpu_lanes.Stopped as stopped:
+    sys.exit(128 + stopped.number)
+"""
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        if child.exists() or runner.poll() is not None:
             break
         time.sleep(0.1)
-    else:
-        pytest.fail("the lane's child survived it")
+    runner.send_signal(number)
+    assert runner.wait(timeout=5) == 128 + number
+    assert_dead(child.read_text())
+    with tarfile.open(out / gpu_lanes.ARCHIVE) as archive:
+        assert archive.getnames() == ["counts.json"]
+    rest = [lane("counts", counting(count)), lane("sleeps", "pass"), lane("never", "pass")]
+    assert run(rest, out) == 0
+    assert count.read_text() == "x\n"
+    assert record(out, "never")["state"] == record(out, "sleeps")["state"] == "done"
 
 
 def test_what_is_not_there_is_no_failure(tmp_path):
@@ -176,6 +235,26 @@ def test_list_and_unknown_names():
     listed = run_script("--list")
     assert listed.returncode == 0
     assert "correct-gae" in listed.stdout.splitlines()
-    unknown = run_script("--lane", "correct-gae", "nothing")
-    assert unknown.returncode == 2
-    assert "--lane: unknown nothing" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--lane", "correct-gae", "nothing"), "--lane: unknown nothing; --list names them all"),
+        (("--plan", "fourth"), "--plan: expected one of first, second, third, got 'fourth'"),
+        (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
+        (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
+    ],
+)
+def test_bad_requests_are_one_line(tmp_path, arguments, said):
+    done = run_script(*arguments, "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stderr) == (2, f"gpu_lanes: {said}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_lane_is_in_one_plan_and_times_come_before_sanitizers():
+    plans = {name: run_script("--plan", name, "--list").stdout.split() for name in gpu_lanes.PLANS}
+    assert {names[0] for names in plans.values()} == {"environment"}
+    together = [name for names in plans.values() for name in names[1:]]
+    assert sorted([*together, "environment"]) == sorted(run_script("--list").stdout.split())
+    assert plans["second"][-2:] == ["memcheck", "racecheck"]
