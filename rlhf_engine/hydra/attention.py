@@ -214,9 +214,12 @@ class _Padded(torch.autograd.Function):
     """Rows in the places of a grid. Padding leaves no gradient: nothing that counts has read it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return x.index_select(0, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # type: ignore[override]
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

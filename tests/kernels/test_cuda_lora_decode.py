@@ -322,5 +322,5 @@ def test_graph_of_decode_linear():
     fresh = DecodeLinear(*given[:5], Segments(starts=(3,), ends=(9,), slots=(1,)))
     with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         fresh(case.x)
-    assert tables.ADAPTERS.in_graphs
-    assert tables.BATCHES.in_graphs
+    assert tables.ADAPTERS.tables(of_graphs=True)
+    assert tables.BATCHES.tables(of_graphs=True)

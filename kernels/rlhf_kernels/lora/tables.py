@@ -60,29 +60,28 @@ class _Cache:
     def __init__(self, entries: int) -> None:
         self.entries = entries
         """Tables that it holds at most."""
-        self.in_graphs: dict[tuple, Any] = {}
-        """Tables that a CUDA graph reads: kept for good."""
         self._held: OrderedDict[tuple, tuple[Any, Any, Any]] = OrderedDict()  # table, stream and event of its upload
+        self._in_graphs: dict[tuple, tuple[Any, Any, Any]] = {}  # what CUDA graphs read: kept for good
         self._lock = threading.Lock()
 
     def get(self, key: tuple, device: torch.device, make: Callable[[], _T]) -> _T:
         """What `make` gave for this key; other streams than the one that uploaded it wait for the upload."""
         key = (*key, device)
         with self._lock:
-            found = self._held.get(key)
-            if found is not None:
+            found = self._held.get(key) or self._in_graphs.get(key)
+            if key in self._held:
                 self._held.move_to_end(key)
-        if found is None:  # two threads may both make it: either's is as good
-            found = (make(), *_uploaded(device))
+        if found is None:
+            made_here = (make(), *_uploaded(device))
             with self._lock:
-                self._held[key] = found
+                found = self._held.setdefault(key, made_here)  # another thread may have made it, too
                 while len(self._held) > self.entries:
                     self._held.popitem(last=False)
         made, stream, event = found
         if event is not None:
             current = torch.cuda.current_stream(device)
             if _capturing(device):  # a capture waits for everything before it
-                self.in_graphs[key] = made
+                self._in_graphs[key] = found
             elif current != stream:
                 current.wait_event(event)
                 for tensor in made:
@@ -90,10 +89,10 @@ class _Cache:
                         tensor.record_stream(current)
         return made  # type: ignore[no-any-return]
 
-    def tables(self) -> list[Any]:
-        """All that it holds."""
+    def tables(self, *, of_graphs: bool = False) -> list[Any]:
+        """All that it holds, or those that graphs read."""
         with self._lock:
-            return [entry[0] for entry in self._held.values()]
+            return [entry[0] for entry in (self._in_graphs if of_graphs else self._held).values()]
 
     def clear(self) -> None:
         """Forget all tables but those of graphs."""
