@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 # A process per core, each with one thread; tests that measure time run before, with the machine to themselves.
 TEST := HF_HUB_OFFLINE=1 CI=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
 test: $(INSTALLED) $(QUANTISED)

@@ -102,29 +102,34 @@ struct Lanes<float> {
 
     RLHF_INLINE void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }
 
+#if defined(RLHF_AVX2)
+    // The low halves of a's lanes, then of b's.
+    RLHF_INLINE __m256i low_halves(u32v a, u32v b) {
+        return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8);
+    }
+#endif
+
     // Rounds to nearest even and keeps NaN and subnormal numbers, which the CPU's own instruction takes for 0.
     RLHF_INLINE void store(uint16_t* p, V x) {
         const u32v narrow = bf16_bits(x);
 #if defined(RLHF_AVX512)
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)narrow));
 #elif defined(RLHF_AVX2)
-        const __m256i mixed = _mm256_packus_epi32((__m256i)narrow, (__m256i)narrow);
-        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(mixed, 0xd8)));
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(low_halves(narrow, narrow)));
 #else
         const Halves raw = __builtin_convertvector(narrow, Halves);
         std::memcpy(p, &raw, sizeof raw);
 #endif
     }
 
-    // a, then b. Words of 16 bits are put in order once for both.
+    // a, then b; with AVX2 words of 16 bits are put in order once for both.
     RLHF_INLINE void store_two(float* p, V a, V b) {
         store(p, a);
         store(p + count, b);
     }
     RLHF_INLINE void store_two(uint16_t* p, V a, V b) {
 #if defined(RLHF_AVX2)
-        const __m256i mixed = _mm256_packus_epi32((__m256i)bf16_bits(a), (__m256i)bf16_bits(b));
-        _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
+        _mm256_storeu_si256((__m256i*)p, low_halves(bf16_bits(a), bf16_bits(b)));
 #else
         store(p, a);
         store(p + count, b);
