@@ -1620,6 +1620,14 @@ DECODE_LINEAR = [
         _PORTABLE,
     ),
     Mutation(
+        "off rows where linear is torch's",
+        CPU,
+        _LORA_NATIVE,
+        "rows == lanes.n_on or product_for(x, weight) is linear_native",
+        "True",
+        ("test_lora_native.py::test_where_decoding_runs_as_everything_else",),
+    ),
+    Mutation(
         "weights that moved read where they lay",
         CPU,
         _LORA_NATIVE,
