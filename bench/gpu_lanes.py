@@ -71,6 +71,7 @@ SHAPES = {  # options of a script, in full and with --quick
         ),
         ("--hidden", "256", "--layers", "4", "--rounds", "1"),
     ),
+    "step": ((("llama-1b", 60.0), ("llama-8b", 150.0)), (("tiny", 20.0),)),  # shapes, and seconds that a step needs
     "plan_check": (("llama", "gpt2", "qwen3"), ("llama",)),  # shapes, one a lane
     "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
         (
@@ -83,7 +84,7 @@ SHAPES = {  # options of a script, in full and with --quick
 PLANS = {  # beginnings of lanes' names, in their order; benches before sanitizers, which slow a GPU's memory down
     "first": ("environment", "small-shapes", "correct-", "determinism", "graphs"),
     "second": ("environment", "bench-", "memcheck", "racecheck"),
-    "third": ("environment", "lanes", "overlap", "plan_check", "hydra_table"),
+    "third": ("environment", "step-", "lanes", "overlap", "plan_check", "hydra_table"),
 }
 MORE_TESTS = {"gae": ("whiten",)}  # ops whose folder has a second public function with tests of its own
 
@@ -250,6 +251,11 @@ def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
         command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *small)
         absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
         lanes.append(Lane(name=tool, command=command, missing=absent, unavailable="Device not supported"))
+    for algorithm in ("ppo", "grpo"):
+        for shape, needs_s in SHAPES["step"][quick]:
+            options = ("--device", "cuda", "--shape", shape, "--algorithm", algorithm)
+            lane = _bench("whole_step", folder, *options, name=f"step-{shape}-{algorithm}")
+            lanes.append(replace(lane, needs_s=needs_s))
     lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
     options = ("--device", "cuda", "--dtype", "bfloat16", *SHAPES["overlap"][quick])
     lanes.append(_bench("overlap", folder, *options))

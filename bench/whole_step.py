@@ -1,0 +1,294 @@
+#!/usr/bin/env python
+"""One step of PPO or GRPO on a random Llama, under the profiler: where the seconds go, and how fast answers are drawn.
+
+    python bench/whole_step.py [--shape llama-1b] [--algorithm ppo] [--batch 64 --prompt 512 --answer 512] [--out DIR]
+
+A step is what the training loop computes: answers of full length, scores of all roles, one epoch of updates. It runs
+once to compile and capture, once by the clock, and once under torch's profiler. Beside it `transformers.generate`
+draws as many tokens for the same prompts. Writes SHAPE-ALGORITHM.json and .png:
+
+    seconds              by phase, of the step by the clock
+    first_seconds        by phase, of the step that compiles and captures
+    capture_seconds      of CUDA graphs in that step; null without a GPU
+    launches_per_layer   kernels and graphs launched by phase, over the number of layers; null without a GPU
+    kernels              the twenty with most seconds, by phase: on the GPU, or of torch's operators on a CPU
+    peak_bytes           of the step by the clock; null without a GPU
+    tokens_per_second    of the rollout, and of transformers.generate
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_engine.algorithms.grpo import GrpoObjective
+from rlhf_engine.algorithms.policy_objective import PolicySample
+from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.update import Objective, Schedule, update
+from rlhf_engine.devices import DTYPES
+from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
+from rlhf_engine.rollout import SamplingConfig, generate, graph_step
+from rlhf_engine.training.metrics import git_commit, write_json_atomic
+from rlhf_engine.training.optimizer import RoleOptimizer
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "llama-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "llama-41m": {"hidden": 512, "intermediate": 1376, "layers": 8, "heads": 8, "kv_heads": 8, "vocab": 32000},
+    "tiny": {"hidden": 64, "intermediate": 160, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 256},
+}
+ROLES = {"ppo": ("actor", "reference", "critic", "reward"), "grpo": ("actor", "reference")}
+PHASES = ("generation", "scoring", "update")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+KERNELS = 20
+
+
+def make_plain(arguments: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
+    """A random Llama, made where it will run: on a CPU alone 8 B numbers take minutes."""
+    torch.manual_seed(0)
+    s = SHAPES[arguments.shape]
+    config = LlamaConfig(
+        hidden_size=s["hidden"],
+        intermediate_size=s["intermediate"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        vocab_size=s["vocab"],
+        max_position_embeddings=max(4096, arguments.prompt + arguments.answer),
+        tie_word_embeddings=False,
+        dtype=DTYPES[arguments.dtype],
+    )
+    with device:
+        return LlamaForCausalLM._from_config(config, dtype=DTYPES[arguments.dtype]).eval()  # type: ignore[no-any-return]
+
+
+def make_prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    vocab = SHAPES[arguments.shape]["vocab"]
+    prompts: list[list[int]] = torch.randint(
+        3, vocab, (arguments.batch, arguments.prompt), generator=generator
+    ).tolist()
+    return prompts
+
+
+class Step:
+    """The three phases of one step; each leaves what the next one reads."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self._arguments, self._device = arguments, device
+        roles = {name: role for name, role in hydra_roles().items() if name in ROLES[arguments.algorithm]}
+        slots = {role.slot: SlotConfig(r=16) for role in roles.values() if role.slot is not None}
+        plain = make_plain(arguments, device)
+        self.model = HydraModel.from_pretrained(plain, roles=roles, slots=slots, device=device)
+        trained = [name for name, role in roles.items() if role.trainable]
+        self._optimizer = RoleOptimizer(self.model, dict.fromkeys(trained, 1e-5))
+        self._prompts = make_prompts(arguments)
+        self._batch: PackedBatch | None = None
+        self._objective: Objective | None = None
+        self.phases: dict[str, Callable[[], None]] = {
+            "generation": self._generation,
+            "scoring": self._scoring,
+            "update": self._update,
+        }
+
+    def _generation(self) -> None:
+        sampling = SamplingConfig(max_completion_length=self._arguments.answer, eos_token_ids=())
+        self.model.eval()
+        self._batch = generate(self.model, self._prompts, sampling).batch
+
+    def _scoring(self) -> None:
+        assert self._batch is not None
+        found = self.model.score(self._batch, ROLES[self._arguments.algorithm])
+        assert found.logprobs_M is not None
+        assert found.ref_logprobs_M is not None
+        sign_M = (torch.arange(len(found.logprobs_M), device=self._device) % 2 * 2 - 1).float()
+        if self._arguments.algorithm == "grpo":
+            self._objective = GrpoObjective(
+                PolicySample(batch=self._batch, old_logprobs_M=found.logprobs_M),
+                sign_M,
+                found.ref_logprobs_M,
+                loss_type="bnpo",
+                max_completion_length=self._arguments.answer,
+                beta=0.04,
+                clip_low=0.2,
+                clip_high=0.2,
+            )
+            return
+        assert found.values_M is not None
+        experience = Experience(
+            batch=self._batch,
+            old_logprobs_M=found.logprobs_M,
+            old_values_M=found.values_M,
+            advantages_M=sign_M,
+            returns_M=found.values_M + sign_M,
+        )
+        options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
+        self._objective = PpoObjective(experience, options)
+
+    def _update(self) -> None:
+        assert self._objective is not None
+        self.model.train()
+        schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=self._arguments.micro_batch)
+        update(self.model, self._objective, schedule, self._optimizer.step, seed=0)
+
+    def by_the_clock(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        seconds = {}
+        for phase, run in self.phases.items():
+            seconds[phase] = clocked(run, self._device)
+        return seconds
+
+    def profiled(self) -> tuple[dict[str, float] | None, list[dict[str, Any]]]:
+        """Launches per layer by phase, and what took most seconds."""
+        on_gpu = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        launches, kernels = {}, []
+        for phase, run in self.phases.items():
+            with profile(activities=activities, acc_events=True) as found:
+                clocked(run, self._device)
+            events = found.key_averages()
+            n = sum(event.count for event in events if event.key in LAUNCHES)
+            launches[phase] = n / SHAPES[self._arguments.shape]["layers"]
+            for event in events:
+                micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
+                    continue  # an operator: its kernels have rows of their own
+                kernels.append({"name": event.key, "phase": phase, "calls": event.count, "seconds": micros / 1e6})
+        kernels.sort(key=lambda row: -row["seconds"])
+        return launches if on_gpu else None, kernels[:KERNELS]
+
+
+def clocked(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call, with everything that it queued."""
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def timed_captures(device: torch.device) -> list[float]:
+    """Seconds of every capture of a CUDA graph from now on."""
+    seconds: list[float] = []
+    capture = graph_step.CudaCapture.__call__
+
+    def timed(self: graph_step.CudaCapture, step: Any) -> Any:
+        found: list[Any] = []
+        seconds.append(clocked(lambda: found.append(capture(self, step)), device))
+        return found[0]
+
+    graph_step.CudaCapture.__call__ = timed  # type: ignore[method-assign]
+    return seconds
+
+
+def generate_with_transformers(arguments: argparse.Namespace, device: torch.device) -> float:
+    """Seconds in which `transformers.generate` draws the answers, the second time."""
+    model = make_plain(arguments, device)
+    prompts = torch.tensor(make_prompts(arguments), device=device)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": arguments.answer, "min_new_tokens": arguments.answer}
+
+    def draw() -> None:
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **options)  # type: ignore[operator]
+
+    draw()
+    return clocked(draw, device)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Seconds by phase and by kernel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), width_ratios=(1, 2))
+    left.bar(list(record["seconds"]), list(record["seconds"].values()))
+    left.set_ylabel("seconds")
+    left.set_title(f"{record['shape']}, {record['algorithm']}: {sum(record['seconds'].values()):.2f} s a step")
+    kernels = record["kernels"][::-1]
+    right.barh(range(len(kernels)), [row["seconds"] for row in kernels])
+    right.set_yticks(range(len(kernels)), [f"{row['phase']}: {row['name'][:60]}" for row in kernels], fontsize=7)
+    right.set_xlabel("seconds under the profiler")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the module's docstring lists."""
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    captures = timed_captures(device)
+    step = Step(arguments, device)
+    first = step.by_the_clock()
+    in_captures = sum(captures)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = step.by_the_clock()
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    launches, kernels = step.profiled()
+    del step
+    gc.collect()
+    tokens = arguments.batch * arguments.answer
+    return {
+        "shape": arguments.shape,
+        "algorithm": arguments.algorithm,
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "seconds": seconds,
+        "first_seconds": first,
+        "capture_seconds": in_captures if on_gpu else None,
+        "launches_per_layer": launches,
+        "kernels": kernels,
+        "peak_bytes": peak,
+        "tokens_per_second": {
+            "rollout": tokens / seconds["generation"],
+            "transformers.generate": tokens / generate_with_transformers(arguments, device),
+        },
+        "setting": {k: v for k, v in vars(arguments).items() if k != "out"},
+        "git_commit": git_commit(Path(__file__)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "command": f"python bench/whole_step.py {' '.join(sys.argv[1:])}".strip(),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
+    parser.add_argument("--algorithm", choices=list(ROLES), default="ppo")
+    parser.add_argument("--batch", type=int, default=64, help="prompts, one answer each")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--answer", type=int, default=512, help="tokens")
+    parser.add_argument("--micro-batch", type=int, default=8, help="answers per forward and backward")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/whole_step"))
+    arguments = parser.parse_args()
+    record = measure(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    name = f"{arguments.shape}-{arguments.algorithm}"
+    write_json_atomic(arguments.out / f"{name}.json", record)
+    plot(record, arguments.out / f"{name}.png")
+    print(f"{name}: {sum(record['seconds'].values()):.2f} s a step")
+    for phase, seconds in record["seconds"].items():
+        print(f"  {phase:12} {seconds:8.3f} s, the first time {record['first_seconds'][phase]:.3f} s")
+    for who, speed in record["tokens_per_second"].items():
+        print(f"  {who:22} {speed:10.0f} tokens/s")
+    for row in record["kernels"][:5]:
+        print(f"  {row['seconds']:8.3f} s {row['phase']}: {row['name']}")
+
+
+if __name__ == "__main__":
+    main()
