@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | lint | gpu | clean
+# make demo | test | test-long | bench | lint | gpu | gpu-library | clean
 # The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.11 or later).
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 
-.PHONY: demo test test-long bench lint gpu clean
+.PHONY: demo test test-long bench lint gpu gpu-library clean
 
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
@@ -54,6 +54,10 @@ endif
 
 gpu:
 	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
+
+# needs nvcc and no GPU: RLHF_ENGINE_CUDA_LIBRARY names what it prints, on a machine with a GPU and without nvcc
+gpu-library: $(INSTALLED)
+	$(VENV)/python -m rlhf_kernels.cuda_native --build runs/gpu-library
 
 bench: $(INSTALLED)
 	$(VENV)/rlhf-engine bench --quick $(ARGS)
