@@ -15,8 +15,8 @@ import torch
 from rlhf_kernels import aot
 
 ROOT = Path(__file__).resolve().parents[2]
-# Configurations that spill on sm_90 under Triton 3.6.0 or 3.7.1, and up to how many bytes per thread. Tiles of logits take
-# most registers; the loop over the ranks of an adapter on the head takes more than the rest.
+# Configurations that spill on sm_90 under Triton 3.6.0 or 3.7.1, and up to how many bytes per thread. Tiles of logits
+# take most registers; the loop over the ranks of an adapter on the head takes more than the rest.
 MAY_SPILL = {
     "linear_logprob.fused_kernel (64 rows, r64)": 88,
     "linear_logprob_pair.fused_kernel (64 rows, r64)": 160,
