@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""One step of PPO or GRPO on a random Llama, under the profiler: where the seconds go, and how fast answers are drawn.
+"""One step of PPO or GRPO on a model with random weights: where the seconds go, and how fast answers are drawn.
 
-    python bench/whole_step.py [--shape llama-1b] [--algorithm ppo] [--batch 64 --prompt 512 --answer 512] [--out DIR]
+    python bench/whole_step.py [--shape llama-8b] [--algorithm grpo] [--batch 64 --prompt 512 --answer 512] [--out DIR]
 
 A step is what the training loop computes: answers of full length, scores of all roles, one epoch of updates. It runs
 once to compile and capture, once by the clock, and once under torch's profiler. Beside it `transformers.generate`
@@ -30,56 +30,38 @@ from typing import Any
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from rlhf_engine.algorithms.grpo import GrpoObjective
 from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
 from rlhf_engine.algorithms.update import Objective, Schedule, update
 from rlhf_engine.devices import DTYPES
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
+from rlhf_engine.planning.phases import plain_model
+from rlhf_engine.planning.presets import find_config
 from rlhf_engine.rollout import SamplingConfig, generate, graph_step
 from rlhf_engine.training.metrics import git_commit, write_json_atomic
 from rlhf_engine.training.optimizer import RoleOptimizer
 
-SHAPES: dict[str, dict[str, int]] = {
-    "llama-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
-    "llama-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
-    "llama-41m": {"hidden": 512, "intermediate": 1376, "layers": 8, "heads": 8, "kv_heads": 8, "vocab": 32000},
-    "tiny": {"hidden": 64, "intermediate": 160, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 256},
-}
 ROLES = {"ppo": ("actor", "reference", "critic", "reward"), "grpo": ("actor", "reference")}
-PHASES = ("generation", "scoring", "update")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 KERNELS = 20
 
 
-def make_plain(arguments: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
-    """A random Llama, made where it will run: on a CPU alone 8 B numbers take minutes."""
+def make_plain(arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+    """Make a model with random weights where it will run: on a CPU alone 8 B numbers take minutes."""
     torch.manual_seed(0)
-    s = SHAPES[arguments.shape]
-    config = LlamaConfig(
-        hidden_size=s["hidden"],
-        intermediate_size=s["intermediate"],
-        num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv_heads"],
-        vocab_size=s["vocab"],
-        max_position_embeddings=max(4096, arguments.prompt + arguments.answer),
-        tie_word_embeddings=False,
-        dtype=DTYPES[arguments.dtype],
-    )
     with device:
-        return LlamaForCausalLM._from_config(config, dtype=DTYPES[arguments.dtype]).eval()  # type: ignore[no-any-return]
+        return plain_model(find_config(arguments.shape), DTYPES[arguments.dtype], lm_head=True).eval()
 
 
-def make_prompts(arguments: argparse.Namespace) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    vocab = SHAPES[arguments.shape]["vocab"]
-    prompts: list[list[int]] = torch.randint(
-        3, vocab, (arguments.batch, arguments.prompt), generator=generator
-    ).tolist()
-    return prompts
+def make_prompts(arguments: argparse.Namespace) -> torch.Tensor:
+    """Make random prompts [batch, prompt], the same for every call."""
+    vocab = find_config(arguments.shape).get_text_config().vocab_size
+    size = (arguments.batch, arguments.prompt)
+    return torch.randint(3, vocab, size, generator=torch.Generator().manual_seed(0))
 
 
 class Step:
@@ -93,7 +75,7 @@ class Step:
         self.model = HydraModel.from_pretrained(plain, roles=roles, slots=slots, device=device)
         trained = [name for name, role in roles.items() if role.trainable]
         self._optimizer = RoleOptimizer(self.model, dict.fromkeys(trained, 1e-5))
-        self._prompts = make_prompts(arguments)
+        self._prompts: list[list[int]] = make_prompts(arguments).tolist()
         self._batch: PackedBatch | None = None
         self._objective: Objective | None = None
         self.phases: dict[str, Callable[[], None]] = {
@@ -144,22 +126,19 @@ class Step:
 
     def by_the_clock(self) -> dict[str, float]:
         """Seconds of each phase."""
-        seconds = {}
-        for phase, run in self.phases.items():
-            seconds[phase] = clocked(run, self._device)
-        return seconds
+        return {phase: clocked(run, self._device) for phase, run in self.phases.items()}
 
     def profiled(self) -> tuple[dict[str, float] | None, list[dict[str, Any]]]:
         """Launches per layer by phase, and what took most seconds."""
         on_gpu = self._device.type == "cuda"
+        layers = find_config(self._arguments.shape).get_text_config().num_hidden_layers
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         launches, kernels = {}, []
         for phase, run in self.phases.items():
-            with profile(activities=activities, acc_events=True) as found:
+            with profile(activities=activities) as found:
                 clocked(run, self._device)
             events = found.key_averages()
-            n = sum(event.count for event in events if event.key in LAUNCHES)
-            launches[phase] = n / SHAPES[self._arguments.shape]["layers"]
+            launches[phase] = sum(event.count for event in events if event.key in LAUNCHES) / layers
             for event in events:
                 micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
                 if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
@@ -195,7 +174,7 @@ def timed_captures(device: torch.device) -> list[float]:
 def generate_with_transformers(arguments: argparse.Namespace, device: torch.device) -> float:
     """Seconds in which `transformers.generate` draws the answers, the second time."""
     model = make_plain(arguments, device)
-    prompts = torch.tensor(make_prompts(arguments), device=device)
+    prompts = make_prompts(arguments).to(device)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": arguments.answer, "min_new_tokens": arguments.answer}
 
     def draw() -> None:
@@ -225,7 +204,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the module's docstring lists."""
+    """Run the steps and `transformers.generate`; return the record that the module's docstring describes."""
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     captures = timed_captures(device)
@@ -241,7 +220,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     tokens = arguments.batch * arguments.answer
     return {
-        "shape": arguments.shape,
+        "shape": Path(arguments.shape).name,
         "algorithm": arguments.algorithm,
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "seconds": seconds,
@@ -266,7 +245,9 @@ def main() -> None:
     """Measure, print, write."""
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
+    parser.add_argument(
+        "--shape", default="llama-3.2-1b", help="a preset of `rlhf-engine plan`, or a folder's config.json"
+    )
     parser.add_argument("--algorithm", choices=list(ROLES), default="ppo")
     parser.add_argument("--batch", type=int, default=64, help="prompts, one answer each")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
@@ -276,9 +257,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/whole_step"))
     arguments = parser.parse_args()
+    try:
+        find_config(arguments.shape)
+    except ConfigError as error:
+        parser.error(str(error))
     record = measure(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = f"{arguments.shape}-{arguments.algorithm}"
+    name = f"{record['shape']}-{record['algorithm']}"
     write_json_atomic(arguments.out / f"{name}.json", record)
     plot(record, arguments.out / f"{name}.png")
     print(f"{name}: {sum(record['seconds'].values()):.2f} s a step")

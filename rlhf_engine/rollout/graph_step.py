@@ -172,16 +172,18 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for _ in range(3):  # what is compiled or uploaded at first calls cannot be captured
-                step()
-            try:
-                drawn = _captured(graph, step, self._pool)
-            except RuntimeError as error:
-                raise CaptureError(
-                    f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
-                ) from error
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                for _ in range(3):  # what is compiled or uploaded at first calls cannot be captured
+                    step()
+                try:
+                    drawn = _captured(graph, step, self._pool)
+                except RuntimeError as error:
+                    raise CaptureError(
+                        f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
+                    ) from error
+        finally:
+            current.wait_stream(self._stream)  # what it has written is read, and its memory used again, on this one
         return drawn, graph.replay
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlhf_kernels import native, registry
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 X = torch.zeros(2)
 
@@ -106,3 +107,12 @@ def test_unknown_names(op, call):
     with pytest.raises(ValueError, match="backend: expected"):
         call(op)
     assert registry.default_backend() == "auto"
+
+
+def test_a_call_s_device_is_that_of_its_first_tensor():
+    with FakeTensorMode():
+        here, there = torch.empty(2), torch.empty(2, device="cuda:1")
+    assert registry.cuda_device((1, None, there, here)) == torch.device("cuda", 1)
+    assert registry.cuda_device(([there], here)) == torch.device("cuda", 1)
+    assert registry.cuda_device(([1, 2], here, there)) is None
+    assert registry.cuda_device((0.5, "auto", [])) is None

@@ -48,7 +48,7 @@ def backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
+    """Return what is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
     grads = _backward(ddelta, x, dx, lanes, _compact(lanes), need_A, need_B)
     return grads if dx is None else [dx, *grads]
@@ -145,7 +145,7 @@ def linear_backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx (x's shape), dW, db, then dA, then dB."""
+    """Return what is needed of dx (x's shape), dW, db, then dA, then dB."""
     dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     grads: list[Tensor] = []
     dx_rows = None
@@ -182,7 +182,7 @@ def _matrix(name: str, x: Tensor, rows: int, columns: int) -> _Matrix:
 
 
 def _pair(i: int, a: Tensor, b: Tensor, K: int, M: int) -> tuple[_Matrix, _Matrix, int]:
-    """What C++ takes for slot i: A [r, K], B [M, r] and r."""
+    """Return what C++ takes for slot i: A [r, K], B [M, r] and r."""
     r = a.shape[0]
     return _matrix(f"A[{i}]", a, r, K), _matrix(f"B[{i}]", b, M, r), r
 

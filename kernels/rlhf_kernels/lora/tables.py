@@ -25,14 +25,14 @@ _T = TypeVar("_T", bound=NamedTuple)
 
 
 class Slots(NamedTuple):
-    """What kernels read about the adapters."""
+    """Where the adapters lie and how they are scaled, as kernels read it."""
 
     table: Tensor  # [slots, SLOT_WIDTH]
     aligned: bool  # every address is divisible by 16
 
 
 class RowSlots(NamedTuple):
-    """What `lora_decode` reads about the rows."""
+    """Which slot each row carries, as `lora_decode` reads it."""
 
     table: Tensor  # [N] int64, the slot of each row, −1: off
 
@@ -65,7 +65,7 @@ class _Cache:
         self._lock = threading.Lock()
 
     def get(self, key: tuple, device: torch.device, make: Callable[[], _T]) -> _T:
-        """What `make` gave for this key; other streams than the one that uploaded it wait for the upload."""
+        """Return the table of a key, made where it is new. Streams other than the one that uploaded it wait for it."""
         key = (*key, device)
         with self._lock:
             found = self._held.get(key) or self._in_graphs.get(key)
@@ -81,7 +81,8 @@ class _Cache:
         if event is not None:
             current = torch.cuda.current_stream(device)
             if _capturing(device):  # a capture waits for everything before it
-                self._in_graphs[key] = found
+                with self._lock:
+                    self._in_graphs[key] = found
             elif current != stream:
                 current.wait_event(event)
                 for tensor in made:
