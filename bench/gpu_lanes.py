@@ -2,6 +2,7 @@
 """Everything that needs a GPU, in lanes of at most eight minutes that can be stopped and taken up again.
 
     python bench/gpu_lanes.py [--plan NAME] [--budget SECONDS] [--lane NAME ...] [--out DIR] [--quick] [--list]
+    python bench/gpu_lanes.py --rehearse [--plan NAME] [--lane NAME ...] [--out DIR]           # needs no GPU
 
 A lane is one command. It writes DIR/<lane>.json: {lane, state, start, seconds, limit_s, command, rc, commit, sources,
 output}, where output is the end of what it printed. A lane that is done is skipped as long as the commit and the
@@ -10,6 +11,9 @@ unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane cor
 
 A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps. With a budget
 a lane that needs more than what is left is left out, and the others end in time.
+
+A rehearsal runs every lane on the CPU: Triton's interpreter, the smallest shapes, one test of each test function. Its
+records and figures are marked `rehearsed`; none is a measurement. Then it stops a run half-way and takes it up again.
 
 State: done; failed; timeout (killed, with everything it started); unavailable (a tool that this machine lacks, or that
 does not work on it: `output` says which). SIGTERM and SIGHUP kill the lane that runs, with everything it started.
@@ -60,31 +64,64 @@ BENCH_OPS = (  # as `rlhf-engine bench` calls them
 )
 BASELINES = ("trl", "liger-kernel", "cut-cross-entropy", "peft", "quack-kernels", "flash-attn")
 METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
-SHAPES = {  # options of a script, in full and with --quick
-    "lanes": (
-        ("--hidden", "2048", "--layers", "16", "--tokens", "512", "--batches", "1", "2", "4", "8", "16", "32"),
-        ("--hidden", "256", "--layers", "4", "--batches", "1", "4"),
-    ),
-    "overlap": (  # 1.3 B parameters
-        (
-            *("--hidden", "2048", "--layers", "24", "--batch", "64", "--micro-batch", "16", "--prompt-tokens", "256"),
-            *("--answer-tokens", "256", "--rounds", "2"),
+SIZES = FULL, QUICK, REHEARSAL = ("full", "quick", "rehearsal")
+SHAPES = {  # options of a script, by size
+    "lanes": {
+        FULL: (
+            *("--dtype", "bfloat16", "--hidden", "2048", "--layers", "16", "--tokens", "512"),
+            *("--batches", "1", "2", "4", "8", "16", "32"),
         ),
-        ("--hidden", "256", "--layers", "4", "--rounds", "1"),
-    ),
-    "step": (  # shapes, and seconds that a step needs
-        (("llama-3.2-1b", 60.0), ("llama-8b", 150.0)),
-        (("llama-3.2-1b", 30.0),),
-    ),
-    "plan_check": (("llama", "gpt2", "qwen3"), ("llama",)),  # shapes, one a lane
-    "hydra_table": (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
-        (
-            *("--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400", "--cap", "80GB"),
-            *("--batch", "2", "--rounds", "1", "--limit", "256"),
+        QUICK: ("--dtype", "bfloat16", "--hidden", "256", "--layers", "4", "--batches", "1", "4"),
+        REHEARSAL: (
+            *("--hidden", "64", "--layers", "1", "--vocab", "97", "--tokens", "8", "--batches", "1", "2"),
+            *("--rounds", "1"),
         ),
-        ("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB", "--limit", "8"),
-    ),
+    },
+    "overlap": {
+        FULL: (  # 1.3 B parameters
+            *("--dtype", "bfloat16", "--hidden", "2048", "--layers", "24", "--batch", "64", "--micro-batch", "16"),
+            *("--prompt-tokens", "256", "--answer-tokens", "256", "--rounds", "2"),
+        ),
+        QUICK: ("--dtype", "bfloat16", "--hidden", "256", "--layers", "4", "--rounds", "1"),
+        REHEARSAL: ("--quick", "--rounds", "1"),
+    },
+    "step": {
+        FULL: (),
+        QUICK: ("--batch", "4", "--prompt", "32", "--answer", "32"),
+        REHEARSAL: ("--batch", "3", "--prompt", "5", "--answer", "4", "--micro-batch", "2", "--dtype", "float32"),
+    },
+    "hydra_table": {
+        FULL: (  # the paper's: Llama-7B, rank 128, prompts and answers of 400 tokens, 80 GB
+            *("--dtype", "bfloat16", "--shape", "llama-7b", "--lora-r", "128", "--prompt", "400", "--answer", "400"),
+            *("--cap", "80GB", "--batch", "2", "--rounds", "1", "--limit", "256"),
+        ),
+        QUICK: (
+            *("--dtype", "bfloat16", "--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "4GB"),
+            *("--limit", "8"),
+        ),
+        REHEARSAL: (
+            *("--batch", "2", "--rounds", "1", "--epochs", "1", "--cap", "100MB", "--limit", "4"),
+            *("--prompt", "4", "--answer", "4"),
+        ),
+    },
 }
+STEP_MODELS = {  # shapes, and seconds that their step needs
+    FULL: {"llama-3.2-1b": 60.0, "llama-8b": 150.0},
+    QUICK: {"llama-3.2-1b": 30.0},
+    REHEARSAL: {"tiny": 20.0},
+}
+PLAN_SHAPES = {FULL: ("llama", "gpt2", "qwen3"), QUICK: ("llama",), REHEARSAL: ("llama",)}  # one a lane
+TINY = {  # the model of a rehearsed step
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+REHEARSED = "on a CPU"
 PLANS = {  # beginnings of lanes' names, in their order; benches before sanitizers, which slow a GPU's memory down
     "first": ("environment", "small-shapes", "correct-", "determinism", "graphs"),
     "second": ("environment", "bench-", "memcheck", "racecheck"),
@@ -104,6 +141,8 @@ class Lane:
     missing: str | None = None  # why it cannot run here
     unavailable: str | None = None  # output that shows, together with a failure, that the tool does not work here
     replaces: Path | None = None  # a file that the command would append to
+    rehearsed: str | None = None  # how, if it is
+    interpreted: bool = True  # a rehearsal runs Triton's kernels; False: the command's shapes are too large for that
 
 
 # --- running lanes ---------------------------------------------------------------------------------------------------
@@ -187,6 +226,7 @@ def _run(lane: Lane) -> dict[str, object]:
     start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record: dict[str, object] = {"lane": lane.name, "state": "unavailable", "start": start, "seconds": 0.0}
     record |= {"limit_s": lane.limit_s, "command": list(lane.command), "rc": None, "output": lane.missing}
+    record |= {} if lane.rehearsed is None else {"rehearsed": lane.rehearsed}
     if lane.missing is not None:
         return record
     if lane.replaces is not None:
@@ -194,7 +234,12 @@ def _run(lane: Lane) -> dict[str, object]:
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            lane.command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            lane.command,
+            cwd=ROOT,
+            env=_environment(lane),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             rc: int | None = process.wait(timeout=lane.limit_s)
@@ -212,11 +257,15 @@ def _run(lane: Lane) -> dict[str, object]:
     return record | {"state": state, "seconds": round(time.monotonic() - began, 1), "rc": rc, "output": text}
 
 
-def _environment() -> dict[str, str]:
-    """This process's, with the checkout importable and no interpreter in place of the GPU."""
+def _environment(lane: Lane) -> dict[str, str]:
+    """This process's, with the checkout importable; an interpreter in place of the GPU only where one is rehearsed."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
-    return found | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    found |= {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if lane.rehearsed is not None:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "RLHF_ENGINE_REHEARSAL": "1", "OMP_NUM_THREADS": "1"}
+        found |= {"TRITON_INTERPRET": "1"} if lane.interpreted else {}
+    return found
 
 
 def _write(path: Path, record: Mapping[str, object]) -> None:
@@ -228,49 +277,88 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
 # --- which lanes there are -------------------------------------------------------------------------------------------
 
 
-def gpu_lanes(folder: Path, *, quick: bool = False) -> list[Lane]:
+def gpu_lanes(folder: Path, size: str = FULL) -> list[Lane]:
     """The environment first, then what is right, then what is fast, then what is slow to find."""
-    lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment"))]
-    small = (sys.executable, str(ROOT / "bench" / "gpu_small_shapes.py"))
-    lanes.append(Lane(name="small-shapes", command=small, needs_s=40.0))
+    lanes = _correct_lanes(size) + _timing_lanes(folder, size) + _step_lanes(folder, size)
+    if size != REHEARSAL:
+        return lanes
+    return [lane if lane.rehearsed else replace(lane, rehearsed=REHEARSED) for lane in lanes]
+
+
+def _correct_lanes(size: str) -> list[Lane]:
+    mode = ("--rehearse",) if size == REHEARSAL else ()
+    lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment", *mode))]
+    lanes.append(Lane(name="small-shapes", command=(*_small_shapes(size),), needs_s=40.0))
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
     for op in ops:
         # Everything short runs, also tests on CPU tensors: another torch, another Triton, another machine.
         files = [
             f"tests/kernels/{part}test_{stem}.py" for stem in (op, *MORE_TESTS.get(op, ())) for part in ("triton/", "")
         ]
-        lanes.append(_pytest(f"correct-{op}", files, "gpu or not long"))
+        lanes.append(_pytest(f"correct-{op}", files, "gpu or not long", size=size))
     cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device", "lora_decode")]
-    lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long"))
-    lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long"))
-    lanes.append(_pytest("correct-overlap", ["tests/generation"], "gpu or not long"))
+    lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long", size=size))
+    lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long", size=size))
+    lanes.append(_pytest("correct-overlap", ["tests/generation"], "gpu or not long", size=size))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
-        lanes.append(_pytest(name, ["tests/kernels"], "gpu", "-k", keyword))
+        lane = _pytest(name, ["tests/kernels"], "gpu", "-k", keyword, size=size)
+        if size == REHEARSAL:  # a CPU can only find its tests
+            how = "collected and not run: every test of it needs a CUDA device"
+            lane = replace(lane, command=(*lane.command, "--collect-only"), rehearsed=how)
+        lanes.append(lane)
+    return lanes
+
+
+def _timing_lanes(folder: Path, size: str) -> list[Lane]:
+    lanes = []
     for op in BENCH_OPS:
         rows = folder / f"bench-{op}.jsonl"
-        command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", "cuda", "--json", str(rows))
-        lanes.append(Lane(name=f"bench-{op}", command=(*command, *(["--quick"] if quick else [])), replaces=rows))
+        command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", _device(size), "--json", str(rows))
+        options = {FULL: (), QUICK: ("--quick",), REHEARSAL: ("--dtype", "fp32")}[size]
+        lanes.append(Lane(name=f"bench-{op}", command=(*command, *options), replaces=rows))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
+    if size == REHEARSAL:
+        absent = "not rehearsed: compute-sanitizer looks at what a GPU does, and small-shapes is the program it runs"
     for tool in ("memcheck", "racecheck"):
-        command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *small)
-        absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
+        command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_small_shapes(size))
         lanes.append(Lane(name=tool, command=command, missing=absent, unavailable="Device not supported"))
-    for algorithm in ("ppo", "grpo"):
-        for shape, needs_s in SHAPES["step"][quick]:
-            options = ("--device", "cuda", "--shape", shape, "--algorithm", algorithm)
-            options += ("--batch", "4", "--prompt", "32", "--answer", "32") if quick else ()
-            lane = _bench("whole_step", folder, *options, name=f"step-{shape}-{algorithm}")
-            lanes.append(replace(lane, needs_s=needs_s))
-    lanes.append(_bench("lanes", folder, "--dtype", "bfloat16", *SHAPES["lanes"][quick]))
-    options = ("--device", "cuda", "--dtype", "bfloat16", *SHAPES["overlap"][quick])
-    lanes.append(_bench("overlap", folder, *options))
-    for shape in SHAPES["plan_check"][quick]:
-        options = ("--device", "cuda", "--shape", shape)
-        lanes.append(_bench("plan_check", folder, *options, name=f"plan_check-{shape}", part=shape))
-    for method in METHODS:  # one method a lane: each adds its row to the table
-        options = ("--methods", method, "--dtype", "bfloat16", *SHAPES["hydra_table"][quick])
-        lanes.append(_bench("hydra_table", folder, *options, name=f"hydra_table-{method}"))
     return lanes
+
+
+def _step_lanes(folder: Path, size: str) -> list[Lane]:
+    device = ("--device", _device(size))
+    lanes = []
+    for algorithm in ("ppo", "grpo"):
+        for model, needs_s in STEP_MODELS[size].items():
+            shape = str(folder / model) if size == REHEARSAL else model
+            options = (*device, "--shape", shape, "--algorithm", algorithm, *SHAPES["step"][size])
+            lane = _bench("whole_step", folder, *options, name=f"step-{model}-{algorithm}")
+            lanes.append(replace(lane, needs_s=needs_s))
+    lanes.append(_bench("lanes", folder, *device, *SHAPES["lanes"][size]))
+    overlap = _bench("overlap", folder, *device, *SHAPES["overlap"][size])
+    no_peft = (
+        None if importlib.util.find_spec("peft") else "it saves adapters, and peft, which checks them, is not there"
+    )
+    lanes.append(replace(overlap, missing=no_peft))
+    for shape in PLAN_SHAPES[size]:
+        few = ("--method", "hydra_ppo") if size == REHEARSAL else ()
+        lane = _bench("plan_check", folder, *device, "--shape", shape, *few, name=f"plan_check-{shape}", part=shape)
+        lanes.append(replace(lane, interpreted=False))
+    for method in METHODS:  # one method a lane: each adds its row to the table
+        shape = ("--shape", str(folder / "tiny")) if size == REHEARSAL else ()
+        options = (*device, "--methods", method, *shape, *SHAPES["hydra_table"][size])
+        lane = _bench("hydra_table", folder, *options, name=f"hydra_table-{method}")
+        lanes.append(replace(lane, interpreted=False))
+    return lanes
+
+
+def _device(size: str) -> str:
+    return "cpu" if size == REHEARSAL else "cuda"
+
+
+def _small_shapes(size: str) -> tuple[str, ...]:
+    return (sys.executable, str(ROOT / "bench" / "gpu_small_shapes.py"), *(["cpu"] if size == REHEARSAL else []))
 
 
 def _bench(script: str, folder: Path, *options: str, name: str | None = None, part: str = "") -> Lane:
@@ -278,9 +366,11 @@ def _bench(script: str, folder: Path, *options: str, name: str | None = None, pa
     return Lane(name=name or script, command=command)
 
 
-def _pytest(name: str, files: Sequence[str], marks: str, *more: str) -> Lane:
+def _pytest(name: str, files: Sequence[str], marks: str, *more: str, size: str) -> Lane:
     there = [file for file in files if (ROOT / file).exists()]
-    if importlib.util.find_spec("xdist") is not None:
+    if size == REHEARSAL:
+        more = ("--one-of-each", *more)
+    elif importlib.util.find_spec("xdist") is not None:
         more = ("-n", str(WORKERS), *more)
     # Without pytest's cache: nothing is left in the checkout, and lanes do not depend on each other.
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, *more, *there)
@@ -318,7 +408,7 @@ def _first_line(command: Sequence[str]) -> str | None:
 def environment_report() -> dict[str, object]:
     """Device, driver, versions, commit, and which baselines are there and which are not."""
     import torch
-    from rlhf_kernels import cuda_native, registry
+    from rlhf_kernels import cuda_native, native, registry
 
     versions: dict[str, str | None] = {}
     for package in (*BASELINES, "triton", "transformers", "numpy"):
@@ -326,26 +416,33 @@ def environment_report() -> dict[str, object]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    device = torch.cuda.get_device_properties(0)
     nvcc = None
     with contextlib.suppress(cuda_native.BuildError):
         nvcc = cuda_native.nvcc_version(cuda_native.find_nvcc()).strip().splitlines()[-1]
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device: dict[str, object] = {"device": kind}
+    if kind == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        device = {
+            "device": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "multiprocessors": found.multi_processor_count,
+        }
     return {
-        "device": device.name,
-        "capability": f"{device.major}.{device.minor}",
-        "memory_gib": round(device.total_memory / 2**30, 1),
-        "multiprocessors": device.multi_processor_count,
+        **device,
         "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "torch": torch.__version__,
         "cuda_of_torch": torch.version.cuda,
         "python": platform.python_version(),
         "nvcc": nvcc,
         "cuda_kernels": cuda_native.missing() or "available",
+        "native_extension": native.missing() or "available",
         "commit": commit_of(ROOT),
         "sources": sources_of(ROOT),
         "installed": {name: version for name, version in versions.items() if version},
         "baselines_not_installed": [name for name in BASELINES if versions[name] is None],
-        "backends": {op: row["auto"] for op, row in registry.report("cuda", torch.bfloat16).items()},
+        "backends": {op: row["auto"] for op, row in registry.report(kind, torch.bfloat16).items()},
     }
 
 
@@ -372,15 +469,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="in all; lanes that cannot end are left out")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<name of the GPU>")
     parser.add_argument("--quick", action="store_true", help="benchmarks at small sizes")
+    parser.add_argument("--rehearse", action="store_true", help="every lane on the CPU, then a stop and a resume")
     parser.add_argument("--list", action="store_true", help="name the lanes and stop")
     parser.add_argument("--environment", action="store_true", help="describe this machine as JSON and stop")
     options = parser.parse_args(arguments)
     asks = options.list or options.environment  # a lane asks, too, while its runner uses the GPU
-    other = None if asks else _in_use()  # before this process is one that does
-    name, no_gpu = _gpu_name()
+    other = None if asks or options.rehearse else _in_use()  # before this process is one that does
+    name, no_gpu = ("rehearsal", None) if options.rehearse else _gpu_name()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    folder = (options.out or ROOT / "bench" / "results" / slug).resolve()
-    lanes = gpu_lanes(folder, quick=options.quick)
+    default = ROOT / "runs" / slug if options.rehearse else ROOT / "bench" / "results" / slug
+    folder = (options.out or default).resolve()
+    lanes = gpu_lanes(folder, REHEARSAL if options.rehearse else QUICK if options.quick else FULL)
     wrong = _wrong(options, lanes)
     if wrong is not None:
         print(f"gpu_lanes: {wrong}", file=sys.stderr)
@@ -401,12 +500,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if other is not None:
         print(f"gpu_lanes: expected a GPU that nothing else uses, got one with process {other}", file=sys.stderr)
         return 2
+    if options.rehearse:
+        _write_tiny(folder)
     try:
         with stopped_by_signals():
-            return run_lanes(lanes, folder, commit=commit_of(ROOT), sources=sources_of(ROOT), budget_s=options.budget)
+            rc = run_lanes(lanes, folder, commit=commit_of(ROOT), sources=sources_of(ROOT), budget_s=options.budget)
     except Stopped as stopped:
         print(f"gpu_lanes: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
+    if options.rehearse and not options.lane and options.plan is None and rc == 0:
+        return rehearse_a_stop(folder / "stopped")
+    return rc
+
+
+# --- a rehearsal -----------------------------------------------------------------------------------------------------
+
+STOPPED_LANES = ("environment", "bench-gae", "bench-ppo_losses")  # short ones; the second of them is stopped
+
+
+def rehearse_a_stop(folder: Path) -> int:
+    """Start a run of three lanes, stop it in the second by SIGTERM, take it up again; the exit code.
+
+    1 if a process of it lives 5 s later, if what was done is done again, or if what was missing is not.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [sys.executable, str(Path(__file__).resolve()), "--rehearse", "--out", str(folder), "--lane"]
+    records = [folder / f"{name}.json" for name in STOPPED_LANES]
+    run = subprocess.Popen([*words, *STOPPED_LANES], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not records[0].is_file() and run.poll() is None:
+            time.sleep(0.1)
+        time.sleep(1.0)  # the second lane has begun, and takes longer
+        below = _descendants(run.pid)
+        began = time.monotonic()
+        run.terminate()
+        rc = run.wait(CLOSING_S)
+    finally:
+        run.kill()
+    alive = [pid for pid in below if _is_alive(pid)]
+    first = records[0].read_text()
+    if rc != 128 + signal.SIGTERM or not below or alive or records[1].exists():
+        print(f"a stop: rc {rc}, {len(below)} processes, alive afterwards: {alive}", file=sys.stderr)
+        return 1
+    print(f"stopped in {STOPPED_LANES[1]}: {len(below)} processes ended within {time.monotonic() - began:.1f} s")
+    again = subprocess.run([*words, *STOPPED_LANES], capture_output=True, text=True, check=False)
+    states = [json.loads(path.read_text())["state"] if path.is_file() else None for path in records]
+    if again.returncode or states != ["done"] * len(records) or records[0].read_text() != first:
+        print(f"taken up again: rc {again.returncode}, {states}\n{again.stdout}{again.stderr}", file=sys.stderr)
+        return 1
+    print(f"taken up again: {', '.join(STOPPED_LANES[1:])} ran, {STOPPED_LANES[0]} did not")
+    return 0
+
+
+def _descendants(pid: int) -> list[int]:
+    """Every process below one, in whatever session."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def _write_tiny(folder: Path) -> None:
+    """The model of the rehearsed steps."""
+    (folder / "tiny").mkdir(parents=True, exist_ok=True)
+    (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
 
 
 def _wrong(options: argparse.Namespace, lanes: Sequence[Lane]) -> str | None:

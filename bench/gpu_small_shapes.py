@@ -2,11 +2,13 @@
 """Runs every kernel backend of every loss op and what decodes once on small ragged shapes; meant for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python bench/gpu_small_shapes.py
+TRITON_INTERPRET=1 python bench/gpu_small_shapes.py cpu              # the same calls without a GPU
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 # Every tensor in an allocation of its own: memcheck then sees an access outside of it.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -27,31 +29,33 @@ from rlhf_kernels import (
     whiten,
 )
 
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+
 
 def backends(op: str) -> list[str]:
-    """Backends of `op` that have kernels of their own on CUDA tensors."""
-    return [b for b in ("cuda", "triton") if registry.unsupported(op, b, "cuda", torch.float32) is None]
+    """Backends of `op` that have kernels of their own for a GPU."""
+    return [b for b in ("cuda", "triton") if registry.unsupported(op, b, DEVICE, torch.float32) is None]
 
 
 def run_gae(backend: str) -> None:
     for B, T in ((1, 1), (3, 37), (2, 1000), (2, 4100)):
-        reward, value = torch.randn(2, B, T, device="cuda").requires_grad_().unbind()
-        mask = torch.rand(B, T, device="cuda") > 0.3
-        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=torch.randn(B, device="cuda"), backend=backend)
+        reward, value = torch.randn(2, B, T, device=DEVICE).requires_grad_().unbind()
+        mask = torch.rand(B, T, device=DEVICE) > 0.3
+        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=torch.randn(B, device=DEVICE), backend=backend)
         (out.advantage.sum() + out.ret.sum()).backward()
 
 
 def run_whiten(backend: str) -> None:
     for n in (1, 37, 5003):
-        x, mask = torch.randn(n, device="cuda", requires_grad=True), torch.rand(n, device="cuda") > 0.3
+        x, mask = torch.randn(n, device=DEVICE, requires_grad=True), torch.rand(n, device=DEVICE) > 0.3
         whiten(x, mask, backend=backend).square().sum().backward()
         whiten(x, mask, moments=masked_moments(x, mask, backend=backend), backend=backend)
 
 
 def run_ppo_loss(backend: str) -> None:
     for n in (1, 37, 5003):
-        new, old, advantage, ref, entropy = torch.randn(5, n, device="cuda").requires_grad_().unbind()
-        mask = torch.rand(n, device="cuda") > 0.3
+        new, old, advantage, ref, entropy = torch.randn(5, n, device=DEVICE).requires_grad_().unbind()
+        mask = torch.rand(n, device=DEVICE) > 0.3
         options = {"ref_logprob": ref, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.1, "dual_clip": 2.0}
         policy = ppo_loss(new, old, advantage, mask, denom=float(n), backend=backend, **options)
         critic = value_loss(new, old, advantage, mask, denom=float(n), clip=0.2, backend=backend)
@@ -59,22 +63,22 @@ def run_ppo_loss(backend: str) -> None:
 
 
 def run_linear_logprob(backend: str) -> None:
-    hidden, weight = torch.randn(17, 72, device="cuda", requires_grad=True), torch.randn(1003, 72, device="cuda")
-    target = torch.randint(0, 1003, (17,), device="cuda")
+    hidden, weight = torch.randn(17, 72, device=DEVICE, requires_grad=True), torch.randn(1003, 72, device=DEVICE)
+    target = torch.randint(0, 1003, (17,), device=DEVICE)
     linear_logprob(hidden, weight, target, backend=backend).logprob.sum().backward()
 
 
 def run_gather_logprob(backend: str) -> None:
-    logits = torch.randn(17, 1003, device="cuda", requires_grad=True)
-    target = torch.randint(0, 1003, (17,), device="cuda")
+    logits = torch.randn(17, 1003, device=DEVICE, requires_grad=True)
+    target = torch.randint(0, 1003, (17,), device=DEVICE)
     gather_logprob(logits, target, backend=backend).logprob.sum().backward()
 
 
 def run_sample(backend: str) -> None:
     for n, v in ((1, 1), (17, 1003), (70, 300)):
-        hidden, weight = torch.randn(n, 72, device="cuda"), torch.randn(v, 72, device="cuda")
-        rows = torch.arange(n, device="cuda")
-        lora = HeadLora(torch.randn(3, 72, device="cuda"), torch.randn(v, 3, device="cuda"), 0.5)
+        hidden, weight = torch.randn(n, 72, device=DEVICE), torch.randn(v, 72, device=DEVICE)
+        rows = torch.arange(n, device=DEVICE)
+        lora = HeadLora(torch.randn(3, 72, device=DEVICE), torch.randn(v, 3, device=DEVICE), 0.5)
         for dtype in (torch.float32, torch.bfloat16):
             options = {"seed": rows, "position": rows, "greedy": rows % 2 == 0, "outputs": ("token", "entropy")}
             sample(hidden.to(dtype), weight.to(dtype), lora=lora, softcap=9.0, backend=backend, **options)
@@ -82,10 +86,10 @@ def run_sample(backend: str) -> None:
 
 def run_decode_attention(backend: str) -> None:
     for n_heads, n_kv, d in ((4, 2, 8), (7, 1, 80)):
-        q = torch.randn(3, n_heads, d, device="cuda")
-        k_cache, v_cache = (torch.randn(9, n_kv, 130, d, device="cuda").transpose(1, 2) for _ in "kv")
-        lengths = torch.tensor([390, 0, 7], device="cuda")
-        table = torch.randperm(9, device="cuda").view(3, 3)
+        q = torch.randn(3, n_heads, d, device=DEVICE)
+        k_cache, v_cache = (torch.randn(9, n_kv, 130, d, device=DEVICE).transpose(1, 2) for _ in "kv")
+        lengths = torch.tensor([390, 0, 7], device=DEVICE)
+        table = torch.randperm(9, device=DEVICE).view(3, 3)
         for dtype in (torch.float32, torch.bfloat16):
             caches = (x.to(dtype) for x in (q, k_cache, v_cache))
             decode_attention(*caches, lengths, table, scale=0.3, window=300, softcap=5.0, backend=backend)
@@ -93,11 +97,11 @@ def run_decode_attention(backend: str) -> None:
 
 def run_lora_decode(backend: str) -> None:
     for n, k, m in ((1, 1, 1), (9, 130, 37), (20, 512, 300)):
-        A = [torch.randn(r, k, device="cuda") for r in (8, 33)]
-        B = [torch.randn(m, r, device="cuda") for r in (8, 33)]
-        row_slot = torch.arange(n, device="cuda") % 3 - 1
+        A = [torch.randn(r, k, device=DEVICE) for r in (8, 33)]
+        B = [torch.randn(m, r, device=DEVICE) for r in (8, 33)]
+        row_slot = torch.arange(n, device=DEVICE) % 3 - 1
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x, y = (torch.randn(n, f, device="cuda").to(dtype) for f in (k, m))
+            x, y = (torch.randn(n, f, device=DEVICE).to(dtype) for f in (k, m))
             decode_delta_(y, x, A, B, [0.5, 2.0], row_slot, backend=backend)
 
 
@@ -118,7 +122,8 @@ def main() -> None:
     for op, run in RUNS.items():
         for backend in backends(op):
             run(backend)
-            torch.cuda.synchronize()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
             print(f"{op} {backend}: ran", flush=True)
 
 

@@ -54,7 +54,7 @@ def find(case: Case, inputs: Tensors, device_type: str, *, compiling: bool, only
         if only not in (None, baseline.label):
             continue
         if baseline.compiles and not compiling:
-            missing[baseline.label] = "left out by --quick: its first call compiles"
+            missing[baseline.label] = "left out by --quick and in a rehearsal: its first call compiles"
             continue
         try:
             baselines[baseline.label] = baseline.prepare(inputs)

@@ -22,6 +22,7 @@ from rlhf_engine.config import BenchConfig
 from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.report import TrainingProgress
+from rlhf_engine.training.metrics import is_rehearsal
 
 RESULTS_FILE, ROOFLINE_FILE = "results.jsonl", "roofline.png"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,7 +35,7 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
     dtype = _DTYPES[config.dtype]
     if config.isa is not None and device.type != "cpu":
         raise ConfigError(f"isa: expected it with device cpu, got {config.isa!r} with {device.type}")
-    size = "quick" if config.quick else "full" if config.full else "default"
+    size = "tiny" if is_rehearsal() else "quick" if config.quick else "full" if config.full else "default"
     rounds = config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS)
     measured: Iterator[CaseResult]
     if config.op == OP:

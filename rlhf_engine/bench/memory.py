@@ -36,6 +36,7 @@ from rlhf_engine.bench import OPS
 from rlhf_engine.bench.candidates import find
 from rlhf_engine.bench.case import Run
 from rlhf_engine.bench.ops import load_cases
+from rlhf_engine.training.metrics import is_rehearsal
 
 _M_MMAP_THRESHOLD, _PR_SET_THP_DISABLE = -3, 41
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -55,6 +56,8 @@ def peak_on_cuda(function: Run) -> int:
 
 def unsupported() -> str | None:
     """Why CPU memory cannot be measured here, or None if it can."""
+    if is_rehearsal():
+        return "a rehearsal measures no memory"
     if sys.platform != "linux" or not os.access(_CLEAR_REFS, os.W_OK):
         return "peak memory on the CPU needs Linux and a writable /proc/self/clear_refs"
     return None

@@ -23,7 +23,7 @@ from rlhf_engine.bench.isa import isa_of_peers
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.rollout import OP as ROLLOUT
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.training.metrics import cpu_name, git_commit
+from rlhf_engine.training.metrics import cpu_name, git_commit, is_rehearsal
 
 FLOOR = "floor"
 MOST_SECONDS = 20
@@ -182,7 +182,7 @@ def run_case(
     """server: None on CUDA, and where CPU memory cannot be measured."""
     torch.compiler.reset()  # compiled baselines are specialised to this case's shapes
     inputs = case.make(device)
-    found = candidates.find(case, inputs, device.type, compiling=size != "quick")
+    found = candidates.find(case, inputs, device.type, compiling=size != "quick" and not is_rehearsal())
     try:
         measure: Yardstick | None = accuracy.yardstick(case, inputs)
     except torch.OutOfMemoryError as error:

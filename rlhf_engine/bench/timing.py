@@ -2,6 +2,7 @@
 
 CUDA: events around every call; before each, a buffer larger than the L2 cache is overwritten, so no candidate finds its
 inputs there. CPU: wall clock of one call; freeing the results is not timed. The garbage collector is off meanwhile.
+A rehearsal of a GPU's measurement takes one round, and a clock stands in for the events.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from rlhf_engine.bench.case import Run
+from rlhf_engine.training.metrics import is_rehearsal
 
 FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H100
 
@@ -27,7 +30,9 @@ def interleaved(functions: Mapping[str, Run], rounds: int, device: torch.device)
     gc.collect()
     gc.disable()
     try:
-        return (_on_cuda if device.type == "cuda" else _on_cpu)(functions, rounds)
+        if is_rehearsal():
+            return _on_cuda(functions, 1, torch.device("cpu"))
+        return _on_cuda(functions, rounds, device) if device.type == "cuda" else _on_cpu(functions, rounds)
     finally:
         if enabled:
             gc.enable()
@@ -51,17 +56,31 @@ def _on_cpu(functions: Mapping[str, Run], rounds: int) -> dict[str, list[float]]
     return samples
 
 
-def _on_cuda(functions: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+class _Clock:
+    """What stands in for a CUDA event."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Clock) -> float:
+        """Milliseconds."""
+        return 1e3 * (end.seconds - self.seconds)
+
+
+def _on_cuda(functions: Mapping[str, Run], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    on_gpu = device.type == "cuda"
+    event = (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else _Clock
+    flush = torch.empty(FLUSH_BYTES // 4 if on_gpu else 1, dtype=torch.int32, device=device)
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair = event(), event()
             flush.zero_()
             pair[0].record()
             function()
             pair[1].record()
             if number > 0:
                 events[name].append(pair)
-        torch.cuda.synchronize()  # a round at a time: the queue of launches must not run full
+        if on_gpu:
+            torch.cuda.synchronize()  # a round at a time: the queue of launches must not run full
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}

@@ -140,8 +140,19 @@ def run_record(
 def git_commit(file: Path) -> dict[str, Any] | None:
     """`{"commit": …, "dirty": …}` of the checkout that tracks `file`; None without git or outside a checkout.
 
-    An installed copy that merely lies below some other repository is not tracked by it, and so gives None.
+    An installed copy that merely lies below some other repository is not tracked by it, and so gives None. A rehearsal
+    adds `"rehearsed": True`, so that its figures are never taken for measurements.
     """
+    found = _git_commit(file)
+    return {**(found or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else found
+
+
+def is_rehearsal() -> bool:
+    """Whether this process rehearses a measurement on a machine without the device (`bench/gpu_lanes.py --rehearse`)."""
+    return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
+
+
+def _git_commit(file: Path) -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(file.parent), *arguments]

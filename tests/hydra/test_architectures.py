@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from rlhf_kernels import testing
 from transformers import AutoModelForCausalLM
 
@@ -84,6 +83,8 @@ def test_packed_rows_equal_padded_rows(name):
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MORE])
 def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
+    from peft import PeftModel
+
     model, batch = hydra(name), random_batch(LENGTHS)
     save_pretrained(model, tmp_path)
     theirs = PeftModel.from_pretrained(plain_model(name), tmp_path).eval()
@@ -98,6 +99,8 @@ def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
 
 @every
 def test_gradients_are_those_of_peft(name, tmp_path):
+    from peft import PeftModel
+
     model, batch = hydra(name), random_batch(LENGTHS)
     save_pretrained(model, tmp_path)
     theirs = PeftModel.from_pretrained(plain_model(name), tmp_path, is_trainable=True).eval()
@@ -154,6 +157,8 @@ def test_generation_draws_from_the_distribution_that_training_sees(name):
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
 def test_lora_on_the_head_acts_on_the_head_only(name, tmp_path):
     """Also where its weight is the embedding's (GPT-2, Gemma 2)."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     targets = ("lm_head", "c_attn" if name == "gpt2" else "q_proj")
     model, batch = hydra(name, target_modules=targets), random_batch(LENGTHS)
     assert isinstance(model.backbone().linears["lm_head"], GatedHead)

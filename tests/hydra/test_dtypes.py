@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import PeftModel
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, load_pretrained, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
@@ -42,6 +41,8 @@ def truth_dtype(name: str) -> torch.dtype:
 
 def peft_logits(name: str, folder, *, base: torch.dtype, run: torch.dtype, autocast: bool = False, **options):
     """Logits [3, 8, V] of plain PEFT on a base rounded to `base` and computed in `run`."""
+    from peft import PeftModel
+
     plain = plain_model(name).to(base).to(run)
     theirs = PeftModel.from_pretrained(plain, folder, **options).eval()
     if run == torch.float64:

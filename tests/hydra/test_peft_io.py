@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("peft")
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import (
@@ -90,6 +89,8 @@ def rounds_activations(plain: torch.nn.Module) -> bool:
 
 @both
 def test_a_slot_is_what_peft_makes_of_it(base, bits, tmp_path):
+    from peft import PeftModel
+
     model = make(base, bits)
     save_pretrained(model, tmp_path)
     plain = load_model(base, dtype=torch.float32, device="cpu", quantization=bits)

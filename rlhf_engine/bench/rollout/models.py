@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, SlotConfig
@@ -52,6 +51,8 @@ class Models:
 
 def make_models(name: str, dtype: torch.dtype, device: torch.device) -> Models:
     """A configuration of `CONFIGS` with random weights, or a model folder of the Llama kind."""
+    from peft import LoraConfig, get_peft_model
+
     if name in CONFIGS:
         torch.manual_seed(0)
         config = LlamaConfig(**CONFIGS[name], max_position_embeddings=2048, tie_word_embeddings=True)
