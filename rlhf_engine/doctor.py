@@ -14,6 +14,7 @@ from rlhf_kernels import cores, kernel_table, native, registry
 from rlhf_kernels.linear import packed
 
 from rlhf_engine import __version__
+from rlhf_engine.hydra import varlen
 from rlhf_engine.report import summary_table
 
 _CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton")
@@ -44,6 +45,7 @@ def examine() -> dict[str, Any]:
             str(dtype).removeprefix("torch."): registry.report(device, dtype)
             for dtype in (torch.float32, torch.bfloat16)
         },
+        "attention": varlen.report(),
         "optional": {name: _version(name) for name in _OPTIONAL},
     }
 
@@ -70,6 +72,10 @@ def print_examination(found: dict[str, Any]) -> None:
         for why in dict.fromkeys(row["why"] for row in ops.values()):
             names = ", ".join(op for op, row in ops.items() if row["why"] == why)
             console.print(f"  {dtype} {names}: {why}", markup=False, highlight=False, soft_wrap=True)
+    attention = dict(found["attention"])
+    why = attention.pop("why")
+    paths = ", ".join(f"{name}: {path}" for name, path in attention.items())
+    console.print(f"packed sequences, {paths} ({why})", markup=False, highlight=False, soft_wrap=True)
     for name, version in found["optional"].items():
         console.print(f"{name}: {version or 'not installed, ' + _OPTIONAL[name]}", markup=False, highlight=False)
 

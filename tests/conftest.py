@@ -5,6 +5,7 @@ What takes seconds to import is imported where it is used: tests of the kernels 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,15 +137,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"native code, where tests ask for every instruction set: {sets}")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """A test that needs PEFT is skipped where it is not installed, and says so."""
+@contextlib.contextmanager
+def _without_peft() -> Iterator[None]:
+    """What needs PEFT is skipped where it is not installed, and says so."""
     try:
-        return (yield)
+        yield
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         pytest.skip("peft is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _without_peft():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _without_peft():
+        return (yield)
 
 
 class OneOfEach:

@@ -3,22 +3,26 @@
 A trunk call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
 how they attend:
 
-* `PackedPlan`: every sequence attends causally to itself. Sequences of similar length go through one SDPA call, the
-  shorter ones padded on the right; under a causal mask no real query sees that padding, so no mask tensor exists.
-  With `new`, keys and values are also written into a cache (prefill).
+* `PackedPlan`: every sequence attends causally to itself. On a GPU, `varlen` chooses who serves that without padding.
+  Elsewhere sequences of similar length go through one SDPA call, the shorter ones padded on the right; under a causal
+  mask no real query sees that padding, so no mask tensor exists. With `new`, keys and values are also written into a
+  cache (prefill).
 * `DecodePlan`: one new token per row; keys and values are appended to the cache and the op `decode_attention` reads it.
 
-A sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long sequences
-go in blocks of queries. A softcap on the scores (Gemma 2) runs in plain torch, block by block, in the order of
-operations of transformers' eager attention: SDPA cannot express it. A keyword that is not served is refused by name.
+In SDPA, a sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long
+sequences go in blocks of queries. A softcap on the scores (Gemma 2) then runs in plain torch, block by block, in the
+order of operations of transformers' eager attention: SDPA cannot express it. A keyword that is not served is refused
+by name.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, S cache length.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,8 +33,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.errors import UnsupportedModelError
-from rlhf_engine.hydra import attention_cpu, gate
+from rlhf_engine.hydra import attention_cpu, gate, varlen
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
+from rlhf_engine.hydra.varlen import ScoreRule, Sequences
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -67,26 +72,27 @@ class Grid:
 class PackedPlan:
     """Causal attention within each packed sequence."""
 
-    buckets: tuple[Bucket, ...]
-    grid: Grid | None
-    """None where rows lie as the buckets take them: the sequences have one length."""
-    max_length: int
+    lengths: tuple[int, ...]
+    device: torch.device
     new: NewTokens | None = None
     """Where keys and values are kept for decoding (prefill); None: nowhere."""
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScoreRule:
-    """How a layer turns queries and keys into attention scores."""
+    @cached_property
+    def sequences(self) -> Sequences:
+        """Where they begin, for attention without padding."""
+        starts = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32)
+        return Sequences(starts=starts.to(self.device), longest=self.max_length)
 
-    scaling: float | None
-    """None: 1 / √D."""
-    window: int | None
-    """Keys that a query sees, itself included; None: all before it."""
-    softcap: float | None
-    """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
+    @cached_property
+    def layout(self) -> tuple[tuple[Bucket, ...], Grid | None]:
+        """Buckets, for SDPA, and the grid: None where rows lie as the buckets take them, being of one length."""
+        return _in_layout(self.lengths, self.device)
 
 
 Linears = dict[tuple[object, gate.SlotTable], DecodeLinear]
@@ -119,9 +125,14 @@ def plan_packed(
     new: NewTokens | None = None,
 ) -> PackedPlan:
     """Plan for sequences of the given lengths, packed one after another; `new` says where their tokens are kept."""
-    starts = [0]
-    for n in lengths:
-        starts.append(starts[-1] + n)
+    plan = PackedPlan(lengths=tuple(lengths), device=device, new=new)
+    if device.type != varlen.DEVICE_TYPE:  # elsewhere the first layer that needs it makes it
+        _ = plan.layout
+    return plan
+
+
+def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Bucket, ...], Grid | None]:
+    starts = [0, *itertools.accumulate(lengths)]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
     for i in order:
@@ -137,12 +148,11 @@ def plan_packed(
     offsets = torch.arange(len(begin)) - (padded.cumsum(0) - padded).repeat_interleave(padded)
     real = offsets < torch.tensor(lengths)[in_order].repeat_interleave(padded)
     rows = torch.where(real, begin + offsets, begin)
-    grid = None
-    if not torch.equal(rows, torch.arange(starts[-1])):
-        places = torch.empty(starts[-1], dtype=torch.int64)
-        places[rows[real]] = real.nonzero().squeeze(1)
-        grid = Grid(rows=rows.to(device), places=places.to(device))
-    return PackedPlan(buckets=buckets, grid=grid, max_length=max(lengths), new=new)
+    if torch.equal(rows, torch.arange(starts[-1])):
+        return buckets, None
+    places = torch.empty(starts[-1], dtype=torch.int64)
+    places[rows[real]] = real.nonzero().squeeze(1)
+    return buckets, Grid(rows=rows.to(device), places=places.to(device))
 
 
 def plan_decode(
@@ -191,22 +201,27 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    packed = varlen.choose(query, value, rule)
+    if packed is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return packed(query, key, value, plan.sequences, rule)[None], None
     attend = _sdpa if softcap is None else _capped
-    grids = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)
-    parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in grids]  # each [n · length, H, D]
+    buckets = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)
+    parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in buckets]  # each [n · length, H, D]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (out if plan.grid is None else out.index_select(0, plan.grid.places))[None], None
+    grid = plan.layout[1]
+    return (out if grid is None else out.index_select(0, grid.places))[None], None
 
 
 def _in_buckets(x: torch.Tensor, plan: PackedPlan) -> list[torch.Tensor]:
     """[n, heads, length, D] of each bucket, for the rows [1, heads, T, D]."""
     rows = x.squeeze(0).transpose(0, 1)
-    if plan.grid is not None:
-        rows = _Padded.apply(rows, plan.grid.rows, plan.grid.places)  # type: ignore[no-untyped-call]
-    parts = rows.split([b.n_sequences * b.length for b in plan.buckets])
+    buckets, grid = plan.layout
+    if grid is not None:
+        rows = _Padded.apply(rows, grid.rows, grid.places)  # type: ignore[no-untyped-call]
+    parts = rows.split([b.n_sequences * b.length for b in buckets])
     return [
-        part.unflatten(0, (b.n_sequences, b.length)).transpose(1, 2)
-        for part, b in zip(parts, plan.buckets, strict=True)
+        part.unflatten(0, (b.n_sequences, b.length)).transpose(1, 2) for part, b in zip(parts, buckets, strict=True)
     ]
 
 

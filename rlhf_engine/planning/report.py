@@ -14,7 +14,7 @@ from rlhf_kernels.linear import packed
 
 from rlhf_engine.config import PlanConfig, parse_size
 from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import METHODS, SlotConfig
+from rlhf_engine.hydra import METHODS, SlotConfig, varlen
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.planning.phases import FULL_SFT, Setting
 from rlhf_engine.planning.predict import PHASES, Planner, Prediction
@@ -150,7 +150,8 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         lines.append(
             "Not in here: the CUDA context and library workspaces. Kernels' own memory on CUDA is read off the code, "
             "not measured; attention is taken to be flash attention"
-            + (", which float32 does not get." if config.dtype == "float32" else ".")
+            + (", which float32 does not get. " if config.dtype == "float32" else ". ")
+            + f"On this machine packed sequences go through {varlen.report()['attention']}."
         )
     else:
         lines.append(

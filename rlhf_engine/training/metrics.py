@@ -32,6 +32,7 @@ import torch
 from rlhf_kernels import cores, native
 
 import rlhf_engine
+from rlhf_engine.hydra import varlen
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
@@ -133,6 +134,7 @@ def run_record(
         "cpu_quota": cpu.quota,
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
+        "attention": varlen.report()["attention"],
         "kernel_backends": {op: dict(row) if isinstance(row, Mapping) else row for op, row in backends.items()},
     }
 
@@ -148,7 +150,7 @@ def git_commit(file: Path) -> dict[str, Any] | None:
 
 
 def is_rehearsal() -> bool:
-    """Whether this process rehearses a measurement on a machine without the device (`bench/gpu_lanes.py --rehearse`)."""
+    """Whether this process rehearses measurements without their device (`bench/gpu_lanes.py --rehearse`)."""
     return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
 
 

@@ -44,18 +44,17 @@ def padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_lengths_make_padded_and_plain_buckets():
-    plan = plan_packed(random_batch(LENGTHS).lengths, torch.device("cpu"))
-    assert [(b.length, b.n_sequences) for b in plan.buckets] == [(32, 1), (20, 2), (9, 3), (2, 1)]
-    assert plan.grid is not None
-    total = len(plan.grid.places)
-    assert plan.grid.rows[plan.grid.places].tolist() == list(range(total))  # every row has a place
-    assert len(plan.grid.rows) == 32 + 2 * 20 + 3 * 9 + 2
+    buckets, grid = plan_packed(random_batch(LENGTHS).lengths, torch.device("cpu")).layout
+    assert [(b.length, b.n_sequences) for b in buckets] == [(32, 1), (20, 2), (9, 3), (2, 1)]
+    assert grid is not None
+    assert grid.rows[grid.places].tolist() == list(range(len(grid.places)))  # every row has a place
+    assert len(grid.rows) == 32 + 2 * 20 + 3 * 9 + 2
 
 
 def test_sequences_of_one_length_lie_as_they_are():
-    plan = plan_packed([5, 5, 5], torch.device("cpu"))
-    assert plan.grid is None
-    assert [(b.length, b.n_sequences) for b in plan.buckets] == [(5, 3)]
+    buckets, grid = plan_packed([5, 5, 5], torch.device("cpu")).layout
+    assert grid is None
+    assert [(b.length, b.n_sequences) for b in buckets] == [(5, 3)]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf_kernels import registry
 
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import head_logits
@@ -32,7 +33,7 @@ def test_off_is_the_plain_model_bit_for_bit(name, dtype):
     model, plain = make(name, "cuda", dtype), plain_model(name).to(dtype).to("cuda")
     tokens = torch.randint(3, VOCAB, (3, 12), generator=torch.Generator().manual_seed(0)).cuda()
     batch = PackedBatch.from_lists(tokens[:, :4].tolist(), tokens[:, 4:].tolist(), device="cuda")
-    with torch.no_grad():
+    with torch.no_grad(), registry.use_backend("reference"):  # whose attention is the plain model's, in bf16 as well
         ours = model._trunk_call(batch, model.backbone(), [None], None)
         theirs = plain.base_model(tokens, use_cache=False).last_hidden_state.flatten(0, 1)
         logits = head_logits(ours, model.backbone().lm_head)

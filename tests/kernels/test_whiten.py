@@ -188,6 +188,8 @@ def test_threads_do_not_change_the_bits():
 def test_named_backend_never_falls_back():
     with pytest.raises(registry.BackendUnavailableError, match="backend='cuda' cannot serve whiten"):
         whiten(torch.zeros(2), torch.ones(2), backend="cuda")
+    if registry.unsupported("whiten", "triton", "cpu", torch.float32) is None:
+        return  # under its interpreter Triton serves the CPU
     with pytest.raises(registry.BackendUnavailableError, match="backend='triton' cannot serve whiten"):
         masked_moments(torch.zeros(2), torch.ones(2), backend="triton")
 

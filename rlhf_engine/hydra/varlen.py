@@ -1,0 +1,324 @@
+"""Attention of packed sequences on a GPU, without padding: flash-attn, torch's varlen attention, FlexAttention.
+
+`choose` takes the first of these that serves a layer, once per process and kind of layer:
+
+    flash-attn 3    capability 9                     flash-attn 2   from capability 8 on
+    flash-attn 4    capability 9, 10, 11             torch varlen   from capability 8 on, without a softcap
+    FlexAttention   what has a window or a softcap and none of the others serves; compiled on its first call
+
+All of them work in bf16 and fp16 and give a sequence the same bits whatever it is packed with: each is asked for one
+pass over the keys and, where it has such an option, for a backward pass in a fixed order. Elsewhere `choose` gives None
+and the reason, and attention goes through SDPA (see `attention`): on a CPU, in fp32, and with the `reference` kernels,
+whose promise are the bits of the transformers model.
+
+Legend: T rows, N sequences, H query heads, K key/value heads, D head size, E size of a value head.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+
+DEVICE_TYPE = "cuda"
+_HALF = (torch.bfloat16, torch.float16)
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "ScoreRule"], torch.Tensor]
+"""query [T, H, D], key [T, K, D], value [T, K, E], where sequences lie, the layer's scores → [T, H, E]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRule:
+    """How a layer turns queries and keys into attention scores."""
+
+    scaling: float | None
+    """None: 1 / √D."""
+    window: int | None
+    """Keys that a query sees, itself included; None: all before it."""
+    softcap: float | None
+    """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    """Where packed sequences begin and end."""
+
+    starts: torch.Tensor
+    """int32 [N + 1], the first row of each sequence, and T."""
+    longest: int
+    """Rows of the longest sequence."""
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """FlexAttention's block masks by window, made once for all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What decides who may serve a layer."""
+
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    windowed: bool
+    softcapped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A way through attention."""
+
+    name: str
+    unsupported: Callable[[Layer], str | None]
+    """Why it cannot serve a layer, or None if it can."""
+    load: Callable[[], Attend]
+
+
+def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> Attend | None:
+    """The function that serves such a layer, None where SDPA does. query [1, H, T, D], value [1, K, T, E]."""
+    if query.device.type != DEVICE_TYPE or query.dtype not in _HALF or registry.default_backend() == "reference":
+        return None
+    layer = Layer(
+        capability=capability(query.device),
+        dtype=query.dtype,
+        head_size=query.shape[-1],
+        value_size=value.shape[-1],
+        windowed=rule.window is not None,
+        softcapped=rule.softcap is not None,
+    )
+    return _chosen(layer)[1]
+
+
+@functools.cache
+def _chosen(layer: Layer) -> tuple[str, Attend | None]:
+    for path in PATHS:
+        if path.unsupported(layer) is None:
+            return path.name, path.load()
+    return SDPA, None
+
+
+def report() -> dict[str, str]:
+    """Who serves plain attention of 64-wide heads in bf16, layers with a window, and with a softcap; why others do not.
+
+    For `doctor`, `plan` and the records of runs.
+    """
+    if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
+        return {"attention": SDPA, "why": "there is no CUDA device"}
+    found = {}
+    at = capability(torch.device(DEVICE_TYPE))
+    for name, windowed, softcapped in (("attention", False, False), ("window", True, False), ("softcap", False, True)):
+        layer = Layer(
+            capability=at,
+            dtype=torch.bfloat16,
+            head_size=64,
+            value_size=64,
+            windowed=windowed,
+            softcapped=softcapped,
+        )
+        found[name] = _chosen(layer)[0]
+    reasons = {path.name: path.unsupported(layer) for path in PATHS}
+    return {**found, "why": "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)}
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+# ---- flash-attn ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _absent(distribution: str, module: str, install: str) -> str | None:
+    """Why a package cannot be used, or None if it can."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{distribution} is not installed ({install})"
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:  # built for another torch, another CUDA
+        return f"{distribution} does not load: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _flash_2(layer: Layer) -> str | None:
+    return (
+        _absent("flash-attn", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'")
+        or _needs_capability(layer, 8, 99)
+        or _needs_equal_heads(layer)
+    )
+
+
+def _flash_3(layer: Layer) -> str | None:
+    return (
+        _absent("flash-attn-3", "flash_attn_interface", "built from its sources")
+        or _needs_capability(layer, 9, 9)
+        or _needs_equal_heads(layer)
+    )
+
+
+def _flash_4(layer: Layer) -> str | None:
+    found = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
+    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer)
+    if found is None and layer.capability[0] > 9 and layer.head_size > 128:
+        whole = layer.head_size == 256 and not layer.softcapped
+        return None if whole else f"it does not serve heads of {layer.head_size} like these"
+    return found
+
+
+def _needs_capability(layer: Layer, first: int, last: int) -> str | None:
+    if first <= layer.capability[0] <= last:
+        return None
+    return f"it needs a GPU of capability {first}{'' if last == first else ' or later'}, not {layer.capability[0]}"
+
+
+def _needs_equal_heads(layer: Layer) -> str | None:
+    sizes = layer.head_size, layer.value_size
+    if sizes[0] == sizes[1] and sizes[0] <= 256 and sizes[0] % 8 == 0:
+        return None
+    return f"it serves keys and values of one size, a multiple of 8 up to 256, not {sizes[0]} and {sizes[1]}"
+
+
+def _load_flash(module: str) -> Attend:
+    """The varlen function of any of the three packages: it has the arguments that are named here."""
+    function = importlib.import_module(module).flash_attn_varlen_func
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
+    ) -> torch.Tensor:
+        out = function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=sequences.starts,
+            cu_seqlens_k=sequences.starts,
+            max_seqlen_q=sequences.longest,
+            max_seqlen_k=sequences.longest,
+            softmax_scale=rule.scaling,
+            causal=True,
+            deterministic=True,
+            **({} if rule.window is None else {"window_size": (rule.window - 1, 0)}),
+            **({} if rule.softcap is None else {"softcap": rule.softcap}),
+        )
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the log-sum-exp as well
+        return result
+
+    return attend
+
+
+# ---- torch's varlen attention ----------------------------------------------------------------------------------------
+
+
+def _varlen(layer: Layer) -> str | None:
+    if layer.softcapped:
+        return "it has no softcap"
+    return _needs_capability(layer, 8, 99) or _needs_equal_heads(layer)
+
+
+def _load_varlen() -> Attend:
+    function: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    options = inspect.signature(function).parameters  # releases of torch differ
+    fixed = {"num_splits": 1} if "num_splits" in options else {}
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        shared = {}
+        if groups > 1 and "enable_gqa" in options:
+            shared = {"enable_gqa": True}
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        out: torch.Tensor = function(
+            query,
+            key,
+            value,
+            sequences.starts,
+            sequences.starts,
+            sequences.longest,
+            sequences.longest,
+            scale=rule.scaling,
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),
+            **fixed,
+            **shared,
+        )
+        return out
+
+    return attend
+
+
+# ---- FlexAttention ---------------------------------------------------------------------------------------------------
+
+
+def _flex(layer: Layer) -> str | None:
+    if not (layer.windowed or layer.softcapped):
+        return "SDPA serves what has neither a window nor a softcap"
+    return None
+
+
+@functools.cache
+def _flex_compiled() -> tuple[Any, Any]:
+    """FlexAttention and the maker of its masks; without compiling, both would make scores of T × T."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask)
+
+
+def _load_flex() -> Attend:
+    return _attend_flex
+
+
+def _attend_flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
+) -> torch.Tensor:
+    flex_attention, create_block_mask = _flex_compiled()
+    T = query.shape[0]
+    if rule.window not in sequences.masks:
+        seen = _visible(sequences.starts, T, rule.window)
+        sequences.masks[rule.window] = create_block_mask(seen, None, None, T, T, device=str(query.device))
+    out: torch.Tensor = flex_attention(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        score_mod=None if rule.softcap is None else _capped(rule.softcap),
+        block_mask=sequences.masks[rule.window],
+        scale=rule.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _visible(starts: torch.Tensor, T: int, window: int | None) -> Callable[..., torch.Tensor]:
+    """Whether row i sees row j: its own sequence, no later one, within the window."""
+    of_row = torch.bucketize(torch.arange(T, device=starts.device, dtype=starts.dtype), starts[1:], right=True)
+
+    def seen(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        found = (of_row[i] == of_row[j]) & (j <= i)
+        return found if window is None else found & (i - j < window)
+
+    return seen
+
+
+@functools.cache
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """One function per softcap: another one would be compiled anew."""
+
+    def capped(score: torch.Tensor, batch: Any, head: Any, i: Any, j: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+SDPA = "SDPA in buckets"
+PATHS = (
+    Path(name="flash-attn 3", unsupported=_flash_3, load=lambda: _load_flash("flash_attn_interface")),
+    Path(name="flash-attn 4", unsupported=_flash_4, load=lambda: _load_flash("flash_attn.cute")),
+    Path(name="flash-attn 2", unsupported=_flash_2, load=lambda: _load_flash("flash_attn.flash_attn_interface")),
+    Path(name="torch varlen", unsupported=_varlen, load=_load_varlen),
+    Path(name="FlexAttention", unsupported=_flex, load=_load_flex),
+)

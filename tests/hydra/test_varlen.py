@@ -1,0 +1,269 @@
+"""Attention without padding: who is chosen, that a model's numbers stay, and what each package is asked for.
+
+No GPU is needed: stand-ins have the packages' names and signatures, and the CPU takes the GPU's place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rlhf_kernels import registry
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention import varlen as torch_varlen
+from transformers import MistralConfig, MistralForCausalLM
+
+from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, varlen
+from rlhf_engine.hydra.attention import packed_attention, plan_packed
+from rlhf_engine.hydra.gate import SlotTable, TrunkCall, enter
+from rlhf_engine.hydra.varlen import Layer, ScoreRule, Sequences
+from tests.conftest import random_batch, randomise
+from tests.hydra import flash_stand_ins as stand_ins
+from tests.hydra.architectures import _SHAPE, WINDOW, plain_model
+
+LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))
+ROLES = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
+MODELS = {  # heads of 8, two of them to a key
+    "qwen3": lambda: plain_model("qwen3"),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SHAPE, head_dim=8, sliding_window=WINDOW)).eval(),
+    "gemma2": lambda: plain_model("gemma2"),
+}
+HOPPER, AMPERE = (9, 0), (8, 6)
+FLASH = list(stand_ins.PACKAGES)
+
+
+def forget() -> None:
+    varlen._absent.cache_clear()
+    varlen._chosen.cache_clear()
+
+
+@pytest.fixture
+def site(monkeypatch, tmp_path) -> Iterator[object]:
+    """A folder of packages, with a Hopper GPU's place taken by the CPU."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(varlen, "capability", lambda device: HOPPER)
+    forget()
+    stand_ins.CALLS.clear()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("flash_attn"):
+            del sys.modules[name]
+    forget()
+
+
+def layer(**changes: object) -> Layer:
+    found = {"dtype": torch.bfloat16, "head_size": 64, "value_size": 64, "windowed": False, "softcapped": False}
+    return Layer(**{"capability": HOPPER, **found, **changes})
+
+
+def chosen(**changes: object) -> str:
+    return varlen._chosen(layer(**changes))[0]
+
+
+# ---- who is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_without_flash_attn_torch_serves_all_but_softcaps(site):
+    assert chosen() == chosen(windowed=True) == "torch varlen"
+    assert chosen(softcapped=True) == chosen(softcapped=True, windowed=True) == "FlexAttention"
+    assert chosen(capability=(7, 5)) == chosen(value_size=32) == chosen(head_size=512, value_size=512) == varlen.SDPA
+    assert chosen(value_size=32, windowed=True) == "FlexAttention"
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_what_is_installed_comes_first(site, name):
+    stand_ins.install(name, site)
+    importlib.invalidate_caches()
+    assert chosen() == chosen(windowed=True) == chosen(softcapped=True) == name
+    assert chosen(capability=AMPERE) == ("flash-attn 2" if name == "flash-attn 2" else "torch varlen")
+    assert chosen(head_size=60, value_size=60) == varlen.SDPA
+
+
+def test_all_of_them_installed(site):
+    for name in FLASH:
+        stand_ins.install(name, site)
+    importlib.invalidate_caches()
+    assert chosen() == "flash-attn 3"
+    assert chosen(capability=(10, 0)) == "flash-attn 4"
+    assert chosen(capability=(10, 0), head_size=192, value_size=192) == "flash-attn 2"
+    assert chosen(capability=(10, 0), head_size=256, value_size=256) == "flash-attn 4"
+    assert chosen(capability=(10, 0), head_size=256, value_size=256, softcapped=True) == "flash-attn 2"
+    assert chosen(capability=AMPERE) == "flash-attn 2"
+
+
+def test_a_package_that_does_not_load_is_named_and_left_out(site):
+    stand_ins.install("flash-attn 2", site, code="raise ImportError('undefined symbol: _ZN3c10')")
+    importlib.invalidate_caches()
+    found = varlen.report()
+    assert found["attention"] == found["window"] == "torch varlen"
+    assert found["softcap"] == "FlexAttention"
+    assert "flash-attn 2: flash-attn does not load: undefined symbol: _ZN3c10" in found["why"]
+    assert "flash-attn 3: flash-attn-3 is not installed (built from its sources)" in found["why"]
+    assert "torch varlen: it has no softcap" in found["why"]
+
+
+def test_sdpa_keeps_fp32_and_the_reference_kernels(site):
+    rows, rule = torch.zeros(1, 2, 4, 8), ScoreRule(scaling=None, window=None, softcap=None)
+    assert varlen.choose(rows, rows, rule) is None
+    half = rows.bfloat16()
+    assert varlen.choose(half, half, rule) is not None
+    with registry.use_backend("reference"):
+        assert varlen.choose(half, half, rule) is None
+
+
+def test_a_cpu_has_none(monkeypatch):
+    half = torch.zeros(1, 2, 4, 8).bfloat16()
+    assert varlen.choose(half, half, ScoreRule(scaling=None, window=None, softcap=None)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert varlen.report() == {"attention": varlen.SDPA, "why": "there is no CUDA device"}
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(name: str) -> list[torch.Tensor]:
+    """Log-probs of actor and reference and the actor's gradients, of ragged sequences in bf16."""
+    torch.manual_seed(0)
+    plain = MODELS[name]().to(torch.bfloat16)
+    model = HydraModel.from_pretrained(plain, roles=ROLES, slots={"actor": SlotConfig(r=4)})
+    randomise(model, "actor")
+    stand_ins.CALLS.clear()  # of the load's own checks
+    out, reference = model.train()(random_batch(LENGTHS), (Logprobs(), Logprobs(role="reference")))
+    out.logprob.sum().backward()
+    gradients = [p.grad for p in model.backbone().slot("actor").parameters()]
+    return [out.logprob.detach(), reference.logprob, *gradients]
+
+
+def assert_same_function(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Roundings of bf16 apart."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.07 * theirs.norm()
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch, name, model):
+    monkeypatch.setattr(varlen, "DEVICE_TYPE", "none")
+    expected = numbers(model)
+    assert not stand_ins.CALLS
+    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    stand_ins.install(name, site)
+    importlib.invalidate_caches()
+    assert_same_function(numbers(model), expected)
+    rows = random_batch(LENGTHS).n_tokens
+    assert stand_ins.CALLS
+    assert {call["rows"] for call in stand_ins.CALLS} <= {rows, 2 * rows}  # a lane or two, no padding
+    assert any(call["left"] is not None for call in stand_ins.CALLS) == (model != "qwen3")
+    assert any(call["softcap"] for call in stand_ins.CALLS) == (model == "gemma2")
+
+
+@pytest.mark.parametrize("model", ["qwen3", "mistral"])
+@pytest.mark.parametrize("function", [stand_ins.varlen_of_torch_211, stand_ins.varlen_of_torch_213])
+def test_torch_s_varlen_gives_the_model_s_numbers(site, monkeypatch, function, model):
+    monkeypatch.setattr(varlen, "DEVICE_TYPE", "none")
+    expected = numbers(model)
+    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(torch_varlen, "varlen_attn", function)
+    assert_same_function(numbers(model), expected)
+    assert stand_ins.CALLS
+    assert any(call["left"] is not None for call in stand_ins.CALLS) == (model == "mistral")
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, 1.5), (7, None), (7, 1.5), (1, None)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads):
+    monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(40, h, 16, generator=generator) for h in (4, kv_heads, kv_heads))
+    sequences = plan_packed([9, 1, 25, 5], torch.device("cpu")).sequences
+    rule = ScoreRule(scaling=0.3, window=window, softcap=softcap)
+    left = None if window is None else window - 1
+    expected = stand_ins.attention(query, key, value, sequences.starts, sequences.longest, 0.3, left, softcap)
+    for _ in range(2):  # the second layer has the first one's mask
+        out = varlen._attend_flex(query, key, value, sequences, rule)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert list(sequences.masks) == [window]
+
+
+def test_neighbours_do_not_change_a_sequence(site):
+    """Rows of a packed call are cut by `starts` alone: a sequence alone and among others is the same call's row."""
+    stand_ins.install("flash-attn 2", site)
+    importlib.invalidate_caches()
+    rows = [torch.randn(1, 2, 12, 8).bfloat16() for _ in "qkv"]
+
+    def run(lengths: list[int], first: int, last: int) -> torch.Tensor:
+        plan = plan_packed(lengths, torch.device("cpu"))
+        with enter(TrunkCall(table=SlotTable.uniform(None, last - first), attention=plan)):
+            return packed_attention(torch.nn.Module(), *(x[:, :, first:last] for x in rows), None)[0]
+
+    assert torch.equal(run([4, 5, 3], 0, 12)[:, 4:9], run([5], 4, 9))
+
+
+# ---- what the real packages take -------------------------------------------------------------------------------------
+
+
+def test_torch_s_varlen_has_the_arguments_that_it_is_given():
+    takes = inspect.signature(torch_varlen.varlen_attn).parameters
+    assert list(takes)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size"} <= set(takes)
+    assert set(takes) <= set(inspect.signature(stand_ins.varlen_of_torch_213).parameters)  # the newest that is known
+
+
+@pytest.mark.parametrize(
+    ("module", "distribution"),
+    [
+        ("flash_attn.flash_attn_interface", "flash-attn"),
+        ("flash_attn_interface", "flash-attn-3"),
+        ("flash_attn.cute", "flash-attn-4"),
+    ],
+)
+def test_installed_flash_attn_has_the_arguments_that_it_is_given(module, distribution):
+    reason = varlen._absent(distribution, module, "")
+    if reason:
+        pytest.skip(reason)
+    takes = inspect.signature(importlib.import_module(module).flash_attn_varlen_func).parameters
+    given = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"}
+    assert given | {"deterministic", "window_size", "softcap"} <= set(takes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (None, 20.0), (300, 20.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("path", varlen.PATHS, ids=lambda path: path.name)
+def test_on_a_gpu_each_path_is_the_definition_and_keeps_a_sequence_s_bits(path, dtype, window, softcap):
+    at = varlen.capability(torch.device("cuda"))
+    reason = path.unsupported(
+        layer(capability=at, dtype=dtype, windowed=window is not None, softcapped=softcap is not None)
+    )
+    if reason:
+        pytest.skip(reason)
+    lengths, attend = [700, 1, 1029, 64, 513], path.load()
+    rule = ScoreRule(scaling=0.1, window=window, softcap=softcap)
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    rows = [torch.randn(total, h, 64, generator=generator).to("cuda", dtype).requires_grad_() for h in (8, 2, 2)]
+    weight = torch.randn(total, 8, 64, generator=generator).to("cuda", dtype)
+    sequences = plan_packed(lengths, torch.device("cuda")).sequences
+    out = attend(*rows, sequences, rule)
+    gradients = torch.autograd.grad(out, rows, weight)
+    host = [x.detach().cpu().double().requires_grad_() for x in rows]
+    left = None if window is None else window - 1
+    exact = stand_ins.attention(*host, sequences.starts.cpu(), sequences.longest, 0.1, left, softcap)
+    expected = [exact, *torch.autograd.grad(exact, host, weight.cpu().double())]
+    for found, truth in zip([out, *gradients], expected, strict=True):
+        assert (found.cpu().double() - truth).norm() <= 0.02 * truth.norm()
+    again = attend(*rows, sequences, rule)
+    assert torch.equal(again, out)
+    if path.name != "torch varlen":  # torch's backward pass has a fixed order only where the process asks for it
+        for one, other in zip(torch.autograd.grad(again, rows, weight), gradients, strict=True):
+            assert torch.equal(one, other)
+    starts = sequences.starts.tolist()
+    alone = [x.detach()[starts[2] : starts[3]] for x in rows]
+    only = Sequences(starts=torch.tensor([0, lengths[2]], dtype=torch.int32, device="cuda"), longest=lengths[2])
+    assert torch.equal(attend(*alone, only, rule), out[starts[2] : starts[3]])
