@@ -11,6 +11,8 @@ INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
 OLDEST_TRL := .venv/trl-1.15.0/.installed
 VERL := .venv/verl-0.9.1/.installed
+# The packages of the GPU machine that lanes are rehearsed for, without those that it may lack.
+GPU_LIKE := .venv/gpu/.installed
 # What setup.py compiles, at any depth.
 NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
@@ -40,7 +42,7 @@ else
 endif
 
 # the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
-test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(VERSIONS:%=.venv/%/.installed)
+test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(VERSIONS:%=.venv/%/.installed)
 ifeq ($(ARGS),)
 	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
 		fetches about 4 GB; make test-long VERSIONS=$v runs it";)
@@ -95,6 +97,12 @@ BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["pr
 	extras = p["optional-dependencies"]; \
 	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"] + extras["data"])); \
 	print("\n".join(map("==".join, found)))
+
+$(GPU_LIKE):
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install -q torch==2.11.0 triton==3.6.0 transformers==5.17.0 "numpy<2.4" accelerate \
+		safetensors rich matplotlib pyyaml pytest pytest-xdist
+	touch $@
 
 .venv/newest/.installed: $(INSTALLED)
 	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)

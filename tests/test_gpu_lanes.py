@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,11 +203,107 @@ def test_lanes_of_this_project(tmp_path):
             assert not word.startswith("tests/") or (ROOT / word).exists()
     (gae,) = (item for item in lanes if item.name == "correct-gae")
     assert {"tests/kernels/test_gae.py", "tests/kernels/test_whiten.py"} <= set(gae.command)
-    (bench,) = (item for item in gpu_lanes.gpu_lanes(tmp_path, quick=True) if item.name == "bench-gae")
+    (bench,) = (item for item in gpu_lanes.gpu_lanes(tmp_path, "quick") if item.name == "bench-gae")
     rows = str(tmp_path / "bench-gae.jsonl")
     expected = ("-m", "rlhf_engine.cli", "bench", "gae", "--device", "cuda", "--json", rows, "--quick")
     assert bench.command[1:] == expected
     assert bench.replaces == Path(rows)
+
+
+def test_a_rehearsal_has_every_lane_on_the_cpu_or_says_why_not(tmp_path):
+    real, rehearsed = gpu_lanes.gpu_lanes(tmp_path), gpu_lanes.gpu_lanes(tmp_path, "rehearsal")
+    steps = {f"step-{model}-{algorithm}" for model in ("llama-3.2-1b", "llama-8b") for algorithm in ("ppo", "grpo")}
+    shapes = {f"plan_check-{shape}" for shape in ("gpt2", "qwen3")}
+    names = {lane.name for lane in real} - steps - shapes | {"step-tiny-ppo", "step-tiny-grpo"}
+    assert {lane.name for lane in rehearsed} == names
+    for lane in rehearsed:
+        assert "cuda" not in lane.command
+        assert lane.rehearsed or lane.missing
+    how = {lane.rehearsed for lane in rehearsed}
+    assert how == {"on a CPU", "collected and not run: every test of it needs a CUDA device"}
+
+
+def test_a_rehearsed_lane_runs_interpreted_and_its_figures_say_so(tmp_path):
+    code = """
+from pathlib import Path
+import os, torch
+from rlhf_engine.bench.timing import interleaved
+from rlhf_engine.training.metrics import git_commit
+calls = []
+ms = interleaved({"a": lambda: calls.append(1)}, 20, torch.device("cpu"))
+print(os.environ["TRITON_INTERPRET"], git_commit(Path("README.md"))["rehearsed"], len(calls), len(ms["a"]))
+"""
+    assert run([lane("timed", code, rehearsed="on a CPU")], tmp_path) == 0
+    got = record(tmp_path, "timed")
+    assert got["rehearsed"] == "on a CPU"
+    assert got["output"].split() == ["1", "True", "2", "1"]  # one round after the one that is not counted
+    assert run([lane("plain", "import os; print(os.environ.get('RLHF_ENGINE_REHEARSAL'))")], tmp_path) == 0
+    got = record(tmp_path, "plain")
+    assert (got["output"], "rehearsed" in got) == ("None\n", False)
+
+
+def test_one_of_each_test_function_and_of_its_parameters_one_that_can_run(tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_configure\n")
+    (tmp_path / "test_some.py").write_text("""
+import pytest
+skipped = pytest.param(0, marks=pytest.mark.skip(reason="not here"))
+@pytest.mark.parametrize("x", [skipped, 1, 2])
+def test_one(x): pass
+def test_two(): pass
+@pytest.mark.parametrize("x", [skipped])
+def test_three(x): pass
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        tmp_path,
+        "--one-of-each",
+        "-v",
+        tmp_path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    words = re.findall(r"(test_some\.py::\S+) (\w+)", done.stdout)
+    assert words == [
+        ("test_some.py::test_one[1]", "PASSED"),
+        ("test_some.py::test_two", "PASSED"),
+        ("test_some.py::test_three[0]", "SKIPPED"),
+    ], done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_every_lane_is_rehearsed_in_the_gpu_machine_s_environment(tmp_path):
+    """Torch 2.11, Triton 3.6, transformers 5.17; no PEFT, no TRL, no compiled extension."""
+    python = ROOT / ".venv" / "gpu" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python.relative_to(ROOT)} is not there; make test-long makes it")
+    tree = tmp_path / "tree"  # what is not ignored, as it travels to another machine
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    out = tmp_path / "out"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python), "bench/gpu_lanes.py", "--rehearse", "--out", str(out)]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 20 * 60
+    found = json.loads(record(out, "environment")["output"])
+    assert found["torch"].startswith("2.11.")
+    assert (found["installed"]["triton"], found["installed"]["transformers"]) == ("3.6.0", "5.17.0")
+    assert {"peft", "trl"} <= set(found["baselines_not_installed"])
+    assert found["native_extension"].startswith("the native extension was not built")
+    records = [json.loads(path.read_text()) for path in out.glob("*.json")]
+    assert all(row["rehearsed"] for row in records)
+    unavailable = {row["lane"]: row["output"] for row in records if row["state"] != "done"}
+    assert set(unavailable) == {"memcheck", "racecheck", "overlap"}
+    assert all(unavailable.values())
+    assert "taken up again" in done.stdout
 
 
 def test_sources_change_the_key_and_a_missing_repository_is_unknown(tmp_path):

@@ -171,14 +171,14 @@ def trace_generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeli
 
     def prefill() -> object:
         ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
-        return generate(model, _prompts(rows, s.prompt_length), ends)
+        return generate(model, _prompts(s, rows, s.prompt_length), ends)
 
     found = traced(prefill, _known(model), s.device_type)
     if s.completion_length > 1:
 
         def last_step() -> object:
             goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
-            return generate(model, _prompts(rows, s.length - 2), goes_on)
+            return generate(model, _prompts(s, rows, s.length - 2), goes_on)
 
         whole = traced(last_step, _known(model), s.device_type)
         draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
@@ -186,9 +186,10 @@ def trace_generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeli
     return found
 
 
-def _prompts(rows: int, length: int) -> list[list[int]]:
-    """No two alike: prompts that are would be kept once."""
-    return [[0] * (length - 1) + [i] for i in range(rows)]
+def _prompts(s: Setting, rows: int, length: int) -> list[list[int]]:
+    """No two alike: prompts that are would be kept once. Their last tokens count in the model's vocabulary."""
+    vocabulary = s.config.get_text_config().vocab_size
+    return [[*[0] * (length - 2), *divmod(i, vocabulary)][-length:] for i in range(rows)]
 
 
 def _batch(s: Setting, rows: int) -> PackedBatch:

@@ -52,6 +52,12 @@ CASES = [("llama", m) for m in METHODS] + [(n, m) for n in TRACED[1:] for m in (
 every_case = pytest.mark.parametrize(("name", "method"), CASES)
 
 
+def test_a_batch_may_have_more_prompts_than_the_vocabulary_has_words():
+    planner = Planner("hydra_ppo", setting(batch=100))
+    assert planner.setting.config.vocab_size < 64 < 100  # rows are traced up to 64
+    assert planner.peak("generation") > Planner("hydra_ppo", setting(batch=50)).peak("generation")
+
+
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
