@@ -65,6 +65,15 @@ def find(case: Case, inputs: Tensors, device_type: str, *, compiling: bool, only
     return Candidates(backends, baselines, missing)
 
 
+def leave_reference_untimed(backends: dict[str, Run], missing: dict[str, str], device_type: str) -> None:
+    """Drop `reference` from the backends to be timed on a GPU, where every round would wait for its [N, V].
+
+    It stays where no other backend serves the case: there it is what `auto` runs.
+    """
+    if device_type == "cuda" and len(backends) > 1 and backends.pop("reference", None) is not None:
+        missing["reference"] = "not timed on a GPU: there it is what the results are compared with"
+
+
 def _backend_run(case: Case, inputs: Tensors, backend: str) -> Run:
     return lambda: case.run(inputs, backend)
 

@@ -54,7 +54,7 @@ def toy(*baselines: Baseline) -> Case:
         make=lambda device: {"x": torch.linspace(0.1, 1, 8, device=device)},
         run=lambda inputs, backend: {"y": inputs["x"].clone()},
         eager=lambda inputs: {"y": inputs["x"].clone()},
-        floor=lambda inputs: copy_floors(64, inputs["x"].device),
+        floor=lambda inputs: copy_floors(64, inputs["x"].device, torch.float32),
         baselines=baselines,
         flops=8.0,
         moved_bytes=64.0,

@@ -181,7 +181,7 @@ def _eager(given: Tensors, lane: Lanes, scale: float) -> Tensor:
 
 def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
     """peft's layer around an nn.Linear. Mixed: sequences with a name each, a path that peft keeps for inference."""
-    require("peft", "0.21.2")
+    require("peft")
     import peft
 
     x, weight = inputs["x"], inputs["weight"]
