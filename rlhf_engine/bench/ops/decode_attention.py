@@ -19,7 +19,6 @@ from torch import Tensor
 from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors, require
 from rlhf_engine.bench.floor import copy_floors
 
-
 PAGE = 32
 """Positions per block of a paged case: `rlhf_engine.hydra.kv_cache.BLOCK`."""
 

@@ -13,6 +13,7 @@ import torch
 from rlhf_kernels.philox import gumbel
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import STREAM
+from torch import Tensor
 
 from rlhf_engine.bench.case import Baseline, Case, Tensors
 from rlhf_engine.bench.floor import gemm_floors
