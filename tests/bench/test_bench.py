@@ -146,9 +146,20 @@ def test_what_cannot_run_is_named_with_its_reason():
 
         return run
 
+    class CompilationError(Exception):
+        """As Triton has it: of no class that Python names."""
+
+    def uncompiled(inputs: Tensors) -> Callable[[], Tensors]:
+        def run() -> Tensors:
+            raise CompilationError("at 1:2")
+
+        return run
+
     compiling = Baseline(name="compiling", prepare=not_here, compiles=True)
-    case = toy(Baseline(name="thing", prepare=not_here), Baseline(name="broken", prepare=broken), compiling)
+    odd = Baseline(name="uncompiled", prepare=uncompiled)
+    case = toy(Baseline(name="thing", prepare=not_here), Baseline(name="broken", prepare=broken), odd, compiling)
     missing = measure(case).missing
+    assert missing["uncompiled"] == "CompilationError: at 1:2"
     assert missing["thing"] == "not installed (pip install thing==1)"
     assert missing["broken"] == "RuntimeError: no compiler"
     found = candidates.find(case, case.make(CPU), "cpu", compiling=False)

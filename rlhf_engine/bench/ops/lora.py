@@ -249,6 +249,8 @@ def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             peft.inject_adapter_in_model(config, module, f"slot{slot}")
     layer: Any = module[0]
+    if type(layer) is not peft.tuners.lora.Linear:
+        raise NotHereError(f"expected peft.tuners.lora.Linear, but it takes {type(layer).__name__} here")
     adapters = {}
     for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
         for slot in range(lane.slots):
