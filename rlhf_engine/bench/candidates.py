@@ -59,12 +59,17 @@ def find(case: Case, inputs: Tensors, device_type: str, *, compiling: bool, only
 
 
 def leave_reference_untimed(backends: dict[str, Run], missing: dict[str, str], device_type: str) -> None:
-    """Drop `reference` from the backends to be timed on a GPU, where every round would wait for its [N, V].
+    """Drop `reference` from the backends that are timed on a GPU: it is the yardstick there, and slow.
 
-    It stays where no other backend serves the case: there it is what `auto` runs.
+    It stays where no other backend serves the case, because `auto` then runs it.
+
+    Args:
+        backends: those that have served the case once; changed in place.
+        missing: reasons by label; changed in place.
+        device_type: of the case's tensors.
     """
     if device_type == "cuda" and len(backends) > 1 and backends.pop("reference", None) is not None:
-        missing["reference"] = "not timed on a GPU: there it is what the results are compared with"
+        missing["reference"] = "not timed on a GPU, where results are compared with it"
 
 
 def _backend_run(case: Case, inputs: Tensors, backend: str) -> Run:

@@ -224,12 +224,12 @@ def test_a_paged_case_has_the_cache_of_a_rollout() -> None:
     assert decode_attention.PAGE == kv_cache.BLOCK
     inputs = cpu_case("decode_attention", "paged").make(CPU)
     n, pages = inputs["block_table"].shape
-    blocks, block, heads_, size = inputs["k_cache"].shape
+    blocks, block, n_heads, size = inputs["k_cache"].shape
     assert (pages, block, blocks) == (2, kv_cache.BLOCK, n * pages)
     assert sorted(inputs["block_table"].flatten().tolist()) == list(range(blocks))
     assert inputs["block_table"].flatten().tolist() != list(range(blocks))
     cache = kv_cache.KVCache(blocks=blocks)
-    token = torch.zeros(1, heads_, size)
+    token = torch.zeros(1, n_heads, size)
     cache.allocate(0, token, token)
     assert cache.read(0)[0].stride() == inputs["k_cache"].stride()
 
