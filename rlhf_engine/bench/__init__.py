@@ -24,5 +24,14 @@ OPS = (
     "decode_attention",
     "decode_step",
 )
+# Distribution → the version that comparisons were written for, by reading its source.
+PEERS = {
+    "liger-kernel": "0.8.5",
+    "cut-cross-entropy": "25.1.1",
+    "quack-kernels": "0.6.4",  # 0.6.5 does not import with nvidia-cutlass-dsl 4.7 and later
+    "trl": "1.16.0",
+    "peft": "0.21.2",
+    "flash-attn": "2.8.3",
+}
 # tiny is for tests, quick for a look, default for a record, full for every size
 SIZES = ("tiny", "quick", "default", "full")

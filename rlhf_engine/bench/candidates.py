@@ -9,16 +9,9 @@ from rlhf_kernels import registry
 
 from rlhf_engine.bench.case import Case, NotHereError, Run, Tensors
 
-# what other people's code raises where it cannot run: no compiler, no driver, an unsupported shape or dtype
-FOREIGN_ERRORS = (
-    ImportError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    OSError,
-)
+# What other people's code raises where it cannot run: no compiler, no driver, an unsupported shape or dtype. Triton and
+# the CUTLASS DSL derive their errors from Exception itself, so no narrower class has them all.
+FOREIGN_ERRORS = (Exception,)
 
 
 class Candidates(NamedTuple):
@@ -63,6 +56,20 @@ def find(case: Case, inputs: Tensors, device_type: str, *, compiling: bool, only
         except FOREIGN_ERRORS as error:
             missing[baseline.label] = one_line(error)
     return Candidates(backends, baselines, missing)
+
+
+def leave_reference_untimed(backends: dict[str, Run], missing: dict[str, str], device_type: str) -> None:
+    """Drop `reference` from the backends that are timed on a GPU: it is the yardstick there, and slow.
+
+    It stays where no other backend serves the case, because `auto` then runs it.
+
+    Args:
+        backends: those that have served the case once; changed in place.
+        missing: reasons by label; changed in place.
+        device_type: of the case's tensors.
+    """
+    if device_type == "cuda" and len(backends) > 1 and backends.pop("reference", None) is not None:
+        missing["reference"] = "not timed on a GPU, where results are compared with it"
 
 
 def _backend_run(case: Case, inputs: Tensors, backend: str) -> Run:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_engine.bench import PEERS
+
 Tensors = dict[str, Tensor]
 Run = Callable[[], Any]
 Floors = dict[str, Run]
@@ -77,10 +79,10 @@ def installed(package: str) -> str | None:
         return None
 
 
-def require(package: str, pinned: str) -> None:
-    """Raise NotHereError unless `package` is installed; `pinned` is the version that comparisons were written for."""
+def require(package: str) -> None:
+    """Raise NotHereError unless `package`, one of `PEERS`, is installed."""
     if installed(package) is None:
-        raise NotHereError(f"not installed (pip install {package}=={pinned})")
+        raise NotHereError(f"not installed (pip install {package}=={PEERS[package]})")
 
 
 def differentiate(outputs: Tensors, upstream: Tensors, leaves: Tensors) -> Tensors:

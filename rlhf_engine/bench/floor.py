@@ -54,11 +54,17 @@ def gemm_floors(
     return floors
 
 
-def copy_floors(moved_bytes: float, device: torch.device) -> Floors:
-    """A bare copy that reads and writes `moved_bytes` in total."""
-    source = torch.ones(max(1, int(moved_bytes) // 2), dtype=torch.uint8, device=device)  # zeros may be unmapped
+def copy_floors(moved_bytes: float, device: torch.device, dtype: torch.dtype) -> Floors:
+    """A bare copy of numbers in `dtype` that reads and writes `moved_bytes` in total."""
+    source = random_normal(max(1, int(moved_bytes) // 2 // dtype.itemsize), dtype=dtype, device=device)
     target = torch.empty_like(source)
     return {"copy": lambda: target.copy_(source)}
+
+
+def random_normal(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal random numbers, the same in every call. A GPU multiplies equal numbers faster than the data of a model."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 
 def together(parts: Sequence[Floors]) -> Floors:

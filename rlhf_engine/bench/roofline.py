@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_engine.bench.floor import copy_floors, gemm_floors, worth_timing
+from rlhf_engine.bench.floor import copy_floors, gemm_floors, random_normal, worth_timing
 from rlhf_engine.bench.timing import interleaved, medians
 
 _MARKERS = {"cuda": "*", "triton": "^", "cpu": "s", "reference": "o"}
@@ -29,10 +29,10 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:
-    """The median of a few calls each, one after the other."""
+    """The median of a few calls each, one after the other, on random numbers in `dtype`."""
     n, n_bytes = (8192, 2**31) if device.type == "cuda" else (1024, 2**28) if quick else (2048, 2**29)
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    products, copy = worth_timing(gemm_floors((a, a.T))), copy_floors(n_bytes, device)
+    a, weight = random_normal(2, n, n, dtype=dtype, device=device)
+    products, copy = worth_timing(gemm_floors((a, weight.T))), copy_floors(n_bytes, device, dtype)
     ms = medians(interleaved(products | copy, 5, device))
     return Ceilings(2e-6 * n**3 / min(ms[label] for label in products), 1e-6 * n_bytes / ms["copy"], dtype)
 

@@ -208,6 +208,7 @@ def run_case(
                 found.missing[label] = f"one call took {took:.0f} s; above {MOST_SECONDS} s none is timed"
                 del group[label]
     del measure
+    candidates.leave_reference_untimed(found.backends, found.missing, device.type)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     candidates_here = found.backends | found.baselines

@@ -54,7 +54,7 @@ def toy(*baselines: Baseline) -> Case:
         make=lambda device: {"x": torch.linspace(0.1, 1, 8, device=device)},
         run=lambda inputs, backend: {"y": inputs["x"].clone()},
         eager=lambda inputs: {"y": inputs["x"].clone()},
-        floor=lambda inputs: copy_floors(64, inputs["x"].device),
+        floor=lambda inputs: copy_floors(64, inputs["x"].device, torch.float32),
         baselines=baselines,
         flops=8.0,
         moved_bytes=64.0,
@@ -146,9 +146,20 @@ def test_what_cannot_run_is_named_with_its_reason():
 
         return run
 
+    class CompilationError(Exception):
+        """As Triton has it: of no class that Python names."""
+
+    def uncompiled(inputs: Tensors) -> Callable[[], Tensors]:
+        def run() -> Tensors:
+            raise CompilationError("at 1:2")
+
+        return run
+
     compiling = Baseline(name="compiling", prepare=not_here, compiles=True)
-    case = toy(Baseline(name="thing", prepare=not_here), Baseline(name="broken", prepare=broken), compiling)
+    odd = Baseline(name="uncompiled", prepare=uncompiled)
+    case = toy(Baseline(name="thing", prepare=not_here), Baseline(name="broken", prepare=broken), odd, compiling)
     missing = measure(case).missing
+    assert missing["uncompiled"] == "CompilationError: at 1:2"
     assert missing["thing"] == "not installed (pip install thing==1)"
     assert missing["broken"] == "RuntimeError: no compiler"
     found = candidates.find(case, case.make(CPU), "cpu", compiling=False)

@@ -90,7 +90,7 @@ def _case(name: str, T: int, H: int, dtype: torch.dtype) -> Case:
         make=make,
         run=run,
         eager=lambda inputs: finish(plain, inputs),
-        floor=lambda inputs: copy_floors(moved, next(iter(inputs.values())).device),
+        floor=lambda inputs: copy_floors(moved, next(iter(inputs.values())).device, dtype),
         baselines=(
             Baseline(name="eager formulas", prepare=prepare_eager),
             Baseline(name="torch.compile(formulas)", prepare=prepare_compiled, compiles=True),

@@ -14,7 +14,7 @@ from rlhf_kernels.decode_step import LINEARS, Decoder, DecoderLayer, DecodeStep,
 from torch import Tensor, nn
 
 from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors
-from rlhf_engine.bench.floor import gemm_floors
+from rlhf_engine.bench.floor import gemm_floors, random_normal
 
 EPS, RANK, LORA_SCALE, WORDS = 1e-5, 16, 2.0, 1000
 
@@ -115,7 +115,8 @@ def _case(s: StepSize, dtype: torch.dtype, on: bool) -> Case:
 
 def _floor(s: StepSize, inputs: Tensors) -> Floors:
     embedding = inputs["embedding"]
-    x = {width: embedding.new_ones(s.N, width) for _, width in s.shapes().values()}
+    widths = {width for _, width in s.shapes().values()}
+    x = {width: random_normal(s.N, width, dtype=embedding.dtype, device=embedding.device) for width in widths}
     return gemm_floors(*((x[s.shapes()[n][1]], inputs[f"{i}.{n}"].T) for i in range(s.L) for n in LINEARS))
 
 

@@ -59,7 +59,7 @@ def _case(B: int, T: int, backward: bool) -> Case:
         make=make,
         run=run,
         eager=lambda inputs: finish(_loop, inputs),
-        floor=lambda inputs: copy_floors(moved, inputs["mask"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["mask"].device, torch.float32),
         baselines=(Baseline(name="eager loop", prepare=prepare),),
         flops=B * T * (10.0 if backward else 6.0),
         moved_bytes=moved,

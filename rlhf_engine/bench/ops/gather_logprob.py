@@ -79,7 +79,7 @@ def _case(N: int, V: int, device_type: str, dtype: torch.dtype, backward: bool) 
         make=make,
         run=run,
         eager=lambda inputs: finish(_eager, inputs),
-        floor=lambda inputs: copy_floors(moved, inputs["logits"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["logits"].device, dtype),
         baselines=(
             baseline("log_softmax + gather", lambda _: _eager),
             baseline("F.cross_entropy", lambda _: _cross_entropy),
@@ -107,21 +107,21 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -F.cross_entropy(logits, target, reduction="none")
 
 
-def _only_cuda(device_type: str, package: str, pinned: str) -> None:
+def _only_cuda(device_type: str, package: str) -> None:
     if device_type != "cuda":
         raise NotHereError("needs a CUDA device")
-    require(package, pinned)
+    require(package)
 
 
 def _trl(device_type: str) -> Score:
-    _only_cuda(device_type, "trl", "1.16.0")
+    _only_cuda(device_type, "trl")
     from trl.kernels import selective_log_softmax_and_entropy
 
     return lambda logits, target: selective_log_softmax_and_entropy(logits, target)[0]
 
 
 def _liger(device_type: str, backward: bool) -> Score:
-    _only_cuda(device_type, "liger-kernel", "0.8.5")
+    _only_cuda(device_type, "liger-kernel")
     if backward:
         raise NotHereError("writes its gradient over the logits, which the other candidates share")
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
@@ -133,7 +133,7 @@ def _liger(device_type: str, backward: bool) -> Score:
 
 
 def _quack(device_type: str) -> Score:
-    _only_cuda(device_type, "quack-kernels", "0.6.5")
+    _only_cuda(device_type, "quack-kernels")
     from quack.cross_entropy import cross_entropy
 
     return lambda logits, target: -cross_entropy(logits, target, reduction="none")

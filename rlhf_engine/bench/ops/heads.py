@@ -5,9 +5,10 @@ Data: hidden ~ N(0, 1), weight ~ N(0, 4 / H), so logits have a standard deviatio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from rlhf_engine.bench.case import NotHereError, Tensors, require
 
 Score = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Tensors]
 TRL_VOCAB_CHUNK = 32768  # what trl.trainer.utils passes
+LIGER_SM90 = "LigerFusedScaledCrossEntropySM90Function"
 
 
 class HeadSize(NamedTuple):
@@ -40,7 +42,7 @@ _CUDA_MODELS = ((4096, 128256), (3584, 152064), (2048, 151936), (1024, 151936), 
 _CUDA = {
     "tiny": [(24, 16, 97)],
     "quick": [(2048, 2048, 151936)],
-    "default": [(n, *hv) for hv in ((4096, 128256), (2048, 151936)) for n in (128, 2048, 8192)],
+    "default": [(n, *hv) for hv in ((4096, 128256), (2048, 151936)) for n in (512, 2048, 8192)],
     "full": [(n, *hv) for hv in _CUDA_MODELS for n in (64, 128, 512, 2048, 8192, 32768)],
 }
 
@@ -83,6 +85,8 @@ class Scorer:
     outputs: tuple[str, ...] = ("logprob",)
     differentiable: tuple[str, ...] = ("logprob",)
     compiles: bool = False
+    same: bool = True  # False: its gradient is not the case's
+    only: str | None = None  # the device type that it is for; None: any
 
     def checked(self, device_type: str, outputs: tuple[str, ...], differentiated: tuple[str, ...]) -> Score:
         """`load`, after saying what this code cannot do."""
@@ -112,8 +116,7 @@ def _linear_cross_entropy(device_type: str) -> Score:
 
 
 def _trl(device_type: str) -> Score:
-    require("trl", "1.16.0")
-    import trl.trainer.utils  # noqa: F401  the backward imports it, and with it all that trl needs
+    require_trl(device_type)
     from trl.kernels import ChunkedLogProbFunction
 
     def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
@@ -126,37 +129,70 @@ def _trl(device_type: str) -> Score:
     return score
 
 
+def require_trl(device_type: str) -> None:
+    """Import all that TRL's kernels need. Raises NotHereError where they are missing, or plain torch on a GPU."""
+    require("trl")
+    import trl.trainer.utils  # noqa: F401  the backward imports it
+    from trl.kernels.chunked_logprob import _use_triton
+
+    if device_type == "cuda" and not _use_triton(torch.device(device_type)):
+        raise NotHereError("expected its Triton kernels, but it takes plain torch here")
+
+
 def _liger(device_type: str) -> Score:
-    require("liger-kernel", "0.8.5")
-    # plain torch chunks on the CPU (nothing compiled), CUTE kernels on Hopper
+    """On a CPU: plain torch in chunks, nothing compiled."""
+    require("liger-kernel")
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    return liger_score(LigerFusedLinearScaledCrossEntropyFunction)
+
+
+def _liger_sm90(device_type: str) -> Score:
+    """The kernels for Hopper. Their class is called by itself, so that no dispatch can take plain torch instead."""
+    require("liger-kernel")
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as frontend
+
+    function = frontend._resolve_implementation(torch.device(device_type))
+    if function.__name__ != LIGER_SM90:
+        raise NotHereError(f"expected {LIGER_SM90} (compute capability 9.0), but it takes {function.__name__} here")
+    # it would wait for the device to look at the targets, which no other candidate does
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
+    return liger_score(function)
+
+
+def liger_score(function: Any) -> Score:
+    """Per-token log-probs (and entropy) by an autograd function with the signature of Liger's scaled cross-entropy."""
 
     def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
         with_entropy = "entropy" in outputs
-        made = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, target, 1.0, -100, 1, with_entropy)
+        made = function.apply(hidden, weight, target, 1.0, -100, 1, with_entropy)
         return {"logprob": -made[0], "entropy": made[1]} if with_entropy else {"logprob": -made}
 
     return score
 
 
-def _cut_cross_entropy(device_type: str) -> Score:
-    require("cut-cross-entropy", "25.1.1")
+def _cut_cross_entropy(device_type: str, filter_eps: str | None = None) -> Score:
+    """`impl` is named, so nothing else can run. Without a filter nothing of the gradient is thrown away."""
+    require("cut-cross-entropy")
     from cut_cross_entropy import linear_cross_entropy
 
     impl = "cce" if device_type == "cuda" else "torch_compile"
 
     def score(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Tensors:
-        # filter_eps=None: nothing of the gradient is thrown away, as nowhere else in the table
-        nll = linear_cross_entropy(hidden, weight, target, reduction="none", filter_eps=None, impl=impl)
+        nll = linear_cross_entropy(hidden, weight, target, reduction="none", filter_eps=filter_eps, impl=impl)
         return {"logprob": -nll}
 
     return score
 
 
+def _filtered_cut_cross_entropy(device_type: str) -> Score:
+    """As its users run it: blocks whose gradients are all below eps / 32 are left out of the backward."""
+    return _cut_cross_entropy(device_type, "high")
+
+
 def _quack(device_type: str) -> Score:
-    if device_type != "cuda":
-        raise NotHereError("needs a CUDA device")
-    require("quack-kernels", "0.6.5")
+    """F.linear, then its cross-entropy on the whole [N, V]; what it fuses has one coefficient for all tokens."""
+    require("quack-kernels")
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
     return lambda hidden, weight, target, outputs: {
@@ -182,7 +218,30 @@ SCORERS = (
         load=_liger,
         outputs=_BOTH,
         differentiable=_BOTH,
+        only="cpu",
+    ),
+    Scorer(
+        name=LIGER_SM90,
+        package="liger-kernel",
+        load=_liger_sm90,
+        outputs=_BOTH,
+        differentiable=_BOTH,
+        compiles=True,
+        only="cuda",
     ),
     Scorer(name="linear_cross_entropy", package="cut-cross-entropy", load=_cut_cross_entropy, compiles=True),
-    Scorer(name="linear_cross_entropy", package="quack-kernels", load=_quack),
+    Scorer(
+        name="linear_cross_entropy, small gradients dropped",
+        package="cut-cross-entropy",
+        load=_filtered_cut_cross_entropy,
+        compiles=True,
+        same=False,
+        only="cuda",
+    ),
+    Scorer(name="linear_cross_entropy", package="quack-kernels", load=_quack, compiles=True, only="cuda"),
 )
+
+
+def scorers(device_type: str) -> list[Scorer]:
+    """Whoever is for a device type."""
+    return [scorer for scorer in SCORERS if scorer.only in (None, device_type)]

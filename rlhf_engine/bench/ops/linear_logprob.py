@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from rlhf_kernels import linear_logprob
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Floors, NotHereError, Tensors, differentiate, leaves_of
-from rlhf_engine.bench.floor import gemm_floors
-from rlhf_engine.bench.ops.heads import SCORERS, HeadSize, Score, Scorer, eager_score, head_sizes, make_head
+from rlhf_engine.bench.case import Baseline, Case, Floors, NotHereError, Tensors, differentiate, leaves_of, require
+from rlhf_engine.bench.floor import gemm_floors, random_normal
+from rlhf_engine.bench.ops.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ MODES = (
     Mode(name="entropy", outputs=("logprob", "entropy")),
     Mode(name="entropy_grad", outputs=("logprob", "entropy"), differentiated=("logprob", "entropy")),
 )
+QUACK_CHUNK = 4096  # its own default
 FEW_MODES = MODES[:2]  # at the sizes that are there for their N only
 
 
@@ -84,8 +85,9 @@ def _case(mode: Mode, s: HeadSize, device_type: str, dtype: torch.dtype) -> Case
         eager=lambda inputs: evaluate(eager_score, mode, inputs),
         floor=lambda inputs: head_floor(inputs, mode.gemms),
         baselines=(
-            *(_baseline(scorer, mode, device_type) for scorer in SCORERS),
+            *(_baseline(scorer, mode, device_type) for scorer in scorers(device_type) if scorer.same or mode.gradients),
             _chunked_sum(mode) if mode.outputs == ("logprob",) else _without_entropy(mode),
+            *([_quack_sum(mode)] if device_type == "cuda" and mode.outputs == ("logprob",) else []),
             *([_in_float32(mode)] if device_type == "cpu" and dtype != torch.float32 else []),
         ),
         flops=2.0 * mode.gemms * s.N * s.H * s.V,
@@ -107,7 +109,7 @@ def head_floor(inputs: Tensors, gemms: int) -> Floors:
     forward = (hidden, weight.T)
     if gemms == 1:
         return gemm_floors(forward)
-    logits = torch.zeros(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    logits = random_normal(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     back, back_weight = (logits, weight), (logits.T, hidden)
     return gemm_floors(forward, back, fresh=[back_weight] * (gemms > 2))
 
@@ -117,7 +119,9 @@ def _baseline(scorer: Scorer, mode: Mode, device_type: str) -> Baseline:
         score = scorer.checked(device_type, mode.outputs, mode.differentiated)
         return lambda: evaluate(score, mode, inputs)
 
-    return Baseline(name=scorer.name, package=scorer.package, prepare=prepare, compiles=scorer.compiles)
+    return Baseline(
+        name=scorer.name, package=scorer.package, prepare=prepare, same=scorer.same, compiles=scorer.compiles
+    )
 
 
 def _in_float32(mode: Mode) -> Baseline:
@@ -170,3 +174,33 @@ def _chunked_sum(mode: Mode) -> Baseline:
         return run
 
     return Baseline(name="F.linear_cross_entropy(sum)", prepare=prepare, same=False)
+
+
+def _quack_sum(mode: Mode) -> Baseline:
+    """QuACK's fused backward: a sum over tokens only, without logits in memory; no dW for a frozen head."""
+
+    def prepare(inputs: Tensors) -> Callable[[], Tensors]:
+        require("quack-kernels")
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy, scaled_exp_lce_supported
+
+        if not scaled_exp_lce_supported(inputs["hidden"], inputs["weight"], QUACK_CHUNK, "sum"):
+            raise NotHereError("its scaled-exp kernels need compute capability 9.0, bf16 and a vocabulary of 128 n")
+
+        def run() -> Tensors:
+            leaves = leaves_of(inputs, mode.gradients)
+            given = inputs | leaves
+            loss = chunked_linear_cross_entropy(
+                given["hidden"],
+                given["weight"],
+                given["target"],
+                chunk_size=QUACK_CHUNK,
+                reduction="sum",
+                use_scaled_exp=True,
+            )
+            return differentiate({"loss": loss}, {"loss": torch.ones_like(loss)} if leaves else {}, leaves)
+
+        return run
+
+    return Baseline(
+        name="chunked_linear_cross_entropy(sum)", package="quack-kernels", prepare=prepare, same=False, compiles=True
+    )

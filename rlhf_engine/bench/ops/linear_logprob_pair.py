@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from rlhf_kernels import linear_logprob, linear_logprob_pair
 
-from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of, require
-from rlhf_engine.bench.floor import gemm_floors
-from rlhf_engine.bench.ops.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head
+from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of
+from rlhf_engine.bench.floor import gemm_floors, random_normal
+from rlhf_engine.bench.ops.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head, require_trl
 
 OUTPUTS = ("logprob_a", "logprob_r", "kl", "entropy")
 
@@ -51,11 +51,13 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
 
     def floor(inputs: Tensors) -> Floors:
         a, r, weight = inputs["hidden_a"], inputs["hidden_r"], inputs["weight"]
-        logits = torch.zeros(s.N, s.V, dtype=dtype, device=a.device)
-        return gemm_floors((a, weight.T), (r, weight.T), *([(logits, weight)] if backward else []))
+        if not backward:
+            return gemm_floors((a, weight.T), (r, weight.T))
+        logits = random_normal(s.N, s.V, dtype=dtype, device=a.device)
+        return gemm_floors((a, weight.T), (r, weight.T), (logits, weight))
 
     def trl(inputs: Tensors) -> Callable[[], Tensors]:
-        score = _trl()
+        score = _trl(inputs["hidden_a"].device.type)
         return lambda: finish(score, inputs)
 
     def two_calls(inputs: Tensors) -> Tensors:
@@ -108,10 +110,9 @@ def _eager(hidden_a: torch.Tensor, hidden_r: torch.Tensor, weight: torch.Tensor,
     }
 
 
-def _trl() -> Callable[..., Tensors]:
+def _trl(device_type: str) -> Callable[..., Tensors]:
     """beta=1 is KL(student‖teacher); its entropy carries no gradient, so no case here differentiates the entropy."""
-    require("trl", "1.16.0")
-    import trl.trainer.utils  # noqa: F401  the backward imports it
+    require_trl(device_type)
     from trl.kernels import ChunkedLogProbFunction
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_engine.bench.case import Baseline, Case, Tensors, differentiate, leaves_of, require
 from rlhf_engine.bench.ops.formulas import CLIP, log_ratios, ppo_policy
-from rlhf_engine.bench.ops.heads import SCORERS, HeadSize, Score, Scorer, eager_score, head_sizes, make_head
+from rlhf_engine.bench.ops.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
 from rlhf_engine.bench.ops.linear_logprob import head_floor
 
 
@@ -62,7 +62,11 @@ def _case(s: HeadSize, device_type: str, dtype: torch.dtype, trained: bool) -> C
             return lambda: composed(score, inputs)
 
         return Baseline(
-            name=f"{scorer.name} + formula", package=scorer.package, prepare=prepare, compiles=scorer.compiles
+            name=f"{scorer.name} + formula",
+            package=scorer.package,
+            prepare=prepare,
+            same=scorer.same,
+            compiles=scorer.compiles,
         )
 
     def liger(inputs: Tensors) -> Callable[[], Tensors]:
@@ -86,7 +90,7 @@ def _case(s: HeadSize, device_type: str, dtype: torch.dtype, trained: bool) -> C
         eager=lambda inputs: composed(eager_score, inputs),
         floor=lambda inputs: head_floor(inputs, gemms),
         baselines=(
-            *(baseline(scorer) for scorer in SCORERS),
+            *(baseline(scorer) for scorer in scorers(device_type)),
             Baseline(
                 name="LigerFusedLinearGRPOLoss", package="liger-kernel", prepare=liger, compiles=device_type == "cuda"
             ),
@@ -105,7 +109,7 @@ def _finish(loss: Tensor, outputs: Tensors, leaves: Tensors) -> Tensors:
 
 def _liger(device_type: str, n_tokens: int) -> Callable[[Tensors], Tensor]:
     """Every token is a sequence of its own and all are one chunk: the way in which per-token advantages are right."""
-    require("liger-kernel", "0.8.5")
+    require("liger-kernel")
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(

@@ -1,7 +1,8 @@
 """`lora_linear`: one slot on all rows, and rows that are off, the actor's and the critic's in one call.
 
 Floor: the base linear alone: its product forward and, where there is a backward, its dx. Gradients to x and to every
-A and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is.
+A and B that rows use, never to the frozen weight. Adapters are float32, as they are in training, whatever the base is;
+`F.grouped_mm` alone rounds them to bf16, all that its kernel takes, so its gradients are not the case's.
 In a mixed case half of the rows are off and the slots share the other half. Decode cases are forward only, without
 gradients.
 """
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from rlhf_kernels import DecodeLinear, Segments, lora_linear
 from torch import Tensor
 
-from rlhf_engine.bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of, require
+from rlhf_engine.bench.case import Baseline, Case, Floors, NotHereError, Tensors, differentiate, leaves_of, require
 from rlhf_engine.bench.floor import gemm_floors
 
 ALPHA = 32.0
@@ -52,33 +53,53 @@ class Lanes:
         return runs + [(borders[i], borders[i + 1], i) for i in range(self.slots)]
 
 
+RANKS = [8, 16, 32, 64, 128]
+
+
 def lanes(size: str, device_type: str) -> list[Lanes]:
-    """The grid: single lane, and off + actor + critic; with --full also ranks and numbers of slots."""
+    """The grid: single lane, and off + actor + critic; with --full also ranks, and more slots.
+
+    A GPU's default has every rank at one shape, in training and in decoding, and every number of decoding rows.
+    """
     if size == "tiny":
-        shapes, ranks, n_rows, decode = [(16, 24)], [4], 32, []
-    elif device_type == "cpu":
-        shapes = [(256, 512)] if size == "quick" else [(1024, 1024), (1024, 4096)]
-        ranks, n_rows = [16], 256 if size == "quick" else 1024
-        decode = {"quick": [8], "default": [8], "full": [1, 8, 64, 256]}[size]
-    else:
-        shapes = [(4096, 4096), (4096, 14336)]
-        ranks, n_rows, decode = [16], 8192, [1, 32]
+        return _grid([(16, 24)], [4], 32, [])
+    if device_type == "cpu":
         if size == "quick":
-            shapes, n_rows, decode = shapes[:1], 2048, [32]
+            return _grid([(256, 512)], [16], 256, [8])
+        shapes = [(1024, 1024), (1024, 4096)]
+        return _grid(shapes, [16], 1024, [8]) if size == "default" else _full(shapes, 1024, [1, 8, 16, 64, 256], [8])
+    if size == "quick":
+        return _grid([(4096, 4096)], [16], 2048, [16])
     if size == "full":
-        ranks = [8, 16, 64, 128]
-        if device_type == "cuda":
-            shapes = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]
-            decode = [1, 8, 32, 256]
+        rows = [1, 16, 64, 256]
+        return _full([(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)], 8192, rows, rows)
+    others = [r for r in RANKS if r != 16]
+    return [
+        *_grid([(4096, 4096), (4096, 14336)], [16], 8192, [1, 16, 64, 256]),
+        *_grid([(4096, 4096)], others, 8192, []),
+        *(lane for r in others for lane in _decode(4096, 4096, r, [64])),
+    ]
+
+
+def _full(shapes: list[tuple[int, int]], n_rows: int, decode: list[int], at_each_rank: list[int]) -> list[Lanes]:
+    grid = _grid(shapes, RANKS, n_rows, decode)
+    grid += [Lanes(N=n_rows, K=K, M=M, slots=slots, mixed=True) for K, M in shapes for slots in (8, 32)]
+    return grid + [lane for K, M in shapes for r in RANKS if r != 16 for lane in _decode(K, M, r, at_each_rank)]
+
+
+def _grid(shapes: list[tuple[int, int]], ranks: list[int], n_rows: int, decode: list[int]) -> list[Lanes]:
+    """Training at every rank, decoding at rank 16."""
     grid = []
     for K, M in shapes:
         for r in ranks:
             grid += [Lanes(N=n_rows, K=K, M=M, r=r), Lanes(N=n_rows, K=K, M=M, r=r, slots=2, mixed=True)]
-        if size == "full":
-            grid += [Lanes(N=n_rows, K=K, M=M, slots=slots, mixed=True) for slots in (8, 32)]
-        grid += [Lanes(N=n, K=K, M=M, slots=min(2, n), mixed=n >= 4, backward=False) for n in decode]
-        grid += [Lanes(N=n, K=K, M=M, backward=False) for n in decode if n >= 4]
+        grid += _decode(K, M, 16, decode)
     return grid
+
+
+def _decode(K: int, M: int, r: int, rows: list[int]) -> list[Lanes]:
+    mixed = [Lanes(N=n, K=K, M=M, r=r, slots=min(2, n), mixed=n >= 4, backward=False) for n in rows]
+    return mixed + [Lanes(N=n, K=K, M=M, r=r, backward=False) for n in rows if n >= 4]
 
 
 def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
@@ -139,6 +160,15 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
     def prepare_peft(inputs: Tensors) -> Callable[[], Tensors]:
         return _peft(inputs, lane)
 
+    def prepare_grouped(inputs: Tensors) -> Callable[[], Tensors]:
+        x = inputs["x"]
+        if x.device.type != "cuda":
+            raise NotHereError("needs a CUDA device")
+        if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+            raise NotHereError("needs bf16 and compute capability 9.0 or 10.0; else it is a loop over torch.mm")
+        linear = grouped_linear(lane, scale, inputs)
+        return lambda: finish(linear, inputs)
+
     def floor(inputs: Tensors) -> Floors:
         x, weight, dy = inputs["x"], inputs["weight"], inputs["grad_y"]
         return gemm_floors((x, weight.T), *([(dy, weight)] if lane.backward else []))
@@ -160,6 +190,7 @@ def _case(lane: Lanes, dtype: torch.dtype) -> Case:
             Baseline(name="eager per lane", prepare=prepare_eager),
             Baseline(name="torch.compile(eager per lane)", prepare=prepare_compiled, compiles=True),
             Baseline(name="adapter_names" if lane.mixed else "LoRA layer", package="peft", prepare=prepare_peft),
+            *([Baseline(name="F.grouped_mm", prepare=prepare_grouped, same=not lane.backward)] if lane.mixed else []),
         ),
         flops=2.0 * passes * lane.N * lane.K * lane.M,
         moved_bytes=passes * (base * item + adapters),
@@ -179,9 +210,34 @@ def _eager(given: Tensors, lane: Lanes, scale: float) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def grouped_linear(lane: Lanes, scale: float, inputs: Tensors) -> Callable[[Tensors], Tensor]:
+    """Two grouped products on the rows that are on, in the dtype of x.
+
+    The adapters are cast and stacked in every call of a training case, and now, once, for decoding.
+    """
+    on = lane.runs[0][1] if lane.mixed else 0
+    ends = [end - on for _, end, slot in lane.runs if slot >= 0]
+    offs = torch.tensor(ends, dtype=torch.int32, device=inputs["x"].device)
+
+    def stacked(given: Tensors) -> list[Tensor]:
+        return [torch.stack([given[f"{n}{i}"] for i in range(lane.slots)]).to(given["x"].dtype) for n in "AB"]
+
+    bound = None if lane.backward else stacked(inputs)
+
+    def linear(given: Tensors) -> Tensor:
+        x = given["x"]
+        A, B = bound or stacked(given)
+        y = F.linear(x, given["weight"])
+        h = F.grouped_mm(x[on:], A.transpose(1, 2), offs=offs)
+        delta = F.grouped_mm(h, B.transpose(1, 2), offs=offs)
+        return torch.cat([y[:on], torch.add(y[on:], delta, alpha=scale)])
+
+    return linear
+
+
 def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
     """peft's layer around an nn.Linear. Mixed: sequences with a name each, a path that peft keeps for inference."""
-    require("peft", "0.21.2")
+    require("peft")
     import peft
 
     x, weight = inputs["x"], inputs["weight"]
@@ -193,6 +249,8 @@ def _peft(inputs: Tensors, lane: Lanes) -> Callable[[], Tensors]:
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             peft.inject_adapter_in_model(config, module, f"slot{slot}")
     layer: Any = module[0]
+    if type(layer) is not peft.tuners.lora.Linear:
+        raise NotHereError(f"expected peft.tuners.lora.Linear, but it takes {type(layer).__name__} here")
     adapters = {}
     for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
         for slot in range(lane.slots):

@@ -99,7 +99,7 @@ def _case(name: str, B: int, T: int) -> Case:
         make=make,
         run=run,
         eager=lambda inputs: finish(plain, inputs),
-        floor=lambda inputs: copy_floors(moved, inputs["mask"].device),
+        floor=lambda inputs: copy_floors(moved, inputs["mask"].device, torch.float32),
         baselines=(
             Baseline(name="eager formulas", prepare=prepare_eager),
             Baseline(name="torch.compile(formulas)", prepare=prepare_compiled, compiles=True),

@@ -1,0 +1,386 @@
+"""Peers of the benchmarks: they compute the case, the path that is meant is the one that runs, and ceilings are fair.
+
+Nothing here needs a GPU. What needs a package that is not installed is skipped with its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rlhf_kernels.sample import sample
+from rlhf_kernels.testing import assert_ok, tier3
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_engine.bench import OPS, PEERS, candidates, case, floor, roofline
+from rlhf_engine.bench.case import NotHereError, differentiate, leaves_of
+from rlhf_engine.bench.ops import decode_attention, heads, linear_logprob, load_cases, lora
+from rlhf_engine.bench.ops import sample as sampling
+from rlhf_engine.hydra import kv_cache
+
+CPU = torch.device("cpu")
+HEAD = linear_logprob.MODES[0], heads.HeadSize(8, 16, 128)
+
+
+def cpu_case(op: str, name: str, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> case.Case:
+    """A tiny case by the part of its name before the sizes."""
+    return next(c for c in load_cases(op, "tiny", device_type, dtype) if c.name.startswith(f"{name}/"))
+
+
+# --- which path runs -------------------------------------------------------------------------------------------------
+
+
+def test_every_head_peer_is_there_for_its_device() -> None:
+    labels = {device: [scorer.name for scorer in heads.scorers(device)] for device in ("cpu", "cuda")}
+    assert "FusedLinearScaledCrossEntropy" in labels["cpu"], "plain torch is what Liger has for a CPU"
+    assert heads.LIGER_SM90 not in labels["cpu"]
+    assert heads.LIGER_SM90 in labels["cuda"]
+    assert "FusedLinearScaledCrossEntropy" not in labels["cuda"], "its dispatch may end in plain torch"
+    frozen = next(c for c in load_cases("linear_logprob", "tiny", "cuda", torch.bfloat16) if c.name[:6] == "frozen")
+    different = {baseline.name for baseline in frozen.baselines if not baseline.same}
+    assert different == {
+        "F.linear_cross_entropy(sum)",
+        "chunked_linear_cross_entropy(sum)",
+        "linear_cross_entropy, small gradients dropped",
+    }
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Liger's frontend module: the real one, or one with its two names where it is not installed."""
+    name = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+    monkeypatch.delenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", raising=False)
+    if importlib.util.find_spec("liger_kernel") is not None:
+        yield importlib.import_module(name)
+        return
+    for part in ("liger_kernel", "liger_kernel.ops", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    module: Any = sys.modules[name]
+    module.plain = type("_FusedLinearPPOFallbackFunction", (), {})
+    module._resolve_implementation = lambda device: module.plain
+    sys.modules["liger_kernel.ops"].fused_linear_scaled_cross_entropy = module  # type: ignore[attr-defined]
+    monkeypatch.setattr(case, "installed", lambda package: "0")
+    yield module
+
+
+def test_liger_is_left_out_where_it_would_run_plain_torch(liger, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(NotHereError, match=r"expected LigerFused\w+SM90Function .*, but it takes _Fused\w+Fallback"):
+        heads._liger_sm90("cuda")
+    found = cpu_case("linear_logprob", "frozen", "cuda", torch.bfloat16)
+    label = next(b.label for b in found.baselines if b.name == heads.LIGER_SM90)
+    missing = candidates.find(found, found.make(CPU), "cuda", compiling=True, only=label).missing
+    assert "Fallback" in missing[label]
+    assert "\n" not in missing[label]
+
+
+def test_liger_for_hopper_is_called_by_its_class(monkeypatch) -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    monkeypatch.setenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    score = heads._liger_sm90("cuda")
+    assert inspect.getclosurevars(score).nonlocals["function"] is LigerFusedScaledCrossEntropySM90Function
+    inputs, _ = heads.make_head(HEAD[1], torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="same CUDA device"):  # its kernels, not torch, get a CPU's tensors
+        score(inputs["hidden"].to("meta"), inputs["weight"], inputs["target"], ("logprob",))
+
+
+def _parameters(package: str, path: str, owner: str, function: str) -> list[str]:
+    """Names of a function's parameters in a source file, which may not be importable here."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(next(iter(spec.submodule_search_locations))) / path).read_text(encoding="utf-8"))
+    nodes: list[Any] = tree.body
+    if owner:
+        nodes = next(n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == owner)
+    found = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == function)
+    return [a.arg for a in (*found.args.args, *found.args.kwonlyargs)]
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "owner", "function", "leading"),
+    [
+        (
+            "liger_kernel",
+            "ops/cutedsl/ops/fused_scaled_cross_entropy_sm90.py",
+            heads.LIGER_SM90,
+            "forward",
+            "ctx _input weight target temperature ignore_index m_tiles_per_cluster return_entropy",
+        ),
+        (
+            "liger_kernel",
+            "ops/cross_entropy.py",
+            "LigerCrossEntropyFunction",
+            "forward",
+            "ctx _input target weight ignore_index lse_square_scale label_smoothing reduction",
+        ),
+        ("quack", "linear_cross_entropy.py", "", "linear_cross_entropy_func", "x weight bias target"),
+        ("quack", "linear_cross_entropy.py", "", "scaled_exp_lce_supported", "x weight chunk_size reduction"),
+        ("quack", "linear_cross_entropy.py", "", "chunked_linear_cross_entropy", "x weight target chunk_size"),
+        ("cut_cross_entropy", "linear_cross_entropy.py", "", "linear_cross_entropy", "e c targets"),
+        (
+            "trl",
+            "kernels/chunked_logprob.py",
+            "ChunkedLogProbFunction",
+            "forward",
+            "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
+        ),
+        (
+            "trl",
+            "kernels/chunked_divergence.py",
+            "ChunkedDivergenceFunction",
+            "forward",
+            "ctx student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta",
+        ),
+    ],
+)
+def test_peers_take_what_they_are_given(package: str, path: str, owner: str, function: str, leading: str) -> None:
+    """Positions of the arguments in the real package, read from its source."""
+    names = _parameters(package, path, owner, function)
+    assert names[: len(leading.split())] == leading.split()
+    keywords = {
+        "linear_cross_entropy": {"reduction", "filter_eps", "impl"},
+        "linear_cross_entropy_func": {"reduction"},
+        "chunked_linear_cross_entropy": {"chunk_size", "reduction", "use_scaled_exp"},
+    }
+    assert keywords.get(function, set()) <= set(names)
+
+
+def test_quack_is_left_out_where_its_fused_kernels_would_not_run() -> None:
+    pytest.importorskip("quack.linear_cross_entropy", reason="quack-kernels is not installed", exc_type=ImportError)
+    inputs, _ = heads.make_head(HEAD[1], torch.bfloat16, CPU)
+    with pytest.raises(NotHereError, match=r"compute capability 9\.0"):
+        linear_logprob._quack_sum(HEAD[0]).prepare(inputs)
+
+
+def test_trl_is_left_out_where_it_would_run_plain_torch(monkeypatch) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    import trl.kernels.chunked_logprob as kernels
+
+    heads.require_trl("cpu")
+    monkeypatch.setattr(kernels, "_use_triton", lambda device: False)
+    with pytest.raises(NotHereError, match="expected its Triton kernels"):
+        heads.require_trl("cuda")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_peers_of_a_gpu_are_named_with_a_reason_where_there_is_none(op: str) -> None:
+    """Everything up to the first call: no error but those that leave a peer out, one line each."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for found in load_cases(op, "tiny", "cuda", torch.bfloat16)[:3]:
+        inputs = found.make(CPU)
+        here = candidates.find(found, inputs, "cuda", compiling=True)
+        labels = {baseline.label for baseline in found.baselines}
+        assert labels == set(here.baselines) | (set(here.missing) & labels)
+        assert all(why and "\n" not in why for why in here.missing.values())
+        for name in ("FlexDecoding", "F.grouped_mm", heads.LIGER_SM90, "chunked_linear_cross_entropy(sum)"):
+            assert not any(label.endswith(name) for label in here.baselines)
+
+
+def test_every_package_that_is_compared_has_a_version() -> None:
+    packages = {
+        baseline.package
+        for op in OPS
+        for device in ("cpu", "cuda")
+        for found in load_cases(op, "tiny", device, torch.bfloat16)
+        for baseline in found.baselines
+    }
+    assert packages - {None, "transformers"} == set(PEERS)
+
+
+# --- that peers compute the case -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["full", "ragged", "paged"])
+def test_flex_attention_computes_decode_attention(name: str) -> None:
+    """The masks and the paged layout, by torch's own formula: its decoding kernel exists for CUDA alone."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found = cpu_case("decode_attention", name)
+    inputs = found.make(CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow when it is not compiled
+        out = decode_attention.flex_run(inputs, flex_attention, None)()["out"]
+    torch.testing.assert_close(out, found.run(inputs, "reference")["out"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_paged_case_has_the_cache_of_a_rollout() -> None:
+    assert decode_attention.PAGE == kv_cache.BLOCK
+    inputs = cpu_case("decode_attention", "paged").make(CPU)
+    n, pages = inputs["block_table"].shape
+    blocks, block, n_heads, size = inputs["k_cache"].shape
+    assert (pages, block, blocks) == (2, kv_cache.BLOCK, n * pages)
+    assert sorted(inputs["block_table"].flatten().tolist()) == list(range(blocks))
+    assert inputs["block_table"].flatten().tolist() != list(range(blocks))
+    cache = kv_cache.KVCache(blocks=blocks)
+    token = torch.zeros(1, n_heads, size)
+    cache.allocate(0, token, token)
+    assert cache.read(0)[0].stride() == inputs["k_cache"].stride()
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["training", "decode"])
+def test_grouped_products_compute_mixed_slots(backward: bool) -> None:
+    lane = lora.Lanes(N=64, K=128, M=256, r=16, slots=3, mixed=True, backward=backward)
+    found = lora._case(lane, torch.bfloat16)
+    inputs = found.make(CPU)
+    adapters = [f"{n}{i}" for n in "AB" for i in range(lane.slots)] if backward else []
+    leaves = leaves_of(inputs, ("x", *adapters) if backward else ())
+    y = lora.grouped_linear(lane, lora.ALPHA / lane.r, inputs)(inputs | leaves)
+    got = differentiate({"y": y}, {"y": inputs["grad_y"]}, leaves)
+    exact = found.run({name: x.double() for name, x in inputs.items()}, "reference")
+    eager = found.eager(inputs)
+    for name in ("y", "d_x") if backward else ("y",):
+        assert_ok(tier3(got[name], exact[name], eager[name]), name)
+    for name in adapters:  # in bf16, which the case's bound for these does not allow
+        error = (got[f"d_{name}"] - exact[f"d_{name}"]).norm() / exact[f"d_{name}"].norm()
+        assert 1e-4 < error < 0.01, name
+    assert [b.same for b in found.baselines if b.name == "F.grouped_mm"] == [not backward]
+
+
+def test_a_race_of_exponentials_draws_the_tokens_of_the_same_noise() -> None:
+    """With e = exp(−g) the largest p / e is the largest log p + g, so both ways draw the same tokens."""
+    size = heads.HeadSize(64, 32, 2000)
+    for kind in ("drawn", "filtered"):
+        inputs = sampling._case(size, torch.float32, kind).make(CPU)
+        filters = {"top_k": sampling.TOP_K, "top_p": sampling.TOP_P} if kind == "filtered" else {}
+        ours = sample(
+            inputs["hidden"],
+            inputs["weight"],
+            seed=inputs["seed"],
+            position=inputs["position"],
+            temperature=sampling.TEMPERATURE,
+            backend="reference",
+            **filters,
+        )
+        z = sampling._logits(inputs, bool(filters))
+        assert torch.equal(sampling.race(z, (-inputs["noise"]).exp()), ours.token)
+
+
+def test_filters_of_the_race_keep_what_top_k_then_top_p_keep() -> None:
+    p = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05], [0.96, 0.01, 0.01, 0.01, 0.01]])
+    p = p[:, [2, 0, 4, 1, 3]]  # in no order
+    kept = sampling.kept(p.log(), top_k=3, top_p=0.8).isfinite()
+    # of .4 .3 .15, renormalised to .47 .35 .18, two reach .8; in the other row one does
+    assert kept.tolist() == [[False, True, False, True, False], [False, True, False, False, False]]
+
+
+# --- what is timed, and on what data ---------------------------------------------------------------------------------
+
+
+def test_the_reference_is_not_timed_on_a_gpu() -> None:
+    def backends(*names: str) -> dict[str, case.Run]:
+        return dict.fromkeys(names, lambda: None)
+
+    found, missing = backends("triton", "reference"), {}
+    candidates.leave_reference_untimed(found, missing, "cuda")
+    assert list(found) == ["triton"]
+    assert "compared with" in missing["reference"]
+    for device, names in (("cpu", ("cpu", "reference")), ("cuda", ("reference",))):
+        found, missing = backends(*names), {}
+        candidates.leave_reference_untimed(found, missing, device)
+        assert (tuple(found), missing) == (names, {})
+
+
+class _Operands(TorchDispatchMode):
+    """Collects what products multiply and copies read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.out, torch.ops.aten.mm.default):
+            self.seen += args[:2]
+        elif func is torch.ops.aten.copy_.default:
+            self.seen.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_floors_are_made_from_random_numbers_of_the_case_s_dtype(op: str) -> None:
+    for found in load_cases(op, "tiny", "cpu", torch.bfloat16):
+        floors = found.floor(found.make(CPU))
+        run = floors[floor.MM] if floor.MM in floors else floors["copy"]
+        with _Operands() as operands:
+            run()
+        assert operands.seen, found.name
+        for x in operands.seen:
+            assert x.dtype == found.dtype, found.name
+            if x.numel() > 1:
+                assert x.float().std() > 1e-3, found.name
+
+
+def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
+    real = roofline.gemm_floors
+    products: list[torch.Tensor] = []
+
+    def watched(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        products.extend(x for pair in pairs for x in pair)
+        return real(*((a[:4, :8], b[:8, :4]) for a, b in pairs))
+
+    copies: dict[str, torch.Tensor] = {}
+
+    def once(functions: Any, rounds: int, device: torch.device) -> dict[str, list[float]]:
+        copies["made"] = functions["copy"]()
+        return {name: [1.0] for name in functions}
+
+    monkeypatch.setattr(roofline, "gemm_floors", watched)
+    monkeypatch.setattr(roofline, "interleaved", once)
+    ceilings = roofline.measure_ceilings(CPU, torch.bfloat16, quick=True)
+    assert ceilings.dtype == torch.bfloat16
+    for x in (*products, copies["made"]):
+        assert x.dtype == torch.bfloat16
+        assert 0.9 < x.flatten()[:100_000].float().std() < 1.1
+    assert products[0].data_ptr() != products[1].data_ptr(), "a product of a matrix with itself is a special one"
+    assert 2 * copies["made"].nbytes == pytest.approx(2**28)
+
+
+# --- which cases -----------------------------------------------------------------------------------------------------
+
+
+def test_grids_of_a_gpu_have_the_shapes_that_are_asked_about() -> None:
+    full = lora.lanes("full", "cuda")
+    decode = {(lane.K, lane.M, lane.r, lane.N) for lane in full if not lane.backward}
+    training = {(lane.K, lane.M, lane.r) for lane in full if lane.backward}
+    for M in (4096, 14336):
+        assert {(4096, M, r, n) for r in (8, 16, 32, 64, 128) for n in (1, 16, 64, 256)} <= decode
+        assert {(4096, M, r) for r in (8, 16, 32, 64, 128)} <= training
+    default = lora.lanes("default", "cuda")
+    assert {lane.r for lane in default if lane.backward} == {8, 16, 32, 64, 128}
+    assert {lane.r for lane in default if not lane.backward} == {8, 16, 32, 64, 128}
+    assert {lane.N for lane in default if not lane.backward} == {1, 16, 64, 256}
+    assert {s.N for s in heads.head_sizes("default", "cuda")} == {512, 2048, 8192}
+    drawn = [c.name for c in load_cases("sample", "default", "cuda", torch.bfloat16) if c.name.startswith("drawn")]
+    assert drawn == ["drawn/16x4096x128256", "drawn/64x4096x128256"]
+    names = [c.name for c in load_cases("decode_attention", "default", "cuda", torch.bfloat16)]
+    assert "paged/32x1024x32of8x128" in names
+
+
+def test_default_grids_of_a_cpu_stay_as_they_are() -> None:
+    """Kernel tables and the README's were recorded with these."""
+    counts = {
+        op: len(load_cases(op, "default", "cpu", torch.bfloat16)) for op in ("lora", "sample", "decode_attention")
+    }
+    assert counts == {"lora": 8, "sample": 4, "decode_attention": 4}
+    assert [lane.name for lane in lora.lanes("default", "cpu")][:4] == [
+        "single/1024x1024x1024_r16",
+        "mixed/1024x1024x1024_r16",
+        "decode_mixed/8x1024x1024_r16",
+        "decode_single/8x1024x1024_r16",
+    ]
