@@ -51,18 +51,17 @@ CLOSING_S = 5.0  # of a budget, to kill a lane and to write the archive
 WORKERS = 8  # processes of a correctness lane: most of its time is compiling
 ARCHIVE = "results.tar.gz"
 TAIL = 12_000  # characters of output that are kept
-BENCH_OPS = (  # as `rlhf-engine bench` calls them
-    "linear_logprob",
-    "linear_logprob_pair",
-    "gather_logprob",
-    "linear_ppo_loss",
-    "lora",
-    "ppo_losses",
-    "gae",
-    "sample",
-    "decode_attention",
-)
-BASELINES = ("trl", "liger-kernel", "cut-cross-entropy", "peft", "quack-kernels", "flash-attn")
+BENCH_OPS: dict[str, tuple[str, ...]] = {  # as `rlhf-engine bench` calls them, and kinds of cases: one lane each
+    "linear_logprob": ("forward", "frozen", "trained", "entropy", "entropy_grad"),
+    "linear_logprob_pair": (),
+    "gather_logprob": (),
+    "linear_ppo_loss": ("frozen", "trained"),
+    "lora": ("decode_mixed", "decode_single", "single", "mixed"),
+    "ppo_losses": (),
+    "gae": (),
+    "sample": (),
+    "decode_attention": (),
+}
 METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
 SIZES = FULL, QUICK, REHEARSAL = ("full", "quick", "rehearsal")
 SHAPES = {  # options of a script, by size
@@ -311,11 +310,14 @@ def _correct_lanes(size: str) -> list[Lane]:
 
 def _timing_lanes(folder: Path, size: str) -> list[Lane]:
     lanes = []
-    for op in BENCH_OPS:
-        rows = folder / f"bench-{op}.jsonl"
-        command = (sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", _device(size), "--json", str(rows))
-        options = {FULL: (), QUICK: ("--quick",), REHEARSAL: ("--dtype", "fp32")}[size]
-        lanes.append(Lane(name=f"bench-{op}", command=(*command, *options), replaces=rows))
+    for op, kinds in BENCH_OPS.items():
+        for kind in kinds or (None,):
+            name = f"bench-{op}" if kind is None else f"bench-{op}-{kind}"
+            rows = folder / f"{name}.jsonl"
+            command = [sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", _device(size)]
+            command += ["--json", str(rows), *([] if kind is None else ["--case", kind])]
+            command += {FULL: [], QUICK: ["--quick"], REHEARSAL: ["--dtype", "fp32"]}[size]
+            lanes.append(Lane(name=name, command=tuple(command), replaces=rows))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     absent = None if sanitizer else "compute-sanitizer is not on PATH nor in /usr/local/cuda/bin"
     if size == REHEARSAL:
@@ -412,8 +414,11 @@ def environment_report() -> dict[str, object]:
     import torch
     from rlhf_kernels import cuda_native, native, registry
 
+    from rlhf_engine.bench import PEERS
+    from rlhf_engine.hydra import varlen
+
     versions: dict[str, str | None] = {}
-    for package in (*BASELINES, "triton", "transformers", "numpy"):
+    for package in (*PEERS, "triton", "transformers", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -439,11 +444,12 @@ def environment_report() -> dict[str, object]:
         "python": platform.python_version(),
         "nvcc": nvcc,
         "cuda_kernels": cuda_native.missing() or "available",
+        "attention": varlen.report(),
         "native_extension": native.missing() or "available",
         "commit": commit_of(ROOT),
         "sources": sources_of(ROOT),
         "installed": {name: version for name, version in versions.items() if version},
-        "baselines_not_installed": [name for name in BASELINES if versions[name] is None],
+        "baselines_not_installed": [name for name in PEERS if versions[name] is None],
         "backends": {op: row["auto"] for op, row in registry.report(kind, torch.bfloat16).items()},
     }
 
