@@ -346,7 +346,8 @@ def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, cap
     captured = capsys.readouterr()
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert lines.read_text() == (out / "results.jsonl").read_text()
-    assert {record["case"] for record in records} == {"single/32x16x24_r4", "mixed/32x16x24_r4"}
+    shown = {"single/32x16x24_r4", "mixed/32x16x24_r4", "decode_mixed/4x16x24_r16", "decode_single/4x16x24_r16"}
+    assert {record["case"] for record in records} == shown
     for record in records:
         assert tuple(record)[: len(KEYS)] == KEYS
         assert (record["op"], record["dtype"], record["rounds"], record["peak_bytes"]) == ("lora", "float32", 5, 1024)

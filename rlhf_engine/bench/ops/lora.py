@@ -62,7 +62,7 @@ def lanes(size: str, device_type: str) -> list[Lanes]:
     A GPU's default has every rank at one shape, in training and in decoding, and every number of decoding rows.
     """
     if size == "tiny":
-        return _grid([(16, 24)], [4], 32, [3])
+        return _grid([(16, 24)], [4], 32, [4])
     if device_type == "cpu":
         if size == "quick":
             return _grid([(256, 512)], [16], 256, [8])
