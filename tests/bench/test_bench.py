@@ -359,7 +359,7 @@ def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, cap
     assert "single/32x16x24_r4:" in captured.out, "eighty columns are enough for every name"
     assert re.search(r"│ reference +│", captured.out)
     assert "not measured: torch.compile(eager per lane): left out by --quick" in captured.out
-    assert "bench 2/2" in captured.err
+    assert "bench 4/4" in captured.err
     assert main([*argv[:-2], "--case", "single"]) == 0
     assert len(lines.read_text().splitlines()) == len(records) + len(records) // 2, "appended, one case only"
 
