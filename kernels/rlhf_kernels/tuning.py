@@ -107,8 +107,7 @@ class Site:
         key = Key(self.op, self.name, _names(tuple(dtypes)), tuple(map(size_class, sizes)))
         if _watched is not None:
             _watched.setdefault(key, dict(default))
-        trial = _trial.get(key)
-        found = _in_force(device).get(key) if trial is None else trial
+        found = (_in_force(device) if _trial is None else _trial).get(key)
         return {**default, **found} if found else default
 
     def changes_bits(self, settings: Iterable[str]) -> bool:
@@ -345,7 +344,7 @@ _overlays: dict[str, dict[Key, Settings]] = {}
 _held: list[Row] | None = None
 """Bit-changing settings of the checkpoint that the run resumed from; None: there is no checkpoint."""
 _exact = False
-_trial: Mapping[Key, Settings] = {}
+_trial: Mapping[Key, Settings] | None = None
 _watched: dict[Key, Settings] | None = None
 
 
@@ -468,7 +467,7 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def trial(settings: Mapping[Key, Settings]) -> Iterator[None]:
-    """Launch some keys with given settings, over the defaults, whatever is in force. For one thread."""
+    """Launch some keys with given settings and all others with their defaults, in every thread of the process."""
     global _trial
     before, _trial = _trial, settings
     try:
