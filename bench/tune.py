@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="in all (default: until it is done)")
-    parser.add_argument("--op", nargs="+", action="extend", metavar="NAME", help="default: all, the longest first")
+    parser.add_argument(
+        "--op",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="default: all; ops that share kernels are swept together",
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=None, help="default: bf16; fp32 in a rehearsal")
     parser.add_argument("--size", choices=SIZES, default="default", help="of the benchmark's cases")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: for tests of the sweep")
@@ -41,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of rows that nobody reads
     try:
         return sweep(options, began)
     except ValueError as error:
@@ -72,20 +80,23 @@ def sweep(options: argparse.Namespace, began: float) -> int:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     found = git_commit(Path(__file__))
     commit = "unknown" if found is None else f"{found['commit']}{' and changes' if found['dirty'] else ''}"
-    left = tuning.Sweep(
+    made = tuning.Sweep(
         device=device,
         out=options.out,
         table=tuning.begun(options.out, device, commit=commit, rehearsed=options.rehearse),
         timer=tuning.rehearsal_timer if options.rehearse else tuning.median_timer(device),
         end=began + options.budget if options.budget is not None else float("inf"),
         say=lambda line: print(f"{'rehearsed ' if options.rehearse else ''}{line}", flush=True),
-    ).run(
-        [op for op in tuning.OPS if op in (options.op or tuning.OPS)],
+    )
+    left = made.run(
+        options.op or tuning.OPS,
         "tiny" if options.rehearse else options.size,
         [getattr(torch, DTYPES[name]) for name in options.dtype or (["fp32"] if options.rehearse else ["bf16"])],
     )
     if left:
-        print(f"no time left for {', '.join(left)}; the same command goes on")
+        print(f"no time left for {'; '.join(left)}; the same command goes on")
+    elif not options.op and (absent := made.without_a_case()):
+        print(f"no case for {', '.join(absent)}: they keep the defaults")
     return 0
 
 

@@ -8,7 +8,7 @@ which defaults. Then for every key, one setting after the other, each with the o
 Right: with neutral settings alone every result has the default's bits, in every case of the key; otherwise it passes
 the tier of the benchmark in the smallest case. A setting is changed only for a gain of `LEAST_GAIN`, as the geometric
 mean over the cases, and so is the whole choice in a last comparison with the default. Of a key's cases at most
-`MOST_CASES` are run, from the smallest to the largest.
+`MOST_CASES` are timed, from the smallest to the largest. One of every other op that looks the key up has to run, too.
 
 The table is written after every key, so a sweep that was stopped goes on where it was.
 """
@@ -20,7 +20,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,17 +34,16 @@ from rlhf_engine.bench.case import Case, Run, Tensors
 from rlhf_engine.bench.ops import load_cases
 from rlhf_engine.bench.timing import interleaved, medians
 
-OPS = (  # what a step spends most on comes first
-    "linear_logprob",
-    "linear_ppo_loss",
-    "decode_attention",
-    "sample",
-    "lora",
-    "gather_logprob",
-    "linear_logprob_pair",
-    "ppo_losses",
-    "gae",
+GROUPS = (  # ops that share sites; what a step spends most on comes first
+    ("linear_logprob", "linear_ppo_loss", "linear_logprob_pair"),
+    ("decode_attention",),
+    ("sample",),
+    ("lora",),
+    ("gather_logprob",),
+    ("ppo_losses",),
+    ("gae",),
 )
+OPS = tuple(op for group in GROUPS for op in group)
 LEAST_GAIN = 1.02
 MOST_CASES = 3
 ROUNDS, LEAST_ROUNDS, ROUNDS_S = 20, 5, 1.5
@@ -96,22 +95,35 @@ class Sweep:
     """Of `time.monotonic`."""
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
-    _unfinished: list[str] = field(default_factory=list)
 
     def run(self, ops: Sequence[str], size: str, dtypes: Sequence[torch.dtype]) -> list[str]:
-        """Sweep what the table does not have; returns what there was no time for."""
-        self._unfinished = []
-        for op in ops:
-            for dtype in dtypes:
-                try:
-                    self._sweep_op(op, size, dtype)
-                except OutOfTimeError:
-                    self._unfinished.append(f"{op} {str(dtype).removeprefix('torch.')}")
-        return self._unfinished
+        """Sweep what the table does not have.
 
-    def _sweep_op(self, op: str, size: str, dtype: torch.dtype) -> None:
+        Args:
+            ops: some of `OPS`; those that share sites with one of them are swept with it.
+            size: of the benchmark's cases.
+            dtypes: of weights and activations.
+
+        Returns:
+            What there was no time for.
+        """
+        left = []
+        for group in GROUPS:
+            for dtype in dtypes if set(group) & set(ops) else ():
+                try:
+                    self._sweep_group(group, size, dtype)
+                except OutOfTimeError:
+                    left.append(f"{', '.join(group)} in {str(dtype).removeprefix('torch.')}")
+        return left
+
+    def without_a_case(self) -> list[str]:
+        """Sites that no case has looked up: they keep their defaults."""
+        found = {entry.row.key[:2] for entry in self.table.entries}
+        return [f"{op}.{name}" for op, name in tuning.sites() if (op, name) not in found]
+
+    def _sweep_group(self, group: Sequence[str], size: str, dtype: torch.dtype) -> None:
         self._check_time()
-        cases = load_cases(op, size, self.device.type, dtype)
+        cases = [case for op in group for case in load_cases(op, size, self.device.type, dtype)]
         served = [case for case in cases if "triton" in backends_here(case, self.device.type)[0]]
         users: dict[Key, list[Case]] = {}
         defaults: dict[Key, Settings] = {}
@@ -153,7 +165,12 @@ class _KeySweep:
         self.key, self.default = key, default
         self.site = tuning.sites()[key.op, key.site]
         ordered = sorted(cases, key=lambda case: case.flops)
-        self.cases = [ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})][:MOST_CASES]
+        last = len(ordered) - 1
+        self.cases = [ordered[i] for i in sorted({last * i // (MOST_CASES - 1) for i in range(MOST_CASES)})]
+        self.n_timed = len(self.cases)
+        for case in reversed(ordered):
+            if case.op not in {known.op for known in self.cases}:
+                self.cases.append(case)
         self.inputs = [case.make(sweep.device) for case in self.cases]
         self.left_out: dict[str, str] = {}
 
@@ -215,10 +232,10 @@ class _KeySweep:
     def _time(self, named: Mapping[str, Settings]) -> dict[str, dict[str, float]]:
         """Case → name → milliseconds."""
         found = {}
-        for case, inputs in zip(self.cases, self.inputs, strict=True):
+        for case, inputs in list(zip(self.cases, self.inputs, strict=True))[: self.n_timed]:
             self.sweep._check_time()
             runs = {name: functools.partial(self._run, case, inputs, s) for name, s in named.items()}
-            found[case.name] = self.sweep.timer(runs, named)
+            found[f"{case.op} {case.name}"] = self.sweep.timer(runs, named)
         return found
 
     def _run(self, case: Case, inputs: Tensors, settings: Settings) -> Any:
