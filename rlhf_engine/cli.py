@@ -125,8 +125,10 @@ def _as_request_errors() -> Any:
 
 def _prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
-    with _as_request_errors():  # the environment may name an instruction set or a kernel table that is not there
-        from rlhf_kernels import cores, registry
+    with _as_request_errors():  # the environment may name an instruction set or a table that is not there
+        from rlhf_kernels import cores, registry, tuning
+
+        tuning.check_named()
     from transformers.utils import logging
 
     from rlhf_engine.devices import keep_freed_memory
@@ -299,12 +301,15 @@ def _say_what_was_left_out(reports: Iterable[Any]) -> None:
 def _generate(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     _prepare(config.kernels)
+    from rlhf_kernels import tuning
+
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.rollout.answer import AnswerSession
     from rlhf_engine.rollout.terminal import show_answers
 
     with _as_request_errors():
         _check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+        tuning.begin_run(exact=config.batch_invariant)
         session = AnswerSession(config)
     _say_what_was_left_out([session.report])
     return show_answers(session)

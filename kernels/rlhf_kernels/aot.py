@@ -49,6 +49,7 @@ class Resources:
     shared: int
     num_warps: int
     sums: tuple[str, ...]  # how the tiles lie that are reduced: sums of equal layouts add in the same order
+    products: tuple[str, ...]  # how the results of tile products lie, by which the instruction goes
 
 
 def cases(op: str) -> list[AotCase]:
@@ -97,6 +98,7 @@ def compile_case(op: str, case: AotCase, arch: int) -> Resources:
         shared=compiled.metadata.shared,
         num_warps=case.num_warps,
         sums=_reduced_layouts(compiled.asm["ttgir"]),
+        products=_product_layouts(compiled.asm["ttgir"]),
     )
 
 
@@ -107,6 +109,13 @@ def _reduced_layouts(ttgir: str) -> tuple[str, ...]:
     for operands in re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) -> ', ttgir, re.DOTALL):
         found |= {f"{shape} {layouts[name]}" for shape, name in re.findall(r"tensor<(\w+xf32), (#\w+)>", operands)}
     return tuple(sorted(found))
+
+
+def _product_layouts(ttgir: str) -> tuple[str, ...]:
+    """Shape and layout of every result of a tile product, each once, sorted."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\w+), (#\w+)>", ttgir)
+    return tuple(sorted({f"{shape} {layouts[name]}" for shape, name in found}))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import registry, tuning
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.integrations.ray_generator import Generator
@@ -197,7 +197,8 @@ class RayTransport:
             return self._join_if_complete(worker)
 
         kernels = [tuple(choice) for choice in registry.choices()]
-        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, then=built)
+        tuned = [row.to_dict() for row in tuning.choices()]
+        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, tuned, then=built)
         return worker
 
     def _send(self, worker: _Worker, version: int) -> None:

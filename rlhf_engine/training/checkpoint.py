@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rlhf_kernels import cores, registry
+from rlhf_kernels import cores, registry, tuning
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -165,7 +165,7 @@ def _write(
         tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
     (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
-    chosen = [choice._asdict() for choice in registry.choices()]
+    chosen = [choice._asdict() for choice in registry.choices()] + [row.to_dict() for row in tuning.choices()]
     (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
     write_manifest(folder)
 
@@ -207,18 +207,21 @@ def load_checkpoint(
     return state
 
 
-def begin_kernels(resume: Path | None) -> None:
+def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
     """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
 
-    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It
-    is process-wide: the run that began last has it. So is the number of threads, which is lowered to what a CPU quota
-    allows (`rlhf_kernels.cores`).
+    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
+    tuned settings that change bits; a checkpoint without any is of a run on the defaults. All is process-wide: the run
+    that began last has it. So is the number of threads, which is lowered to what a CPU quota allows
+    (`rlhf_kernels.cores`).
 
     Args:
         resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
+        exact: take the defaults of all settings that change bits.
 
     Raises:
-        ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name.
+        ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name; a tuned setting
+            of the run is none of this version; the table that the environment names cannot be used.
     """
     lowered = cores.limit_threads()
     if lowered is not None:
@@ -226,16 +229,31 @@ def begin_kernels(resume: Path | None) -> None:
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
         registry.begin_run()
+        _begin_tuning(None if resume is None else [], exact)
         return
     check(path.parent, [_KERNELS_FILE])
-    found = [
-        registry.Choice(c["op"], c["dtype"], None if c["shape"] is None else tuple(c["shape"]), c["backend"])
-        for c in json.loads(path.read_text())
-    ]
+    backends, tuned = [], []
+    for i, given in enumerate(json.loads(path.read_text())):
+        if "backend" in given:
+            shape = None if given["shape"] is None else tuple(given["shape"])
+            backends.append(registry.Choice(given["op"], given["dtype"], shape, given["backend"]))
+        else:
+            try:
+                tuned.append(tuning.row_of(f"{_KERNELS_FILE}[{i}]", given))
+            except tuning.TunedTableError as error:
+                raise ConfigError(f"resume_from_checkpoint: {error}") from error
     try:
-        registry.begin_run(found)
+        registry.begin_run(backends)
     except registry.BackendUnavailableError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
+    _begin_tuning(tuned, exact)
+
+
+def _begin_tuning(held: list[tuning.Row] | None, exact: bool) -> None:
+    try:
+        tuning.begin_run(held, exact=exact)
+    except tuning.TunedTableError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:

@@ -153,7 +153,7 @@ class RlTrainer:
                 raise ConfigError(
                     f"max_steps: expected at least {counters.step}, the steps of {self._resume}, got {config.max_steps}"
                 )
-        begin_kernels(self._resume)
+        begin_kernels(self._resume, exact=config.batch_invariant)
         check_sources(config)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels import registry, tuning
 
 from rlhf_engine.cli import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
@@ -101,7 +101,7 @@ class Stub:
     def __init__(self, number: int) -> None:
         self.number, self.held, self.kept = number, {}, []
 
-    def build(self, config, frozen, threads, kernels):
+    def build(self, config, frozen, threads, kernels, tuned):
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
@@ -256,7 +256,7 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_a_base_that_differs_is_not_tried_again(monkeypatch):
     class Other(Stub):
-        def build(self, config, frozen, threads, kernels):
+        def build(self, config, frozen, threads, kernels, tuned):
             wire.require_same_frozen({"backbone base": "other"}, {"backbone base": "learner"})
 
     ray, transport = transport_of(monkeypatch, Other, generators=1, restarts=3)
@@ -270,9 +270,9 @@ def test_a_base_that_differs_is_not_tried_again(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_does_not_come_up_is_given_up(monkeypatch):
     class Slow(Stub):
-        def build(self, config, frozen, threads, kernels):
+        def build(self, config, frozen, threads, kernels, tuned):
             time.sleep(0 if self.number else 1.5)
-            return super().build(config, frozen, threads, kernels)
+            return super().build(config, frozen, threads, kernels, tuned)
 
     monkeypatch.setattr(ray_transport, "_START", 0.3)
     _, transport = transport_of(monkeypatch, Slow, generators=1, restarts=1, timeout=0.3)
@@ -352,12 +352,25 @@ def config(tmp_path_factory):
 def generator(config) -> Generator:
     found = Generator()
     threads = torch.get_num_threads()
-    found.build(config.to_dict(), wire.frozen_digests(build_generator_model(config)), threads, [])
+    found.build(config.to_dict(), wire.frozen_digests(build_generator_model(config)), threads, [], [])
     return found
 
 
 def adapter(config, version: int) -> wire.Parcel:
     return wire.pack_policy(take(build_generator_model(config).backbone().slot("behaviour"), version))
+
+
+def test_a_generator_has_the_learner_s_tuned_settings(config):
+    row = {"op": "gae", "site": "scan", "dtype": "float32", "sizes": [], "settings": {"BLOCK_T": 512}}
+    digests = wire.frozen_digests(build_generator_model(config))
+    try:
+        Generator().build(config.to_dict(), digests, None, [], [row])
+        assert [found.to_dict() for found in tuning.choices()] == [row]
+        exact = {**config.to_dict(), "batch_invariant": True}
+        Generator().build(exact, digests, None, [], [row])
+        assert tuning.choices() == []
+    finally:
+        tuning.begin_run()
 
 
 def test_a_generator_draws_by_what_it_was_sent(config, generator):

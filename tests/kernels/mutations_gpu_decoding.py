@@ -134,8 +134,8 @@ SAMPLE = [
         "shares by the number of rows",
         TRITON,
         _SAMPLE,
-        "per_split = triton.cdiv(n_tiles, PROGRAMS)",
-        "per_split = triton.cdiv(n_tiles * n, PROGRAMS)",
+        'per_split = triton.cdiv(n_tiles, sizes.pop("PROGRAMS"))',
+        'per_split = triton.cdiv(n_tiles * n, sizes.pop("PROGRAMS"))',
         (_SAMPLE_TESTS + "the_rest_of_the_batch_does_not_change_the_bits",),
     ),
     Mutation(
@@ -241,8 +241,8 @@ DECODE_ATTENTION = [
         "splits by the batch",
         TRITON,
         _ATTENTION,
-        "    size = split_size(n_positions)\n",
-        "    size = split_size(n_positions) * (1 + n % 2)\n",
+        '    size = split_size(n_positions, chosen.pop("SPLIT"))\n',
+        '    size = split_size(n_positions, chosen.pop("SPLIT")) * (1 + n % 2)\n',
         (_ATTENTION_TESTS + "neither_batch_nor_table_change_a_row_s_bits",),
     ),
     Mutation(

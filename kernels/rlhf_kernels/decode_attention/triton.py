@@ -22,11 +22,17 @@ from torch import Tensor
 from ..logits_triton import exponentials
 from ..triton_math import dot, tanh
 from ..triton_support import INTERPRETED, AotCase
+from ..tuning import Site
 
-# To be tuned on a device, but never by the batch.
+# The defaults; never by the batch.
 SPLIT = 256
 MAX_SPLITS = 64
-STAGES = 3
+WARPS, STAGES = 4, 3
+ATTEND = Site(
+    op="decode_attention",
+    name="attend",
+    candidates={"SPLIT": (256, 512), "BS": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+)
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
@@ -174,9 +180,9 @@ def join_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def split_size(n_positions: int) -> int:
-    """Positions per split: a function of what the table holds."""
-    size = SPLIT
+def split_size(n_positions: int, least: int | None = None) -> int:
+    """Positions per split: a function of what the table holds, at least `least` (SPLIT where not given)."""
+    size = least or SPLIT
     while size * MAX_SPLITS < n_positions:
         size *= 2
     return size
@@ -211,13 +217,15 @@ def forward(
     out = torch.empty((n, n_heads, d), dtype=q.dtype, device=q.device)
     if out.numel() == 0 or n_positions == 0:
         return out.zero_()
-    size = split_size(n_positions)
+    tile = tile_sizes(n_heads // n_kv, d, q.element_size())
+    default = {"SPLIT": SPLIT, "BS": tile["BS"], "num_warps": WARPS, "num_stages": STAGES}
+    chosen = ATTEND.choose(default, q.device, (q.dtype,), (n_heads // n_kv, d))
+    size = split_size(n_positions, chosen.pop("SPLIT"))
     n_splits = triton.cdiv(n_positions, size)
     sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
     window = n_positions if window is None else min(window, n_positions)
     windowed = window < n_positions
-    tile = tile_sizes(n_heads // n_kv, d, q.element_size())
     attend_kernel[(n * n_kv, n_splits)](
         q,
         k_cache,
@@ -243,9 +251,7 @@ def forward(
         WINDOW=windowed,
         SOFTCAP=softcap is not None,
         UPCAST=INTERPRETED,
-        **tile,
-        num_warps=4,
-        num_stages=STAGES,
+        **tile | chosen,
     )
     join_kernel[(n, n_heads)](
         sums,
@@ -261,7 +267,7 @@ def forward(
         WINDOW=windowed,
         D=d,
         BD=tile["BD"],
-        num_warps=4,
+        num_warps=WARPS,
     )
     return out
 
@@ -292,7 +298,7 @@ def aot_cases() -> list[AotCase]:
                     kernel=kernel,
                     signature=types,
                     constexprs=constexprs,
-                    num_warps=4,
+                    num_warps=WARPS,
                     num_stages=STAGES,
                     divisible_by_16=tuple(n for n in wide if n != "table_row"),
                 )

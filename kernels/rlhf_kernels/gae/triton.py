@@ -17,10 +17,13 @@ import triton
 import triton.language as tl
 
 from rlhf_kernels.triton_support import AotCase
+from rlhf_kernels.tuning import Site
 
 BLOCK_T = 1024
 BLOCK = 1024
 PROGRAMS = 256  # ranges that a sum over all elements is cut into
+SCAN = Site(op="gae", name="scan", candidates={"BLOCK_T": (512, 1024, 2048)})
+WHITEN = Site(op="gae", name="whiten", candidates={"BLOCK": (512, 1024, 2048)})
 
 
 @triton.jit
@@ -226,9 +229,11 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.view(torch.uint8)
 
 
-def _rows(n_rows: int, n_columns: int) -> tuple[int, int, int, int]:
-    """Programs, sequences per program, positions per block, warps."""
-    block_t = min(BLOCK_T, max(32, triton.next_power_of_2(n_columns)))
+def _rows(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Programs, sequences per program, positions per block, warps, for x [B, T]."""
+    n_rows, n_columns = x.shape
+    most = SCAN.choose({"BLOCK_T": BLOCK_T}, x.device, (torch.float32,), ())["BLOCK_T"]
+    block_t = min(most, max(32, triton.next_power_of_2(n_columns)))
     rows = max(1, min(8, 512 // block_t, n_rows // 256))  # several only where sequences are many and short
     rows = 1 << (rows.bit_length() - 1)
     return triton.cdiv(n_rows, rows), rows, block_t, max(1, min(4, rows * block_t // 128))
@@ -247,7 +252,7 @@ def forward(
     bootstrap = None if bootstrap is None else bootstrap.contiguous()
     advantage, ret = reward.new_empty(reward.shape), reward.new_empty(reward.shape)
     if advantage.numel():
-        programs, rows, block_t, num_warps = _rows(*reward.shape)
+        programs, rows, block_t, num_warps = _rows(reward)
         _gae_kernel[(programs,)](
             reward, value, _bytes(mask), bootstrap, advantage, ret, reward.stride(0), value.stride(0), mask.stride(0),
             *reward.shape, gamma, gamma * lam, HAS_BOOTSTRAP=bootstrap is not None, ROWS=rows, BLOCK_T=block_t,
@@ -265,7 +270,7 @@ def backward(
     d_reward, d_value = grad_advantage.new_empty(shape), grad_advantage.new_empty(shape)
     d_bootstrap = grad_advantage.new_empty(shape[0])
     if shape[0]:
-        programs, rows, block_t, num_warps = _rows(*shape)
+        programs, rows, block_t, num_warps = _rows(grad_advantage)
         _gae_backward_kernel[(programs,)](
             grad_advantage, grad_ret, _bytes(mask), d_reward, d_value, d_bootstrap, grad_advantage.stride(0),
             grad_ret.stride(0), mask.stride(0), *shape, gamma, gamma * lam, ROWS=rows, BLOCK_T=block_t,
@@ -274,17 +279,23 @@ def backward(
     return d_reward, d_value, d_bootstrap
 
 
-def _ranges(n: int) -> tuple[int, int]:
+def _block(x: torch.Tensor) -> int:
+    """Elements that a program of `whiten` takes at a time."""
+    return WHITEN.choose({"BLOCK": BLOCK}, x.device, (torch.float32,), ())["BLOCK"]
+
+
+def _ranges(n: int, block: int) -> tuple[int, int]:
     """Number of ranges and elements in each, for sums over all elements."""
-    span = triton.cdiv(triton.cdiv(max(n, 1), PROGRAMS), BLOCK) * BLOCK
+    span = triton.cdiv(triton.cdiv(max(n, 1), PROGRAMS), block) * block
     return triton.cdiv(max(n, 1), span), span
 
 
 def _moments(x: torch.Tensor, mask: torch.Tensor, centred: bool) -> tuple[torch.Tensor, int]:
-    n_partial, span = _ranges(x.numel())
+    block = _block(x)
+    n_partial, span = _ranges(x.numel(), block)
     partial = x.new_empty(3, PROGRAMS, dtype=torch.float64)
     _moments_kernel[(n_partial,)](
-        x, mask, partial, x.numel(), span, CENTRED=centred, PROGRAMS=PROGRAMS, BLOCK=BLOCK
+        x, mask, partial, x.numel(), span, CENTRED=centred, PROGRAMS=PROGRAMS, BLOCK=block
     )  # fmt: skip
     return partial, n_partial
 
@@ -305,9 +316,10 @@ def whiten_forward(
     partial, n_partial = (None, 0) if moments is not None else _moments(x, mask, centred=True)
     moments = None if moments is None else moments.contiguous()
     y, stats = torch.empty_like(x), x.new_empty(3, dtype=torch.float64)
-    _whiten_kernel[(max(1, triton.cdiv(x.numel(), BLOCK)),)](
+    block = _block(x)
+    _whiten_kernel[(max(1, triton.cdiv(x.numel(), block)),)](
         x, mask, moments, partial, y, stats, x.numel(), n_partial, EPS=eps, SHIFT_MEAN=shift_mean,
-        GIVEN=moments is not None, PROGRAMS=PROGRAMS, BLOCK=BLOCK,
+        GIVEN=moments is not None, PROGRAMS=PROGRAMS, BLOCK=block,
     )  # fmt: skip
     return y, stats
 
@@ -325,14 +337,14 @@ def whiten_backward(
     d_x, n = torch.empty_like(x), x.numel()
     if n == 0:
         return d_x
-    partial, n_partial = None, 0
+    partial, n_partial, block = None, 0, _block(x)
     if not constant_moments:
-        n_partial, span = _ranges(n)
+        n_partial, span = _ranges(n, block)
         partial = x.new_empty(2, PROGRAMS, dtype=torch.float64)
-        _whiten_sums_kernel[(n_partial,)](grad, x, mask, stats, partial, n, span, PROGRAMS=PROGRAMS, BLOCK=BLOCK)
-    _whiten_backward_kernel[(triton.cdiv(n, BLOCK),)](
+        _whiten_sums_kernel[(n_partial,)](grad, x, mask, stats, partial, n, span, PROGRAMS=PROGRAMS, BLOCK=block)
+    _whiten_backward_kernel[(triton.cdiv(n, block),)](
         grad, x, mask, stats, partial, d_x, n, n_partial, SHIFT_MEAN=shift_mean, CONSTANT=constant_moments,
-        PROGRAMS=PROGRAMS, BLOCK=BLOCK,
+        PROGRAMS=PROGRAMS, BLOCK=block,
     )  # fmt: skip
     return d_x
 

@@ -20,12 +20,24 @@ from ..linear_logprob.triton_sweep import RowGrads, finish
 from ..logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
 from ..logits_triton import joined, tile_grad, tile_state
 from ..triton_support import INTERPRETED, AotCase
+from ..tuning import Site
 
-# To be tuned on a device.
+# The defaults.
 PROGRAMS = 528  # shares are made until there are so many programs: four per multiprocessor of an H200
 FOLD_BLOCK = 128 if INTERPRETED else 4096
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROWS = 32 if INTERPRETED else 1  # per program; the interpreter pays per program
+FOLD = Site(
+    op="gather_logprob",
+    name="fold",
+    candidates={"FOLD_BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
+)
+GRAD = Site(  # elementwise: a thread's share changes no sum
+    op="gather_logprob",
+    name="grad",
+    candidates={"GRAD_BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
+    neutral=("GRAD_BLOCK", "num_warps"),
+)
 
 
 @triton.jit
@@ -186,7 +198,9 @@ def forward(
 
     values = {name: empty(n_rows) for name in OUTPUTS if name in made}
     if n_rows:
-        n_blocks = triton.cdiv(n_vocab, FOLD_BLOCK)
+        chosen = FOLD.choose({"FOLD_BLOCK": FOLD_BLOCK, "num_warps": 8}, logits.device, (logits.dtype,), (n_vocab,))
+        block = chosen["FOLD_BLOCK"]
+        n_blocks = triton.cdiv(n_vocab, block)
         per_split = triton.cdiv(n_blocks, min(n_blocks, triton.cdiv(PROGRAMS, n_rows)))
         splits = triton.cdiv(n_blocks, per_split)
         state = empty(splits, FIELDS, n_rows)
@@ -199,7 +213,7 @@ def forward(
             n_rows,
             n_vocab,
             logits.stride(-1),
-            per_split * FOLD_BLOCK,
+            per_split * block,
             temperature,
             ALIGNED=_aligned(logits),
             ENTROPY="entropy" in made,
@@ -207,8 +221,8 @@ def forward(
             MEAN="mean_logit" in made,
             TOP="is_top1" in made,
             R=ROWS,
-            BLOCK=FOLD_BLOCK,
-            num_warps=8,
+            BLOCK=block,
+            num_warps=chosen["num_warps"],
         )
         finish(state, index, None, values, n_vocab)
     return tuple(values[name] if name in values else empty(0) for name in OUTPUTS)
@@ -237,7 +251,8 @@ def backward(
     d_logprob, d_entropy, d_lse, d_mean, d_sum_sq = grads
     g = RowGrads.of(logprob=d_logprob, entropy=d_entropy, lse=d_lse, mean_logit=d_mean, log_sum_sq_prob=d_sum_sq)
     lse, entropy, sum_sq = saved
-    gather_grad_kernel[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_vocab, GRAD_BLOCK))](
+    chosen = GRAD.choose({"GRAD_BLOCK": GRAD_BLOCK, "num_warps": 4}, logits.device, (logits.dtype,), (n_vocab,))
+    gather_grad_kernel[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_vocab, chosen["GRAD_BLOCK"]))](
         logits,
         _offsets(logits),
         d_logits,
@@ -259,7 +274,8 @@ def backward(
         temperature,
         ALIGNED=_aligned(logits) and _aligned(d_logits),
         R=ROWS,
-        BLOCK=GRAD_BLOCK,
+        BLOCK=chosen["GRAD_BLOCK"],
+        num_warps=chosen["num_warps"],
     )
 
 

@@ -8,8 +8,9 @@ Small N (`fused_rows`): bandwidth decides, so one kernel makes products and stat
 program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
 so a log-prob has the same bits whether a gradient is wanted or not.
 
-Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum: equal inputs give equal
-bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
+Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
+sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
+`linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
 Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element, and a tile has at most
 N·V / 32 elements (or 2²⁰), so no more than 1/8 of the fp32 logits.
 """
@@ -27,9 +28,10 @@ from torch import Tensor
 from ..head_triton import HeadInputs
 from ..logits import HeadOptions, split_target
 from ..triton_support import INTERPRETED
+from ..tuning import Settings, Site
 from . import triton_kernels as kernels
 
-# To be tuned on a device, all in one place. Numbers of rows and columns are powers of two.
+# The defaults, all in one place. Numbers of rows and columns are powers of two.
 FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
 FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 128), 128: (128, 128)}  # rows: (columns, bytes of depth)
@@ -40,16 +42,47 @@ MIN_TILE_COLUMNS = 2048
 SMALL_TILE = 2**20  # elements that need no saving
 FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
 FOLD_WARPS = 8
+WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
 COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
+
+TILE = Site(
+    op="linear_logprob",
+    name="tile",
+    candidates={"TILE_ROWS": (1024, 2048, 4096), "TILE_COLUMNS": (4096, 8192), "FOLD_WARPS": (4, 8, 16)},
+)
+FUSED = Site(
+    op="linear_logprob",
+    name="fused",
+    candidates={"BV": (64, 128), "FUSED_PROGRAMS": (132, 264, 528), "num_stages": (2, 3, 4)},
+)
+COUNTED = Site(
+    op="linear_logprob",
+    name="counted",
+    candidates={"BM": (64, 128), "BN": (64, 128, 256), "BK": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+)
+# Elementwise: a thread's share changes no sum
+ROW = Site(
+    op="linear_logprob",
+    name="row",
+    candidates={"ROW_BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
+    neutral=("ROW_BLOCK", "num_warps"),
+)
+GRAD = Site(
+    op="linear_logprob",
+    name="grad",
+    candidates={"GRAD_BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
+    neutral=("GRAD_BLOCK", "num_warps"),
+)
 FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
 
 
-def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
-    """(rows, columns) of a tile, powers of two."""
-    rows = min(TILE_ROWS, triton.next_power_of_2(n_rows))
-    columns = min(TILE_COLUMNS, triton.next_power_of_2(n_vocab))
+def tile_shape(n_rows: int, n_vocab: int, most: tuple[int, int] | None = None) -> tuple[int, int]:
+    """(rows, columns) of a tile, powers of two; `most` in place of TILE_ROWS and TILE_COLUMNS."""
+    most_rows, most_columns = most or (TILE_ROWS, TILE_COLUMNS)
+    rows = min(most_rows, triton.next_power_of_2(n_rows))
+    columns = min(most_columns, triton.next_power_of_2(n_vocab))
     while rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
         if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
             rows //= 2
@@ -85,7 +118,9 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool) -> None:
     """`gemm_` for the first `count` rows only, `count` being on the device: later rows cost nothing."""
     block_m, block_n, block_k = COUNTED_TILE[a.element_size()]
-    grid = (triton.cdiv(b.shape[1], block_n), triton.cdiv(a.shape[0], block_m))
+    default = {"BM": block_m, "BN": block_n, "BK": block_k, "num_warps": 8, "num_stages": STAGES}
+    chosen = COUNTED.choose(default, a.device, (a.dtype,), b.shape[1:])
+    grid = (triton.cdiv(b.shape[1], chosen["BN"]), triton.cdiv(a.shape[0], chosen["BM"]))
     kernels.accumulate_kernel[grid](
         a,
         b,
@@ -98,10 +133,7 @@ def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool
         out.stride(0),
         ADD=add,
         UPCAST=INTERPRETED,
-        BM=block_m,
-        BN=block_n,
-        BK=block_k,
-        num_warps=8,
+        **chosen,
     )
 
 
@@ -155,9 +187,16 @@ class Sweep(HeadInputs):
         keep, index = split_target(target, weight.shape[0], ignore_index)
         super().__init__(hidden, weight, options, keep, hidden_r)
         self.index = torch.where(keep, index, -1)
-        self.tile_rows, self.tile_columns = tile_shape(self.n_rows, self.n_vocab)
+        tile = self._chosen(TILE, {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS, "FOLD_WARPS": FOLD_WARPS})
+        most = tile["TILE_ROWS"], tile["TILE_COLUMNS"]
+        self.tile_rows, self.tile_columns = tile_shape(self.n_rows, self.n_vocab, most)
+        self.fold_warps = tile["FOLD_WARPS"]
 
     # --- pieces -------------------------------------------------------------------------------------------------
+
+    def _chosen(self, site: Site, default: Settings) -> Settings:
+        """Settings of a site for this head."""
+        return site.choose(default, self.hidden.device, (self.dtype,), (self.hidden_size, self.n_vocab))
 
     @functools.cached_property
     def down(self) -> Tensor | None:
@@ -213,8 +252,10 @@ class Sweep(HeadInputs):
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
         rank = 0 if self.down is None else self.down.shape[1]
         block_v, block_k = fused_tile(block_n, self.dtype, rank)
+        chosen = self._chosen(FUSED, {"BV": block_v, "FUSED_PROGRAMS": FUSED_PROGRAMS, "num_stages": STAGES})
+        block_v = chosen["BV"]
         n_tiles = triton.cdiv(self.n_vocab, block_v)
-        per_split = triton.cdiv(n_tiles, FUSED_PROGRAMS)
+        per_split = triton.cdiv(n_tiles, chosen["FUSED_PROGRAMS"])
         splits = triton.cdiv(n_tiles, per_split)
         state = self.empty(splits, kernels.FIELDS, self.n_rows)
         kernels.fused_kernel[(splits, triton.cdiv(self.n_rows, block_n))](
@@ -243,6 +284,7 @@ class Sweep(HeadInputs):
             BK=block_k,
             RANKS=kernels.padded_rank(rank),
             num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
+            num_stages=chosen["num_stages"],
         )
         return state
 
@@ -287,7 +329,7 @@ class Sweep(HeadInputs):
                     **flags,
                     R=FOLD_ROWS,
                     BLOCK=self.tile_columns,
-                    num_warps=FOLD_WARPS,
+                    num_warps=self.fold_warps,
                 )
                 for factor, total in zip(factors, sums, strict=True):
                     if factor is not None and total is not None:
@@ -326,7 +368,8 @@ class Sweep(HeadInputs):
             return
         n, width = sums[0].shape
         values = stats.values
-        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, ROW_BLOCK))](
+        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
+        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["ROW_BLOCK"]))](
             *sums,
             None if live is None else live.slot,
             inverse,
@@ -337,7 +380,8 @@ class Sweep(HeadInputs):
             n,
             width,
             R=FOLD_ROWS,
-            BLOCK=ROW_BLOCK,
+            BLOCK=chosen["ROW_BLOCK"],
+            num_warps=chosen["num_warps"],
         )
         h = self.hidden_size
         if self.lora_A is not None:
@@ -353,7 +397,8 @@ class Sweep(HeadInputs):
         lora = self.lora_A is not None
         out = self.empty(self.n_rows, self.hidden_size, dtype=torch.float32 if lora else dtype)
         on_target = self.empty(self.n_rows) if lora else None
-        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, ROW_BLOCK))
+        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
+        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, chosen["ROW_BLOCK"]))
         kernels.from_expected_kernel[grid](
             stats.expected,
             None if grads.kl is None else stats.expected_kl,
@@ -375,7 +420,8 @@ class Sweep(HeadInputs):
             self.weight.stride(0),
             **self.transform(),
             R=FOLD_ROWS,
-            BLOCK=ROW_BLOCK,
+            BLOCK=chosen["ROW_BLOCK"],
+            num_warps=chosen["num_warps"],
         )
         if on_target is not None and self.lora_A is not None and self.lora_B is not None:
             target = self.lora_B[self.index.clamp_min(0)] * (self.options.lora_scale * on_target)[:, None]
@@ -456,7 +502,8 @@ class Sweep(HeadInputs):
         if z_r is not None:
             self.products(z_r, weight, rows, columns, reference=True)
         n, width = y.shape
-        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, GRAD_BLOCK))](
+        chosen = self._chosen(GRAD, {"GRAD_BLOCK": GRAD_BLOCK, "num_warps": WARPS})
+        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["GRAD_BLOCK"]))](
             z,
             z_r,
             g,
@@ -483,7 +530,8 @@ class Sweep(HeadInputs):
             self.tile_columns,
             **self.transform(),
             R=FOLD_ROWS,
-            BLOCK=GRAD_BLOCK,
+            BLOCK=chosen["GRAD_BLOCK"],
+            num_warps=chosen["num_warps"],
         )
         return g[:n, :width]
 

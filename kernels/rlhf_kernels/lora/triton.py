@@ -36,10 +36,27 @@ from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots,
 from rlhf_kernels.philox_triton import random_words
 from rlhf_kernels.triton_math import dot
 from rlhf_kernels.triton_support import INTERPRETED, AotCase
+from rlhf_kernels.tuning import Settings, Site
 
 ONE_READ_RANK = 32
 MAX_RANK = 128
 EXPAND_RANKS = 32  # ranks that expand multiplies at a time: more would not fit into registers at rank 128
+_STAGES = {"shrink": 3, "expand": 2, "columns": 2}
+_SITES = {
+    "shrink": Site(
+        op="lora",
+        name="shrink",
+        candidates={"BD": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    ),
+    "expand": Site(
+        op="lora",
+        name="expand",
+        candidates={"BD": (64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3)},
+    ),
+    # Fewer columns would be more shares of dh than the planner counts
+    "columns": Site(op="lora", name="columns", candidates={"num_warps": (4, 8), "num_stages": (2, 3)}),
+}
+FOLD = Site(op="lora", name="fold", candidates={"BD": (16, 32, 64, 128)}, neutral=("BD",))  # chunks one after another
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WIDTH = tl.constexpr(SLOT_WIDTH)
 
@@ -237,8 +254,12 @@ class _Call:
         self.dropout = row_ids is not None
         self.draw = (None if row_ids is None else row_ids.contiguous(), lanes.seed, lanes.stream)
 
-    def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> dict[str, int]:
-        return _config(n_d, self.rank, x, (self.B if side else self.A)[0].dtype, kernel)
+    def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> Settings:
+        weight = (self.B if side else self.A)[0]
+        default = {**_config(n_d, self.rank, x, weight.dtype, kernel), "num_stages": _STAGES[kernel]}
+        site = _SITES[kernel]
+        free = {name: default[name] for name in site.candidates}
+        return {**default, **site.choose(free, weight.device, (x, weight.dtype), (n_d, self.rank))}
 
     def layout(self, wanted: list[int] | None = None, column_tiles: int = 1) -> Layout:
         """Tiles of the slots in `wanted`, or of all."""
@@ -271,7 +292,7 @@ class _Call:
         out = self.small(n_splits)
         _shrink_kernel[(layout.n_tiles, n_splits)](
             x, out, layout.tiles, self.slots.table, *self.draw, x.stride(0), self.n_on, n_d, split_size,
-            COMPACT=compact, **self._constexprs(side, layout, dropout=side == 0), **config, num_stages=3,
+            COMPACT=compact, **self._constexprs(side, layout, dropout=side == 0), **config,
         )  # fmt: skip
         return out
 
@@ -282,7 +303,7 @@ class _Call:
         _expand_kernel[(layout.n_tiles, triton.cdiv(n_d, config["BD"]))](
             small, out, layout.tiles, self.slots.table, *self.draw, out.stride(0), small.shape[0], self.n_on, n_d,
             COMPACT=compact, ADD=add, BR=min(self.rank, EXPAND_RANKS),
-            **self._constexprs(side, layout, dropout=side == 0), **config, num_stages=2,
+            **self._constexprs(side, layout, dropout=side == 0), **config,
         )  # fmt: skip
 
     def columns(
@@ -298,13 +319,14 @@ class _Call:
         _columns_kernel[(layout.n_chunks, column_tiles)](
             x, small, sums, shares, layout.tiles, layout.chunks, self.slots.table, *self.draw, x.stride(0),
             small.shape[0], self.n_on, n_d, COMPACT=compact, SHARES=dh is not None,
-            **self._constexprs(side, layout, dropout=side == 0), **config, num_stages=2,
+            **self._constexprs(side, layout, dropout=side == 0), **config,
         )  # fmt: skip
         if dh is not None and shares is not None:
             self.fold_rows(shares, dh, layout)
         weights = [(self.B if side else self.A)[i] for i in wanted]
         flat = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=x.device)
-        block = 64 if self.rank <= 64 else 32
+        default = {"BD": 64 if self.rank <= 64 else 32}
+        block = FOLD.choose(default, flat.device, (flat.dtype,), (n_d, self.rank))["BD"]
         _fold_columns_kernel[(len(wanted), triton.cdiv(n_d, block))](
             sums, flat, layout.folds, self.slots.table, n_d, SIDE=side, R=self.rank, BD=block
         )  # fmt: skip
@@ -481,7 +503,7 @@ def aot_cases() -> list[AotCase]:
             signature=signature,
             constexprs={n: v for n, v in constexprs.items() if n in names},
             num_warps=config["num_warps"],
-            num_stages=3 if kind == "shrink" else 2,
+            num_stages=_STAGES.get(kind, 2),
             divisible_by_16=(*wide, *(n for n in ("x_stride", "out_stride", "n_d", "split_size") if n in names)),
         )
 

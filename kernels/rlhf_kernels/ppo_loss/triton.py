@@ -19,10 +19,13 @@ from torch import Tensor
 
 from rlhf_kernels.triton_math import expm1, expm1_minus
 from rlhf_kernels.triton_support import AotCase
+from rlhf_kernels.tuning import Site
 
 ONE_PROGRAM = 2048
 BLOCK = 1024
 FOLD = 512  # partial columns that the folding program adds at a time
+LOSS = Site(op="ppo_loss", name="loss", candidates={"BLOCK": (512, 1024, 2048)})
+BACKWARD = Site(op="ppo_loss", name="backward", candidates={"BLOCK": (512, 1024, 2048)}, neutral=("BLOCK",))
 _KL = {"k1": 1, "k2": 2, "k3": 3}
 
 
@@ -208,12 +211,19 @@ def _plain(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
-def _blocks(n: int) -> tuple[int, int, int]:
-    """Number of programs, tokens per program, warps."""
+def _block(site: Site, x: Tensor) -> int:
+    """Tokens per program where there are several."""
+    return site.choose({"BLOCK": BLOCK}, x.device, (torch.float32,), ())["BLOCK"]
+
+
+def _blocks(x: Tensor) -> tuple[int, int, int]:
+    """Number of programs, tokens per program, warps, for x [N]."""
+    n = x.shape[0]
     if n <= ONE_PROGRAM:
         block = max(128, triton.next_power_of_2(n))
         return 1, block, max(1, min(8, block // 128))
-    return triton.cdiv(n, BLOCK), BLOCK, 4
+    block = _block(LOSS, x)
+    return triton.cdiv(n, block), block, 4
 
 
 def forward(
@@ -236,7 +246,7 @@ def forward(
     ref_logprob = None if ref_logprob is None else _plain(ref_logprob)
     entropy = None if entropy is None else _plain(entropy)
     n = new_logprob.shape[0]
-    n_blocks, block, num_warps = _blocks(n)
+    n_blocks, block, num_warps = _blocks(new_logprob)
     like: dict[str, Any] = {"dtype": torch.float32, "device": new_logprob.device}
     loss, statistics, dloss = torch.empty((), **like), torch.empty(9, **like), torch.empty(n, **like)
     partial = None if n_blocks == 1 else torch.empty(8, n_blocks, **like)
@@ -269,9 +279,10 @@ def backward(
     grad_new = dloss.new_empty(n if need_new_logprob else 0)
     grad_entropy = dloss.new_empty(n if need_entropy else 0)
     if n and (need_new_logprob or need_entropy):
-        _ppo_backward_kernel[(triton.cdiv(n, BLOCK),)](
+        block = _block(BACKWARD, dloss)
+        _ppo_backward_kernel[(triton.cdiv(n, block),)](
             grad_loss, dloss.contiguous(), _plain(mask), denom, grad_new, grad_entropy, n, entropy_coef,
-            NEW=need_new_logprob, ENTROPY=need_entropy, BLOCK=BLOCK,
+            NEW=need_new_logprob, ENTROPY=need_entropy, BLOCK=block,
         )  # fmt: skip
     return grad_new, grad_entropy
 
@@ -284,7 +295,7 @@ def value_forward(
     clips = clip is not None and old_value is not None
     old_value = _plain(old_value) if clips and old_value is not None else None
     n = value.shape[0]
-    n_blocks, block, num_warps = _blocks(n)
+    n_blocks, block, num_warps = _blocks(value)
     like: dict[str, Any] = {"dtype": torch.float32, "device": value.device}
     loss, statistics, dloss = torch.empty((), **like), torch.empty(6, **like), torch.empty(n, **like)
     partial = None if n_blocks == 1 else torch.empty(8, n_blocks, **like)
@@ -303,7 +314,8 @@ def value_backward(grad_loss: Tensor, dloss: Tensor) -> Tensor:
     dloss, n = dloss.contiguous(), dloss.numel()
     grad = torch.empty_like(dloss)
     if n:
-        _scale_kernel[(triton.cdiv(n, BLOCK),)](grad_loss, dloss, grad, n, BLOCK=BLOCK)
+        block = _block(BACKWARD, dloss)
+        _scale_kernel[(triton.cdiv(n, block),)](grad_loss, dloss, grad, n, BLOCK=block)
     return grad
 
 

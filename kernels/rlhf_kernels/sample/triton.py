@@ -4,9 +4,9 @@ A program owns `ROWS` rows and a share of the vocabulary. Tile by tile it makes 
 and folds both into the rows' states: maximum, sum and entropy sum of the softmax, and the best score with its column
 and logit. Nothing but states leaves the chip. `finish_kernel` joins the shares of a row.
 
-The tiles, the shares and the order in which they are joined depend on V, H and the dtypes alone, and programs see the
-number of rows only as a bound, so a row's bits do not depend on what it is batched with. Few rows fill a tile in
-part: what counts there is the one read of W.
+The tiles, the shares and the order in which they are joined depend on V, H, the dtypes, whether there are options, and
+the tuned table (`tuning`) alone. Programs see the number of rows only as a bound, so a row's bits do not depend on what
+it is batched with. Few rows fill a tile in part: what counts there is the one read of W.
 
 The words of the noise are those of the reference. Logits and the two logarithms of a Gumbel number are rounded
 differently, so a token may differ where the two best scores are within some ulp of each other. Scores compare as in
@@ -31,9 +31,10 @@ from ..logits_triton import capped, moved, tile_state
 from ..philox_triton import gumbel, random_words
 from ..triton_math import dot
 from ..triton_support import INTERPRETED, AotCase
+from ..tuning import Site
 from .reference import STREAM
 
-# To be tuned on a device. By bytes per operand, and never by the number of rows.
+# The defaults, by bytes per operand, and never by the number of rows.
 ROWS = {2: 64, 4: 16}  # fp32 products take registers in place of tensor cores
 COLUMNS = {2: (128, 64), 4: (64, 64)}  # plain; with a bias, LoRA or softcap, which take registers
 DEPTH, WARPS, STAGES = {2: 64, 4: 32}, {2: 8, 4: 4}, {2: 4, 4: 3}
@@ -41,6 +42,16 @@ PROGRAMS = 132  # shares of the vocabulary: one per multiprocessor of an H200
 DOWN_ROWS, DOWN_DEPTH = 16, 64
 FIELDS = 4  # m, s, w, logit of the best column
 CHOICES = 2  # key of the best score, its column
+_FREE: dict[str, tuple[int, ...]] = {
+    "BN": (16, 32, 64),
+    "BV": (64, 128),
+    "BK": (32, 64, 128),
+    "PROGRAMS": (66, 132),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4),
+}
+PLAIN_SWEEP = Site(op="sample", name="plain", candidates=_FREE)
+SWEEP = Site(op="sample", name="options", candidates=_FREE)
 _STREAM = tl.constexpr(STREAM)
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
@@ -280,10 +291,12 @@ def forward(
     down = _down(head)
     rank = 0 if down is None else down.shape[1]
     plain = head.bias is None and rank == 0 and not options.softcap
-    sizes = tile_sizes(head.dtype.itemsize, plain=plain, rank=rank)
+    sizes = {**tile_sizes(head.dtype.itemsize, plain=plain, rank=rank), "PROGRAMS": PROGRAMS}
+    site, head_shape = PLAIN_SWEEP if plain else SWEEP, (head.hidden_size, head.n_vocab)
+    sizes |= site.choose({name: sizes[name] for name in _FREE}, hidden.device, (head.dtype,), head_shape)
     forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1].contiguous())
     n_tiles = triton.cdiv(head.n_vocab, sizes["BV"])
-    per_split = triton.cdiv(n_tiles, PROGRAMS)
+    per_split = triton.cdiv(n_tiles, sizes.pop("PROGRAMS"))
     splits = triton.cdiv(n_tiles, per_split)
     state, choice = head.empty(splits, FIELDS, n), head.empty(splits, CHOICES, n, dtype=torch.int32)
     # Row tiles of one share run next to each other and find its part of W in the cache
