@@ -9,7 +9,8 @@ output}, where output is the end of what it printed. A lane that is done is skip
 sources are the same; the others come again, after those that never ran. DIR is bench/results/<name of the GPU>
 unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gae"` passes options on.
 
-A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps. With a budget
+A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps, then the
+kernels' tiles, whose table goes into kernels/rlhf_kernels/tuned. With a budget
 a lane that needs more than what is left is left out, and the others end in time.
 
 A rehearsal runs every lane on the CPU: Triton's interpreter, the smallest shapes, one test of each test function. Its
@@ -125,6 +126,7 @@ PLANS = {  # beginnings of lanes' names, in their order; benches before sanitize
     "first": ("environment", "small-shapes", "correct-", "determinism", "graphs"),
     "second": ("environment", "bench-", "memcheck", "racecheck"),
     "third": ("environment", "step-", "lanes", "overlap", "plan_check", "hydra_table"),
+    "tuning": ("environment", "tune"),
 }
 MORE_TESTS = {"gae": ("whiten",)}  # ops whose folder has a second public function with tests of its own
 
@@ -155,11 +157,18 @@ class Stopped(BaseException):
         self.number = number
 
 
+_held: list[int] | None = None
+"""Signals that came while a process was being started; None: they stop the run at once."""
+
+
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise Stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if _held is not None:
+            _held.append(number)
+            return
         for each in before:
             signal.signal(each, signal.SIG_IGN)  # a second one would cut off the end of this
         raise Stopped(number)
@@ -170,6 +179,19 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals within the block come at its end: a process that has been started is known by then."""
+    global _held
+    _held = held = []
+    try:
+        yield
+    finally:
+        _held = None
+        for number in held:
+            signal.raise_signal(number)
 
 
 def run_lanes(lanes: Sequence[Lane], folder: Path, *, commit: str, sources: str, budget_s: float | None = None) -> int:
@@ -231,23 +253,26 @@ def _run(lane: Lane) -> dict[str, object]:
     if lane.replaces is not None:
         lane.replaces.unlink(missing_ok=True)
     began = time.monotonic()
+    process: subprocess.Popen[bytes] | None = None
+    rc: int | None = None
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            lane.command,
-            cwd=ROOT,
-            env=_environment(lane),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
-            rc: int | None = process.wait(timeout=lane.limit_s)
-        except subprocess.TimeoutExpired:
-            rc = None
+            with _signals_held():
+                process = subprocess.Popen(
+                    lane.command,
+                    cwd=ROOT,
+                    env=_environment(lane),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rc = process.wait(timeout=lane.limit_s)
         finally:  # its session holds whatever it started; also when this program is interrupted
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * TAIL))
         text = output.read().decode(errors="replace")[-TAIL:]
     state = "done" if rc == 0 else "timeout" if rc is None else "failed"
@@ -278,7 +303,12 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
 
 def gpu_lanes(folder: Path, size: str = FULL) -> list[Lane]:
     """The environment first, then what is right, then what is fast, then what is slow to find."""
-    lanes = _correct_lanes(size) + _timing_lanes(folder, size) + _step_lanes(folder, size)
+    lanes = [
+        *_correct_lanes(size),
+        *_timing_lanes(folder, size),
+        *_step_lanes(folder, size),
+        _tuning_lane(folder, size),
+    ]
     if size != REHEARSAL:
         return lanes
     return [lane if lane.rehearsed else replace(lane, rehearsed=REHEARSED) for lane in lanes]
@@ -355,6 +385,17 @@ def _step_lanes(folder: Path, size: str) -> list[Lane]:
         absent = f"not rehearsed: hydra_table-{METHODS[-1]} is the same script with another method" if again else None
         lanes.append(replace(lane, interpreted=False, missing=absent))
     return lanes
+
+
+def _tuning_lane(folder: Path, size: str) -> Lane:
+    """A sweep that ends within the lane's time; the same command goes on with its table."""
+    command = (sys.executable, str(ROOT / "bench" / "tune.py"), "--out", str(folder / "tuned.json"))
+    options = {
+        FULL: ("--budget", f"{LIMIT_S - 60:.0f}"),
+        QUICK: ("--budget", f"{LIMIT_S - 60:.0f}", "--size", "quick"),
+        REHEARSAL: ("--device", "cpu", "--rehearse"),
+    }[size]
+    return Lane(name="tune", command=(*command, *options))
 
 
 def _device(size: str) -> str:

@@ -162,6 +162,21 @@ except gpu_lanes.Stopped as stopped:
     assert record(out, "never")["state"] == record(out, "sleeps")["state"] == "done"
 
 
+def test_a_signal_while_a_lane_is_started_leaves_no_child(tmp_path, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def start(*words, **options):
+        started.append(real(*words, **options))
+        os.kill(os.getpid(), signal.SIGTERM)  # before the caller has the process
+        return started[-1]
+
+    monkeypatch.setattr(gpu_lanes.subprocess, "Popen", start)
+    with pytest.raises(gpu_lanes.Stopped), gpu_lanes.stopped_by_signals():
+        run([lane("sleeps", "import time; time.sleep(600)")], tmp_path)
+    assert_dead(str(started[0].pid))
+    assert not (tmp_path / "sleeps.json").exists()
+
+
 def test_what_is_not_there_is_no_failure(tmp_path):
     absent = lane("absent", "raise SystemExit(1)", missing="no such tool")
     refused = lane("refused", "raise SystemExit('Device not supported')", unavailable="Device not supported")
@@ -340,7 +355,7 @@ def test_list_and_unknown_names():
     ("arguments", "said"),
     [
         (("--lane", "correct-gae", "nothing"), "--lane: unknown nothing; --list names them all"),
-        (("--plan", "fourth"), "--plan: expected one of first, second, third, got 'fourth'"),
+        (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
         (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
         (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
     ],

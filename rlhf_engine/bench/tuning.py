@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rlhf_kernels import tuning
+from rlhf_kernels import BackendUnavailableError, tuning
 from rlhf_kernels.tuning import Entry, Key, Row, Settings, TunedTable
 
 from rlhf_engine.bench.accuracy import Yardstick, judge, yardstick
@@ -132,8 +132,8 @@ class Sweep:
             with tuning.watched() as found, tuning.trial({}):
                 try:
                     self._call(case, case.make(self.device))
-                except torch.OutOfMemoryError:
-                    self.say(f"{case.op} {case.name}: left out, out of memory")
+                except (torch.OutOfMemoryError, BackendUnavailableError) as error:
+                    self.say(f"{case.op} {case.name}: left out, {one_line(error)}")
                     continue
             for key, default in found.items():
                 users.setdefault(key, []).append(case)
