@@ -80,8 +80,8 @@ class Site:
     Args:
         op: folder of the op that declares it.
         name: unique within the op.
-        candidates: setting → values that a sweep tries. None of them takes more workspace than the default, by which
-            `rlhf-engine plan` counts.
+        candidates: setting → values that a sweep tries. None of them takes more workspace than `rlhf-engine plan`
+            counts for the default.
         neutral: settings that change no bit of any result.
     """
 

@@ -263,7 +263,8 @@ def _launched() -> Iterator[list[Any]]:
 
     def recorded(function: Any, *args: Any, **options: Any) -> Any:
         kernel = run(function, *args, **options)
-        kernels.append(kernel)
+        if kernel is not None:
+            kernels.append(kernel)
         return kernel
 
     JITFunction.run = recorded

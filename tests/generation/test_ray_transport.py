@@ -399,12 +399,12 @@ def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
-        Generator().build(other.to_dict(), wire.frozen_digests(build_generator_model(config)), None, [])
+        Generator().build(other.to_dict(), wire.frozen_digests(build_generator_model(config)), None, [], [])
 
 
 def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
     found, frozen = Generator(), wire.frozen_digests(build_generator_model(config))
-    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")])
+    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")], [])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
     found.hold(*adapter(config, 0))
     drawn = found.draw(wire.pack_order(make_orders(0, 0, 1)[0]), [0])
