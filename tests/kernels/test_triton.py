@@ -15,15 +15,6 @@ import torch
 from rlhf_kernels import aot
 
 ROOT = Path(__file__).resolve().parents[2]
-# Configurations that spill on sm_90 under Triton 3.6.0 or 3.7.1, and up to how many bytes per thread. Tiles of logits
-# take most registers; the loop over the ranks of an adapter on the head takes more than the rest.
-MAY_SPILL = {
-    "linear_logprob.fused_kernel (64 rows, r64)": 88,
-    "linear_logprob_pair.fused_kernel (64 rows, r64)": 160,
-    "linear_logprob_pair.fused_kernel (128 rows, r64)": 48,
-    "linear_logprob_pair.fused_kernel (128 rows, r128)": 48,
-    "linear_logprob_pair.fused_kernel (32 rows, r64, fp32)": 24,
-}
 HEADS = ("linear_logprob", "linear_logprob_pair", "linear_ppo_loss")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with Linux only")
 
@@ -59,7 +50,7 @@ def compiled(path: Path, *options: str) -> list[dict]:
 
 def assert_no_spills(found: list[dict]) -> None:
     spills = {f"{r['op']}.{r['kernel']} ({r['case']})": r["spills"] for r in found if r["arch"] == 90}
-    assert not {name: n for name, n in spills.items() if n > MAY_SPILL.get(name, 0)}
+    assert not {name: n for name, n in spills.items() if n}
 
 
 def expected(first: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from ..triton_support import AotCase
 from . import triton_kernels as kernels
-from .triton_sweep import FLAGS, fused_tile
+from .triton_sweep import FLAGS, fused_tile, fused_warps
 
 _FLOATS = ("temperature", "logit_scale", "softcap", "scale")
 _POINTERS = {
@@ -81,15 +81,14 @@ def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
     return {n: n in names for n in FLAGS} | {"SOFTCAP": softcap}
 
 
-def _with_lora(rank: int, rows: int = 128) -> dict[str, Any]:
-    columns, depth = fused_tile(rows, torch.bfloat16, rank)
-    return FUSED | {"RANKS": kernels.padded_rank(rank), "BN": rows, "BV": columns, "BK": depth}
+def _fused(rows: int, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    columns, depth = fused_tile(rows, dtype, rank)
+    tile = {"UPCAST": False, "BN": rows, "BV": columns, "BK": depth, "RANKS": kernels.padded_rank(rank)}
+    return tile | {"num_warps": fused_warps(rows, dtype)}
 
 
 PLAIN = ("bias_ptr", "temperature_ptr")
 _FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
-FUSED: dict[str, Any] = {"UPCAST": False, "BN": 128, "BV": 128, "BK": 64, "RANKS": 16, "num_warps": 8}
-_FEW: dict[str, Any] = {"BN": 64, "num_warps": 4}
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
 NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
 _GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
@@ -117,34 +116,34 @@ def linear_logprob_cases() -> list[AotCase]:
         head_case("bf16", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
         head_case("fp32", fold, absent=(*alone, *PLAIN), types=_FP32, **_flags(), **_FOLD),
         head_case("bf16, every output and option", fold, absent=alone, **_flags(*FLAGS, softcap=True), **_FOLD),
-        head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED),
-        head_case("64 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **FUSED | _FEW),
+        head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **_fused(128)),
+        head_case("64 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **_fused(64)),
         head_case(
             "16 rows",
             fused,
             absent=("h_r_ptr", *NO_LORA, *PLAIN),
             **_flags(),
-            **FUSED | {"BN": 16, "BK": 128, "num_warps": 4},
+            **_fused(16),
         ),
         head_case(
             "128 rows, every output and option",
             fused,
             absent=("h_r_ptr",),
             **_flags(*FLAGS, softcap=True),
-            **_with_lora(16),
+            **_fused(128, 16),
         ),
         *(
-            head_case(f"128 rows, r{r}", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_with_lora(r))
+            head_case(f"128 rows, r{r}", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_fused(128, r))
             for r in (64, 128)
         ),
-        head_case("64 rows, r64", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_with_lora(64, 64) | _FEW),
+        head_case("64 rows, r64", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_fused(64, 64)),
         head_case(
             "32 rows, fp32",
             fused,
             absent=("h_r_ptr", *NO_LORA, *PLAIN),
             types=_FP32,
             **_flags(),
-            **FUSED | {"BN": 32, "BV": 64, "BK": 32},
+            **_fused(32, dtype=torch.float32),
         ),
         head_case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
         head_case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
@@ -176,26 +175,26 @@ def pair_cases() -> list[AotCase]:
     kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
     grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
     return [
-        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED),
-        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **FUSED | _FEW),
+        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_fused(128)),
+        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_fused(64)),
         head_case(
             "32 rows, fp32",
             fused,
             absent=(*NO_LORA, *PLAIN),
             types=_FP32,
             **_flags(),
-            **FUSED | {"BN": 32, "BV": 64, "BK": 32},
+            **_fused(32, dtype=torch.float32),
         ),
-        *(head_case(f"128 rows, r{r}", fused, absent=PLAIN, **_flags(), **_with_lora(r)) for r in (16, 64, 128)),
-        head_case("64 rows, r64", fused, absent=PLAIN, **_flags(), **_with_lora(64, 64) | _FEW),
-        head_case("16 rows, r64", fused, absent=PLAIN, **_flags(), **_with_lora(64, 16) | {"num_warps": 4}),
+        *(head_case(f"128 rows, r{r}", fused, absent=PLAIN, **_flags(), **_fused(128, r)) for r in (16, 64, 128)),
+        head_case("64 rows, r64", fused, absent=PLAIN, **_flags(), **_fused(64, 64)),
+        head_case("16 rows, r64", fused, absent=PLAIN, **_flags(), **_fused(16, 64)),
         head_case(
             "32 rows, r64, fp32",
             fused,
             absent=PLAIN,
             types=_FP32,
             **_flags(),
-            **FUSED | {"BN": 32, "BV": 64, "BK": 32, "RANKS": 64},
+            **_fused(32, 64, torch.float32),
         ),
         head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
         head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),

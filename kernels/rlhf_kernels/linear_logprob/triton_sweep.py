@@ -34,7 +34,7 @@ from . import triton_kernels as kernels
 # The defaults, all in one place. Numbers of rows and columns are powers of two.
 FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
-FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 128), 128: (128, 128)}  # rows: (columns, bytes of depth)
+FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 64), 128: (128, 64)}  # rows: (columns, bytes of depth)
 TILE_ROWS = 4096
 TILE_COLUMNS = 8192
 MIN_TILE_ROWS = 1024  # a tile that must shrink loses rows down to this, then columns, then rows again
@@ -95,12 +95,17 @@ def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
     """(columns, depth) of the fused kernel's tiles.
 
     fp32 products take registers in place of tensor cores, so they have fewer columns. A loop over ranks takes some;
-    there only the depth may shrink, which changes no sum: tensor cores add in steps of 16 in one order whatever the
-    depth, so rows without LoRA keep the bits of a call without it.
+    there only the depth may shrink, which changes no sum: tensor cores add in steps of 16 and fp32 units one by one, in
+    one order whatever the depth. So rows without LoRA keep the bits of a call without it.
     """
     columns, depth = FUSED_TILES[rows]
-    looped = dtype.itemsize == 2 and rank > kernels.RANK_TILE.value
+    looped = rank > kernels.RANK_TILE.value
     return columns * 2 // dtype.itemsize, depth // dtype.itemsize // (2 if looped else 1)
+
+
+def fused_warps(rows: int, dtype: torch.dtype) -> int:
+    """Warps of the fused kernel; more rows need more registers for their sums."""
+    return 4 if rows < 64 and dtype.itemsize == 2 else 8
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -283,7 +288,7 @@ class Sweep(HeadInputs):
             BV=block_v,
             BK=block_k,
             RANKS=kernels.padded_rank(rank),
-            num_warps=4 if block_n < 128 and self.dtype.itemsize == 2 else 8,
+            num_warps=fused_warps(block_n, self.dtype),
             num_stages=chosen["num_stages"],
         )
         return state
