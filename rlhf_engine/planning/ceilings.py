@@ -43,6 +43,9 @@ _SECONDS, _LEAST, _MOST = 0.08, 3, 25
 """A probe runs for so long, and so often."""
 
 
+Clock = Callable[[], float]
+
+
 class _Probe(NamedTuple):
     kind: str
     size: float | None
@@ -54,15 +57,18 @@ class _Probe(NamedTuple):
     """What else happens in `run`, timed in turns with it."""
 
 
-def measure_cpu(dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> Machine:
+def measure_cpu(
+    dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int, *, clock: Clock = time.perf_counter
+) -> Machine:
     """This CPU, with the threads that the engine uses.
 
     Args:
         dtype: of weights and activations.
         adapter_dtype: of the adapters.
         rank: of the adapters.
+        clock: what seconds are read from; `time.process_time` leaves out what other processes take from one thread.
     """
-    score, token = _call_seconds()
+    score, token = _call_seconds(clock)
     ceilings: dict[tuple[str, torch.dtype], Ceiling] = {}
     machine = Machine(
         name=f"this CPU ({native.isa() or 'no native kernels'}, {threads()} threads)",
@@ -74,9 +80,9 @@ def measure_cpu(dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> Ma
     generator = torch.Generator().manual_seed(0)
     for either in dict.fromkeys((torch.float32, dtype)):
         for probe in _passes(either, generator):
-            _take(machine, ceilings, probe)
+            _take(machine, ceilings, probe, clock)
     for probe in _products(dtype, adapter_dtype, rank, generator):
-        _take(machine, ceilings, probe)
+        _take(machine, ceilings, probe, clock)
     figures = [Figure("calls", f"{score * 1e6:.0f} us each, {token * 1e6:.0f} us per decoding step", "measured")]
     for (kind, _), ceiling in ceilings.items():
         named = [(ceiling.flops, 1e9, "GFLOP/s at rows"), (ceiling.bytes, 1e9, "GB/s at bytes")]
@@ -87,15 +93,15 @@ def measure_cpu(dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> Ma
     return Machine(**{**vars(machine), "figures": tuple(figures)})
 
 
-def _take(machine: Machine, ceilings: dict[Any, Ceiling], probe: _Probe) -> None:
+def _take(machine: Machine, ceilings: dict[Any, Ceiling], probe: _Probe, clock: Clock) -> None:
     """Add the point that a probe measures to the curve of its kind."""
     work = probe.work or traced(probe.run, (), "cpu").work
     own = [w for w in work if w.kind == probe.kind]
     if probe.less is None:
-        (seconds,) = _seconds(probe.run)
+        (seconds,) = _seconds(clock, probe.run)
         others = sum(machine.busy(w) for w in work if w.kind != probe.kind)
     else:
-        seconds, others = _seconds(probe.run, probe.less)
+        seconds, others = _seconds(clock, probe.run, probe.less)
     left = max(seconds - others, seconds / 20)
     key = probe.kind, own[0].dtype
     old = ceilings.get(key, Ceiling())
@@ -108,16 +114,16 @@ def _take(machine: Machine, ceilings: dict[Any, Ceiling], probe: _Probe) -> None
         ceilings[key] = Ceiling(old.flops, (*old.bytes, *point))
 
 
-def _seconds(*runs: Callable[[], object]) -> list[float]:
+def _seconds(clock: Clock, *runs: Callable[[], object]) -> list[float]:
     """Medians of some calls in turns, the first ones aside."""
     found: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
     while len(found[0]) < _LEAST or (sum(map(sum, found)) < _SECONDS and len(found[0]) < _MOST):
         for run, seconds in zip(runs, found, strict=True):
-            began = time.perf_counter()
+            began = clock()
             run()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock() - began)
     return list(map(statistics.median, found))
 
 
@@ -176,10 +182,10 @@ def _products(
         yield _Probe("sample", n, functools.partial(sample, x, head, seed=zeros, position=zeros))
         yield _Probe("head", n, functools.partial(linear_logprob, x, head, zeros))
     segments, dy = Segments.single(n, 0), random(n, _FF)
-    plain = _back(lambda x: linear(x, weight), [x], dy)
-    yield _Probe("linear_backward", n, plain)
-    adapted = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
-    yield _Probe("lora_backward", n, adapted, less=plain)
+    back = _back(lambda x: linear(x, weight), [x], dy)
+    yield _Probe("linear_backward", n, back)
+    both = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
+    yield _Probe("lora_backward", n, both, less=back)
     for length in (32, 128, 512):
         qkv, dy = [random(4, _HEADS, length, _D) for _ in range(3)], random(4, length, _HEADS, _D)
         yield _Probe("attention", length, functools.partial(_attend, *qkv))
@@ -256,7 +262,7 @@ def _steps(random: Callable[..., torch.Tensor], A: torch.Tensor, B: torch.Tensor
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _call_seconds() -> tuple[float, float]:
+def _call_seconds(clock: Clock) -> tuple[float, float]:
     """Seconds per call of an op, and of a decoding step around its calls, in a model of no size."""
     setting = Setting(
         config=LlamaConfig(
@@ -294,6 +300,6 @@ def _call_seconds() -> tuple[float, float]:
     runs: list[Callable[[], object]] = [lambda: model.score(batch, ROLES), learn]
     calls = sum(w.calls for run in runs for w in traced(run, (), "cpu").work)
     per_call = sum(_seconds(*runs)) / calls
-    few, many = _seconds(draw(8), draw(24))
+    few, many = _seconds(clock, draw(8), draw(24))
     per_token = (many - few) / 16
     return per_call, max(0.0, per_token)

@@ -157,20 +157,21 @@ class DurationPlanner(Planner):
 
 def _at_length(amounts: Amounts, length: float) -> Amounts:
     """The work of a token at another length than the one block that its trace attends to."""
-    found: Counter[Work] = Counter()
+    found: dict[Work, float] = {}
     for work, n in amounts.items():
         share = min(length, work.window or length) / BLOCK if work.kind == "decode_attention" else 1.0
-        found[replace(work, flops=work.flops * share, bytes=work.bytes * share)] += n  # type: ignore[assignment]
+        scaled = replace(work, flops=work.flops * share, bytes=work.bytes * share)
+        found[scaled] = found.get(scaled, 0.0) + n
     return found
 
 
 def _in_native_step(amounts: Amounts, rows: int) -> Amounts:
     """The same work where one call of the native step does everything before the head. rows: of a call."""
-    found: Counter[Work] = Counter()
+    found: dict[Work, float] = {}
     for work, n in amounts.items():
         inside = replace(work, calls=0)
         if work.part in (GEMMS, LORA):
             inside = replace(inside, kind="step", bytes=0.0, rows=rows)
         if work.part != ELEMENTWISE:
-            found[inside] += n
+            found[inside] = found.get(inside, 0.0) + n
     return found

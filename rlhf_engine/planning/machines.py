@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -98,7 +97,6 @@ class _Sheet(NamedTuple):
     """Published figures of a card."""
 
     title: str
-    memory_bytes: int
     half: float
     """Dense FLOP/s in bfloat16 and float16 with tensor cores."""
     single: float
@@ -110,12 +108,10 @@ class _Sheet(NamedTuple):
 
 
 _SHEETS = {
-    "h100": _Sheet("H100 SXM 80 GB", 80 * 10**9, 989e12, 67e12, 3.35e12, 50 * 2**20),
-    "h200": _Sheet("H200 SXM 141 GB", 141 * 10**9, 989e12, 67e12, 4.8e12, 50 * 2**20),
-    "a100": _Sheet("A100 SXM 80 GB", 80 * 10**9, 312e12, 19.5e12, 2.04e12, 40 * 2**20),
+    "h100": _Sheet("H100 SXM 80 GB", 989e12, 67e12, 3.35e12, 50 * 2**20),
+    "h200": _Sheet("H200 SXM 141 GB", 989e12, 67e12, 4.8e12, 50 * 2**20),
+    "a100": _Sheet("A100 SXM 80 GB", 312e12, 19.5e12, 2.04e12, 40 * 2**20),
 }
-GPUS = tuple(_SHEETS)
-NAMES = (*GPUS, "cpu")
 
 _EFFICIENCIES = {  # of the peak, and of the bandwidth
     "elementwise": (0.5, 0.85),
@@ -134,13 +130,6 @@ _EFFICIENCIES = {  # of the peak, and of the bandwidth
 }
 _CACHE_SPEEDUP = 1.7
 _CALL, _LAUNCH, _INSTANTIATE, _TOKEN = 8e-6, 1.5e-6, 10e-6, 200e-6
-
-
-def memory_bytes(name: str) -> int:
-    """Memory of a card, or of this machine for `cpu`."""
-    if name in _SHEETS:
-        return _SHEETS[name].memory_bytes
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def gpu(name: str) -> Machine:
