@@ -498,9 +498,6 @@ class PlanConfig(Options):
             raise ConfigError(f"gpu: expected one of {', '.join(CARDS)}, cpu with time, got {self.gpu!r}")
         if self.gpu != "cpu" and self.device != "cuda":
             raise ConfigError(f"device: expected cuda with gpu {self.gpu!r} and time, got {self.device!r}")
-        if self.gpu == "cpu" and "float16" in (self.dtype, self.adapter_dtype):
-            name = "dtype" if self.dtype == "float16" else "adapter_dtype"
-            raise ConfigError(f"{name}: expected float32 or bfloat16 with the time on a cpu, got 'float16'")
         if self.out is not None:
             raise ConfigError(f"out: expected none with time, of which there is no chart, got {self.out!r}")
 

@@ -27,7 +27,7 @@ from rlhf_kernels.lora import DecodeLinear, Segments, lora_delta_, lora_linear
 from rlhf_kernels.sample import sample
 from transformers import LlamaConfig
 
-from rlhf_engine.hydra import LmLoss, PackedBatch, SlotConfig, attention_cpu
+from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch, SlotConfig, attention_cpu
 from rlhf_engine.planning.machines import Ceiling, Curve, Figure, Machine
 from rlhf_engine.planning.phases import ROLES, Setting, build_model
 from rlhf_engine.planning.tracing import traced
@@ -97,6 +97,8 @@ def _take(machine: Machine, ceilings: dict[Any, Ceiling], probe: _Probe, clock: 
     """Add the point that a probe measures to the curve of its kind."""
     work = probe.work or traced(probe.run, (), "cpu").work
     own = [w for w in work if w.kind == probe.kind]
+    if not own:
+        return  # served by torch's own ops, which a plan sees as such
     if probe.less is None:
         (seconds,) = _seconds(clock, probe.run)
         others = sum(machine.busy(w) for w in work if w.kind != probe.kind)
@@ -150,10 +152,7 @@ def _passes(dtype: torch.dtype, generator: torch.Generator) -> Iterator[_Probe]:
         "swiglu": ([x, y], swiglu),
     }
     for name, (inputs, op) in passes.items():
-        run = functools.partial(op, *inputs)
-        if not any(w.kind == name for w in traced(run, (), "cpu").work):
-            continue  # served by torch's own ops, which are traced as such
-        yield _Probe(name, None, run)
+        yield _Probe(name, None, functools.partial(op, *inputs))
         like = {"rms_norm": h, "rotary": q, "swiglu": dy}[name]
         yield _Probe(f"{name}_gradient", None, _back(op, inputs, like))
 
@@ -175,7 +174,8 @@ def _products(
         few = DecodeLinear(weight, None, *lora) if n <= _FEW else None
         yield _Probe("mm", n, functools.partial(torch.mm, x, turned))
         plain = functools.partial(linear, x, weight)
-        yield _Probe("linear", n, plain)
+        product = 2.0 * n * weight.numel()  # whichever backend serves
+        yield _Probe("linear", n, plain, [Work("linear", GEMMS, product, rows=n, dtype=dtype)])
         adapted = functools.partial(few, x) if few else functools.partial(lora_linear, x, weight, None, *lora)
         yield _Probe("lora", n, adapted, less=plain)
         yield _Probe("lora_delta", n, functools.partial(lora_delta_, y, x, *lora))
@@ -183,7 +183,7 @@ def _products(
         yield _Probe("head", n, functools.partial(linear_logprob, x, head, zeros))
     segments, dy = Segments.single(n, 0), random(n, _FF)
     back = _back(lambda x: linear(x, weight), [x], dy)
-    yield _Probe("linear_backward", n, back)
+    yield _Probe("linear_backward", n, back, [Work("linear_backward", GEMMS, product, rows=n, dtype=dtype)])
     both = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
     yield _Probe("lora_backward", n, both, less=back)
     for length in (32, 128, 512):
@@ -263,17 +263,39 @@ def _steps(random: Callable[..., torch.Tensor], A: torch.Tensor, B: torch.Tensor
 
 
 def _call_seconds(clock: Clock) -> tuple[float, float]:
-    """Seconds per call of an op, and of a decoding step around its calls, in a model of no size."""
+    """Seconds per call of an op, and of a decoding step around its calls, in models of no size.
+
+    A call costs what further layers add to scoring and to an update, over the calls that they add.
+    """
+    seconds, calls = [], []
+    few, many = (_tiny_model(n) for n in (2, 8))
+    batch = PackedBatch.from_lists([[1] * 4] * 4, [[2] * 4] * 4)
+    for model in (few, many):
+        runs: list[Callable[[], object]] = [functools.partial(run, model, batch) for run in (_score, _learn)]
+        calls.append(sum(w.calls for run in runs for w in traced(run, (), "cpu").work))
+        seconds.append(sum(_seconds(clock, *runs)))
+
+    def draw(tokens: int) -> Callable[[], object]:
+        sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=())
+        return lambda: generate(few, [[1, i] for i in range(4)], sampling)
+
+    short, long = _seconds(clock, draw(8), draw(24))
+    per_call = (seconds[1] - seconds[0]) / (calls[1] - calls[0])
+    return max(1e-7, per_call), max(0.0, (long - short) / 16)
+
+
+def _tiny_model(n_layers: int) -> HydraModel:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=n_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
     setting = Setting(
-        config=LlamaConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=64,
-            max_position_embeddings=64,
-        ),
+        config=config,
         dtype=torch.float32,
         adapter_dtype=torch.float32,
         device_type="cpu",
@@ -286,20 +308,13 @@ def _call_seconds(clock: Clock) -> tuple[float, float]:
         token_budget=10**6,
         gradient_checkpointing=False,
     )
-    model = build_model("hydra_ppo", setting, 3)
-    batch = PackedBatch.from_lists([[1] * 4] * 4, [[2] * 4] * 4)
+    return build_model("hydra_ppo", setting, n_layers)
 
-    def learn() -> None:
-        model(batch, (LmLoss(role="actor", denom=1.0),))[0].backward()
-        model.zero_grad(set_to_none=True)
 
-    def draw(tokens: int) -> Callable[[], object]:
-        sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=())
-        return lambda: generate(model, [[1, i] for i in range(4)], sampling)
+def _score(model: HydraModel, batch: PackedBatch) -> None:
+    model.score(batch, ROLES)
 
-    runs: list[Callable[[], object]] = [lambda: model.score(batch, ROLES), learn]
-    calls = sum(w.calls for run in runs for w in traced(run, (), "cpu").work)
-    per_call = sum(_seconds(*runs)) / calls
-    few, many = _seconds(clock, draw(8), draw(24))
-    per_token = (many - few) / 16
-    return per_call, max(0.0, per_token)
+
+def _learn(model: HydraModel, batch: PackedBatch) -> None:
+    model(batch, (LmLoss(role="actor", denom=1.0),))[0].backward()
+    model.zero_grad(set_to_none=True)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_engine.hydra import host
-from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.planning.machines import Machine
 from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
 from rlhf_engine.planning.predict import Planner
@@ -32,6 +31,8 @@ from rlhf_engine.training.adamw import gradient_dtype
 PREFILL, CAPTURE, LAUNCHES = "prefill", "graph capture", "calls and launches"
 PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING, "optimizer", LAUNCHES)
 STEP_PHASES = ("prefill", "decoding", "capture", "scoring", "update")
+_GENERATION = ("prefill", "token", "one row")
+"""Traces of the actor's lane."""
 _WARM_UP_STEPS = 4
 """Eager decoding steps of a capture, the captured one included; see `rollout.graph_step`."""
 
@@ -104,7 +105,7 @@ class DurationPlanner(Planner):
         tokens = s.completion_length - 1
         if tokens == 0:
             return
-        token = _at_length(self._work("token", s.batch, False), s.prompt_length + (s.completion_length + 1) / 2)
+        token = self._token_work()
         if native:
             token = _in_native_step(token, s.batch)
         replayed = s.device_type == "cuda" and tokens >= _WORTH
@@ -119,6 +120,24 @@ class DurationPlanner(Planner):
             phases["capture"] += seconds
             parts[CAPTURE] += seconds
 
+    @property
+    def _mean_length(self) -> int:
+        """Tokens of a row in the middle of decoding, the new one included."""
+        return max(2, self.setting.prompt_length + (self.setting.completion_length + 1) // 2)
+
+    def _token_work(self) -> Amounts:
+        """A decoding step of all rows, at their mean length.
+
+        Many long prompts are not admitted together, so that a trace of them has rows that wait. All rows are traced
+        with two tokens each, and attention, which alone depends on the length and is linear in the rows, with one row.
+        """
+        found = {work: n for work, n in self._work("token", self.setting.batch, False).items() if not _attends(work)}
+        rows = self.setting.batch
+        for work, n in self._work("one row", 1, False).items():
+            if _attends(work):
+                found[replace(work, flops=rows * work.flops, bytes=rows * work.bytes)] = n
+        return found
+
     def _optimizer(self) -> Amounts:
         tensors = [(shape.numel(), dtype) for shape, dtype in self._trained_tensors]
         state = self.state_bytes["optimizer"]
@@ -130,7 +149,7 @@ class DurationPlanner(Planner):
 
     def _work(self, phase: str, rows: int, apart: bool) -> Amounts:
         """The work of a phase with so many rows in one group, on the whole depth."""
-        lanes = self._lanes({"prefill": "generation", "token": "generation"}.get(phase, phase))
+        lanes = self._lanes("generation" if phase in _GENERATION else phase)
         key = ("work", phase, rows, apart, lanes)
         if key not in self._shared:
             self._shared[key] = self._counted_work(phase, rows, apart)
@@ -146,23 +165,17 @@ class DurationPlanner(Planner):
         return {work: long[work] + (long[work] - short[work]) * more for work in short | long}
 
     def _work_of(self, phase: str, rows: int, apart: bool, n_layers: int) -> Iterable[Work]:
-        if phase not in ("prefill", "token"):
+        if phase not in _GENERATION:
             return self._timeline(phase, rows, 1, n_layers, apart).work
         model, s = self._model(n_layers), self.setting
         with self._modes[n_layers], host.stand_in(s.device_type != "cpu"):
             if phase == "prefill":
                 return trace_prefill(model, s, rows).work
-            return trace_token(model, s, rows, 2).work
+            return trace_token(model, s, rows, 2 if phase == "token" else self._mean_length).work
 
 
-def _at_length(amounts: Amounts, length: float) -> Amounts:
-    """The work of a token at another length than the one block that its trace attends to."""
-    found: dict[Work, float] = {}
-    for work, n in amounts.items():
-        share = min(length, work.window or length) / BLOCK if work.kind == "decode_attention" else 1.0
-        scaled = replace(work, flops=work.flops * share, bytes=work.bytes * share)
-        found[scaled] = found.get(scaled, 0.0) + n
-    return found
+def _attends(work: Work) -> bool:
+    return work.kind == "decode_attention"
 
 
 def _in_native_step(amounts: Amounts, rows: int) -> Amounts:

@@ -46,7 +46,7 @@ class Machine:
 
     name: str
     ceilings: Mapping[tuple[str, torch.dtype], Ceiling]
-    """By kind of work and dtype; a kind that is not here is `elementwise`."""
+    """By kind of work and dtype; a kind that is not here is `mm` or, without FLOPs, `elementwise`."""
     call_seconds: float
     """Host, per call of an op."""
     launch_seconds: float = 0.0
@@ -61,9 +61,12 @@ class Machine:
 
     def busy(self, work: Work) -> float:
         """Seconds that the work itself takes."""
-        ceiling = self.ceilings.get((work.kind, work.dtype)) or self.ceilings.get(("elementwise", work.dtype))
-        if ceiling is None:  # a dtype in which little is done
-            ceiling = next(c for (kind, _), c in self.ceilings.items() if kind == "elementwise")
+        for key in ((work.kind, work.dtype), ("mm" if work.flops else "elementwise", work.dtype)):
+            if key in self.ceilings:
+                ceiling = self.ceilings[key]
+                break
+        else:  # a dtype in which little is done
+            ceiling = self.ceilings["elementwise", torch.float32]
         seconds = 0.0
         if work.flops and ceiling.flops:
             seconds = work.flops / interpolate(ceiling.flops, work.rows)

@@ -57,8 +57,6 @@ class Work:
     """Kernels that a GPU starts; 0 for a view."""
     calls: int = 1
     """Calls of ops on the host; 0 for further work in the same call."""
-    window: int = 0
-    """Most positions that decoding attends to in a row; 0: all of them."""
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Work]:
@@ -88,9 +86,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
 
 
 def optimizer_work(numels: Sequence[int], state_bytes: int, gradient_bytes: int, weight_bytes: int) -> list[Work]:
-    """One optimizer step: norm, clipping, AdamW over tensors of so many elements, rounded copies written."""
+    """One optimizer step: norm, clipping and AdamW, each over all tensors in a few calls; rounded copies written."""
     moved = 2.0 * state_bytes + 4.0 * gradient_bytes + 2.0 * weight_bytes
-    return [Work("optimizer", "optimizer", 15.0 * sum(numels), moved, 0, calls=6 * len(numels), launches=12)]
+    return [Work("optimizer", "optimizer", 15.0 * sum(numels), moved, 0, launches=12, calls=12)]
 
 
 # ---- the engine's own ops --------------------------------------------------------------------------------------------
@@ -116,8 +114,9 @@ def _own(name: str, args: Sequence[Any], out: Any) -> list[Work] | None:
     if name == "decode_attention":
         q, keys, _, _, table, _, window = args[:7]
         positions = table.shape[1] * keys.shape[1]
+        positions = positions if window is None else min(positions, window)
         moved = 2.0 * q.shape[0] * positions * keys.shape[2] * keys.shape[3] * keys.element_size()
-        return [Work("decode_attention", ATTENTION, 4.0 * q.numel() * positions, moved, 0, q.dtype, 2, 1, window or 0)]
+        return [Work("decode_attention", ATTENTION, 4.0 * q.numel() * positions, moved, 0, q.dtype, 2)]
     if name in ("value_loss", "value_loss_backward", "ppo_loss", "ppo_loss_backward", "gather_logprob"):
         return [Work("elementwise", HEADS, 0.0, _bytes(args), 0)]
     return None
