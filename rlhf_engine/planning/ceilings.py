@@ -38,7 +38,7 @@ _H, _FF, _V, _HEADS, _D = 512, 1536, 8192, 8, 64
 _ROWS = (4, 32, 256)
 """Rows of products: a decoding step of few rows, one of many, a traversal."""
 _FEW = 32
-"""Rows up to which a linear with LoRA is one of a decoding step."""
+"""Rows up to which a linear with LoRA is measured as that of a decoding step, of the kind `few`."""
 _SECONDS, _LEAST, _MOST = 0.08, 3, 25
 """A probe runs for so long, and so often."""
 
@@ -171,21 +171,23 @@ def _products(
     for n in _ROWS:
         x, y, zeros = random(n, _H), random(n, _FF), torch.zeros(n, dtype=torch.int64)
         lora = ([A], [B], [1.0], Segments.single(n, 0))
-        few = DecodeLinear(weight, None, *lora) if n <= _FEW else None
-        yield _Probe("mm", n, functools.partial(torch.mm, x, turned))
         plain = functools.partial(linear, x, weight)
         product = 2.0 * n * weight.numel()  # whichever backend serves
         yield _Probe("linear", n, plain, [Work("linear", GEMMS, product, rows=n, dtype=dtype)])
-        adapted = functools.partial(few, x) if few else functools.partial(lora_linear, x, weight, None, *lora)
-        yield _Probe("lora", n, adapted, less=plain)
+        yield _Probe("mm", n, functools.partial(torch.mm, x, turned))
+        yield _Probe("lora", n, functools.partial(lora_linear, x, weight, None, *lora), less=plain)
+        if n <= _FEW:
+            both = product + 2.0 * n * (A.numel() + B.numel())
+            few = functools.partial(DecodeLinear(weight, None, *lora), x)
+            yield _Probe("few", n, few, [Work("few", GEMMS, both, rows=n, dtype=dtype)])
         yield _Probe("lora_delta", n, functools.partial(lora_delta_, y, x, *lora))
         yield _Probe("sample", n, functools.partial(sample, x, head, seed=zeros, position=zeros))
         yield _Probe("head", n, functools.partial(linear_logprob, x, head, zeros))
     segments, dy = Segments.single(n, 0), random(n, _FF)
     back = _back(lambda x: linear(x, weight), [x], dy)
     yield _Probe("linear_backward", n, back, [Work("linear_backward", GEMMS, product, rows=n, dtype=dtype)])
-    both = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
-    yield _Probe("lora_backward", n, both, less=back)
+    adapted = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
+    yield _Probe("lora_backward", n, adapted, less=back)
     for length in (32, 128, 512):
         qkv, dy = [random(4, _HEADS, length, _D) for _ in range(3)], random(4, length, _HEADS, _D)
         yield _Probe("attention", length, functools.partial(_attend, *qkv))

@@ -136,6 +136,9 @@ class DurationPlanner(Planner):
         for work, n in self._work("one row", 1, False).items():
             if _attends(work):
                 found[replace(work, flops=rows * work.flops, bytes=rows * work.bytes)] = n
+        if ("few", self.setting.dtype) in self.machine.ceilings:  # product and LoRA are one kernel there
+            of_few = ("linear", "lora")
+            found = {replace(w, kind="few", bytes=0.0) if w.kind in of_few else w: n for w, n in found.items()}
         return found
 
     def _optimizer(self) -> Amounts:
