@@ -32,7 +32,8 @@ from rlhf_engine.planning.machines import Ceiling, Curve, Figure, Machine
 from rlhf_engine.planning.phases import ROLES, Setting, build_model
 from rlhf_engine.planning.tracing import traced
 from rlhf_engine.planning.work import GEMMS, Work, optimizer_work
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import EngineOptions, Rollout, SamplingConfig, generate
+from rlhf_engine.rollout.engine import StepName
 
 _H, _FF, _V, _HEADS, _D = 512, 1536, 8192, 8, 64
 _ROWS = (4, 32, 256)
@@ -68,12 +69,13 @@ def measure_cpu(
         rank: of the adapters.
         clock: what seconds are read from; `time.process_time` leaves out what other processes take from one thread.
     """
-    score, token = _call_seconds(clock)
+    call, decoding, token = _call_seconds(clock)
     ceilings: dict[tuple[str, torch.dtype], Ceiling] = {}
     machine = Machine(
         name=f"this CPU ({native.isa() or 'no native kernels'}, {threads()} threads)",
         ceilings=ceilings,
-        call_seconds=score,
+        call_seconds=call,
+        decoding_call_seconds=decoding,
         token_seconds=token,
         overlaps=False,
     )
@@ -83,7 +85,8 @@ def measure_cpu(
             _take(machine, ceilings, probe, clock)
     for probe in _products(dtype, adapter_dtype, rank, generator):
         _take(machine, ceilings, probe, clock)
-    figures = [Figure("calls", f"{score * 1e6:.0f} us each, {token * 1e6:.0f} us per decoding step", "measured")]
+    costs = f"{call * 1e6:.0f} us in a traversal, {decoding * 1e6:.0f} us in decoding; native step {token * 1e6:.0f} us"
+    figures = [Figure("calls", costs, "measured")]
     for (kind, _), ceiling in ceilings.items():
         named = [(ceiling.flops, 1e9, "GFLOP/s at rows"), (ceiling.bytes, 1e9, "GB/s at bytes")]
         for curve, unit, name in named:
@@ -264,26 +267,38 @@ def _steps(random: Callable[..., torch.Tensor], A: torch.Tensor, B: torch.Tensor
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _call_seconds(clock: Clock) -> tuple[float, float]:
-    """Seconds per call of an op, and of a decoding step around its calls, in models of no size.
+def _call_seconds(clock: Clock) -> tuple[float, float, float]:
+    """Seconds per call of an op in a traversal, per call in decoding through the model, and of a native decoding step.
 
-    A call costs what further layers add to scoring and to an update, over the calls that they add.
+    Models of no size. A call costs what further layers add to the seconds, over the calls that they add.
     """
-    seconds, calls = [], []
     few, many = (_tiny_model(n) for n in (2, 8))
     batch = PackedBatch.from_lists([[1] * 4] * 4, [[2] * 4] * 4)
+
+    def draw(model: HydraModel, step: StepName, tokens: int) -> Rollout:
+        sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=())
+        options = EngineOptions(decode_step=step)
+        return generate(model, [[1, i] for i in range(4)], sampling, options=options)
+
+    def per_token(model: HydraModel, step: StepName) -> float:
+        short, long = _seconds(clock, *(functools.partial(draw, model, step, n) for n in (8, 24)))
+        return max(0.0, long - short) / 16
+
+    seconds, calls, token_seconds, token_calls = [], [], [], []
     for model in (few, many):
         runs: list[Callable[[], object]] = [functools.partial(run, model, batch) for run in (_score, _learn)]
         calls.append(sum(w.calls for run in runs for w in traced(run, (), "cpu").work))
         seconds.append(sum(_seconds(clock, *runs)))
-
-    def draw(tokens: int) -> Callable[[], object]:
-        sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=())
-        return lambda: generate(few, [[1, i] for i in range(4)], sampling)
-
-    short, long = _seconds(clock, draw(8), draw(24))
-    per_call = (seconds[1] - seconds[0]) / (calls[1] - calls[0])
-    return max(1e-7, per_call), max(0.0, (long - short) / 16)
+        token_seconds.append(per_token(model, "transformers"))
+        long, short = (
+            sum(w.calls for w in traced(functools.partial(draw, model, "transformers", n), (), "cpu").work)
+            for n in (4, 3)
+        )
+        token_calls.append(long - short)
+    traversal = (seconds[1] - seconds[0]) / (calls[1] - calls[0])
+    decoding = (token_seconds[1] - token_seconds[0]) / (token_calls[1] - token_calls[0])
+    native_token = per_token(few, "auto") if native.missing() is None else 0.0
+    return max(1e-7, traversal), max(1e-7, decoding), native_token
 
 
 def _tiny_model(n_layers: int) -> HydraModel:

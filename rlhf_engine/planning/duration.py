@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_engine.hydra import host
-from rlhf_engine.planning.machines import Machine
+from rlhf_engine.planning.machines import How, Machine
 from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.work import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work, optimizer_work
@@ -76,10 +76,10 @@ class DurationPlanner(Planner):
         parts = dict.fromkeys(PARTS, 0.0)
         flops = 0.0
 
-        def add(phase: str, amounts: Amounts, times: float, *, replayed: bool = False) -> None:
+        def add(phase: str, amounts: Amounts, times: float, how: How = "traversal") -> None:
             nonlocal flops
             for work, n in amounts.items():
-                busy, waiting = self.machine.busy(work), self.machine.waiting(work, replayed=replayed)
+                busy, waiting = self.machine.busy(work), self.machine.waiting(work, how)
                 phases[phase] += times * n * (busy + waiting)
                 parts[PREFILL if phase == "prefill" else work.part] += times * n * busy
                 parts[PREFILL if phase == "prefill" else LAUNCHES] += times * n * waiting
@@ -109,12 +109,12 @@ class DurationPlanner(Planner):
         if native:
             token = _in_native_step(token, s.batch)
         replayed = s.device_type == "cuda" and tokens >= _WORTH
-        add("decoding", token, tokens, replayed=replayed)
+        add("decoding", token, tokens, "replay" if replayed else "decoding")
         if native or s.device_type == "cuda":
             phases["decoding"] += tokens * self.machine.token_seconds
             parts[LAUNCHES] += tokens * self.machine.token_seconds
         if replayed:
-            eager = sum(n * (self.machine.busy(w) + self.machine.waiting(w)) for w, n in token.items())
+            eager = sum(n * (self.machine.busy(w) + self.machine.waiting(w, "decoding")) for w, n in token.items())
             kernels = sum(n * w.launches for w, n in token.items())
             seconds = _WARM_UP_STEPS * eager + kernels * self.machine.instantiate_seconds
             phases["capture"] += seconds

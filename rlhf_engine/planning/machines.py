@@ -22,6 +22,10 @@ Curve = tuple[tuple[float, float], ...]
 """(size, rate) by growing size: rows of a product, or bytes of a pass. Between them on a line in logarithms."""
 
 
+How = Literal["traversal", "decoding", "replay"]
+"""What calls the ops: a traversal, a decoding step through the model, a replayed graph."""
+
+
 class Figure(NamedTuple):
     """A number that a prediction stands on."""
 
@@ -48,7 +52,9 @@ class Machine:
     ceilings: Mapping[tuple[str, torch.dtype], Ceiling]
     """By kind of work and dtype; a kind that is not here is `mm` or, without FLOPs, `elementwise`."""
     call_seconds: float
-    """Host, per call of an op."""
+    """Host, per call of an op in a traversal."""
+    decoding_call_seconds: float
+    """The same in a decoding step through the model, where linears are prepared."""
     launch_seconds: float = 0.0
     """Between two kernels of a replayed graph."""
     token_seconds: float = 0.0
@@ -74,11 +80,11 @@ class Machine:
             seconds = max(seconds, work.bytes / interpolate(ceiling.bytes, work.bytes))
         return seconds
 
-    def waiting(self, work: Work, *, replayed: bool = False) -> float:
+    def waiting(self, work: Work, how: How = "traversal") -> float:
         """Seconds of calls and launches that come on top."""
-        if replayed:
+        if how == "replay":
             return work.launches * self.launch_seconds
-        host = work.calls * self.call_seconds
+        host = work.calls * (self.decoding_call_seconds if how == "decoding" else self.call_seconds)
         return max(0.0, host - self.busy(work)) if self.overlaps else host
 
 
@@ -163,6 +169,7 @@ def gpu(name: str) -> Machine:
         name=sheet.title,
         ceilings=ceilings,
         call_seconds=_CALL,
+        decoding_call_seconds=_CALL,
         launch_seconds=_LAUNCH,
         token_seconds=_TOKEN,
         instantiate_seconds=_INSTANTIATE,

@@ -112,13 +112,15 @@ def test_a_call_takes_the_longer_of_its_work_and_its_traffic():
         name="slow",
         ceilings={("linear", like): Ceiling(((1.0, 10.0), (100.0, 1000.0)), ((1.0, 2.0),))},
         call_seconds=3.0,
+        decoding_call_seconds=2.0,
         launch_seconds=0.5,
         overlaps=False,
     )
     assert slow.busy(Work("linear", GEMMS, 200.0, 20.0, rows=10)) == pytest.approx(10.0)  # 20 bytes at 2 a second
     assert slow.busy(Work("linear", GEMMS, 2000.0, 20.0, rows=10)) == pytest.approx(20.0)  # at 100 FLOP/s
     assert slow.waiting(Work("linear", GEMMS, 2000.0, 0.0, 10)) == 3.0
-    assert slow.waiting(Work("linear", GEMMS, 2000.0, 0.0, 10), replayed=True) == 0.5
+    assert slow.waiting(Work("linear", GEMMS, 2000.0, 0.0, 10), "replay") == 0.5
+    assert slow.waiting(Work("linear", GEMMS, 2000.0, 0.0, 10), "decoding") == 2.0
     ahead = dataclasses.replace(slow, overlaps=True)
     assert ahead.waiting(Work("linear", GEMMS, 2000.0, 0.0, 10)) == 0.0
     assert ahead.waiting(Work("linear", GEMMS, 200.0, 0.0, 10)) == pytest.approx(1.0)
