@@ -235,14 +235,13 @@ def _steps(random: Callable[..., torch.Tensor], A: torch.Tensor, B: torch.Tensor
     shapes = {"q": (_H, _H), "k": (_H, _H), "v": (_H, _H), "o": (_H, _H)}
     shapes |= {"gate": (_FF, _H), "up": (_FF, _H), "down": (_H, _FF)}
     ones, angles, layers = random(_H), random(64, _D), 2
+
+    def linears() -> dict[str, Any]:
+        return {name: Projection(weight=random(*shape)) for name, shape in shapes.items()}
+
     decoder = Decoder(
         embedding=random(_V, _H),
-        layers=[
-            DecoderLayer(
-                input_norm=ones, mlp_norm=ones, **{k: Projection(weight=random(*s)) for k, s in shapes.items()}
-            )
-            for _ in range(layers)
-        ],
+        layers=[DecoderLayer(input_norm=ones, mlp_norm=ones, **linears()) for _ in range(layers)],
         final_norm=ones,
         eps=1e-5,
         n_heads=_HEADS,
