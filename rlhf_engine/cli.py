@@ -432,9 +432,13 @@ def _plan(argv: Sequence[str]) -> int:
     config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
     _prepare("auto")
     from rlhf_engine.planning.report import run_plan
+    from rlhf_engine.planning.time_report import run_time_plan
 
     with _as_request_errors():
-        run_plan(config)
+        if config.time:
+            run_time_plan(config)
+        else:
+            run_plan(config)
     return 0
 
 

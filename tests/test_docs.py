@@ -38,7 +38,8 @@ VLLM = ROOT / "docs" / "vllm.md"
 SCALING = ROOT / "docs" / "scaling.md"
 CPUS = ROOT / "docs" / "cpus.md"
 TRL = ROOT / "docs" / "trl.md"
-DOCS = [README, VLLM, SCALING, CPUS, TRL, *NOTES]
+TIME = ROOT / "docs" / "time.md"
+DOCS = [README, VLLM, SCALING, CPUS, TRL, TIME, *NOTES]
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,

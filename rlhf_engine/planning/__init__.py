@@ -1,8 +1,11 @@
-"""How much memory PPO will take, from a model's config alone: `rlhf-engine plan`.
+"""How much memory and time PPO will take, from a model's config alone: `rlhf-engine plan`.
 
 presets   shapes of common models by name
 tracing   the engine's own code run on tensors without data, and what it allocates
 workspace memory that a kernel takes inside one call, which a trace cannot see
 predict   state, peaks and largest batches of a method
 report    table, bar chart, JSON
+work      FLOPs and bytes of every op of a trace
+machines  how fast a card or a CPU does them; ceilings measures a CPU
+duration  seconds of a step by phase and part; time_report prints them
 """

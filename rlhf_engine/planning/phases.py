@@ -167,23 +167,26 @@ def _known(model: HydraModel) -> list[torch.Tensor]:
 
 
 def trace_generation(model: HydraModel, s: Setting, rows: int, _: int) -> Timeline:
-    """Prefill with a cache of full capacity, and the last decoding step. A traced token is always 0."""
-
-    def prefill() -> object:
-        ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
-        return generate(model, _prompts(s, rows, s.prompt_length), ends)
-
-    found = traced(prefill, _known(model), s.device_type)
+    """Prefill with a cache of full capacity, and the last decoding step."""
+    found = trace_prefill(model, s, rows)
     if s.completion_length > 1:
-
-        def last_step() -> object:
-            goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
-            return generate(model, _prompts(s, rows, s.length - 2), goes_on)
-
-        whole = traced(last_step, _known(model), s.device_type)
-        draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
-        found.events += whole.events[draws[-2] + 1 :]
+        found.events += trace_token(model, s, rows, s.length - 1).events
     return found
+
+
+def trace_prefill(model: HydraModel, s: Setting, rows: int) -> Timeline:
+    """Prompts up to their first token, which ends them: a traced token is always 0."""
+    ends = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=(0,))
+    return traced(lambda: generate(model, _prompts(s, rows, s.prompt_length), ends), _known(model), s.device_type)
+
+
+def trace_token(model: HydraModel, s: Setting, rows: int, context: int) -> Timeline:
+    """The decoding step in which every row has `context` tokens, at least 2, the new one included."""
+    goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
+    whole = traced(lambda: generate(model, _prompts(s, rows, context - 1), goes_on), _known(model), s.device_type)
+    draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
+    works = [i for i, work in enumerate(whole.work) if work.kind == "sample"]
+    return Timeline(events=whole.events[draws[-2] + 1 :], work=whole.work[works[-2] + 1 :])
 
 
 def _prompts(s: Setting, rows: int, length: int) -> list[list[int]]:

@@ -228,11 +228,14 @@ class Planner:
 
     def _prefilled_together(self, rows: int) -> int:
         """Prompts that go through a layer at once; a token takes the native step about what it takes transformers."""
-        length = self.setting.prompt_length
-        admitted = min(rows, max(1, PREFILL_TOKENS // length))
+        length, admitted = self.setting.prompt_length, self._admitted(rows)
         if not self._shape(True).native_step:
             return admitted
         return native_step.tokens_together(self.setting.dtype, length, admitted) // length
+
+    def _admitted(self, rows: int) -> int:
+        """Prompts that are admitted in one call."""
+        return min(rows, max(1, PREFILL_TOKENS // self.setting.prompt_length))
 
     def _scored_together(self, rows: int) -> tuple[int, int]:
         """(sequences per group, groups to trace: two where there are more, for what the first leaves)."""
@@ -301,17 +304,21 @@ class Planner:
         return self._timeline(phase, rows, repeats, n_layers, apart).peak
 
     def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int, apart: bool = False) -> Timeline:
-        if n_layers not in self._models:
-            mode = FakeTensorMode()
-            with mode, Tracker():
-                self._models[n_layers] = build_model(self.method, self.setting, n_layers)
-            self._modes[n_layers] = mode
-        model = self._models[n_layers]
+        model = self._model(n_layers)
         # room for one group of `rows` sequences, in one lane or in all
         model.token_budget = rows * self.setting.length * (1 if apart else self._most_lanes(phase))
         run = _TRACES[phase]
         with self._modes[n_layers], host.stand_in(self.setting.device_type != "cpu"):
             return run(model, self.setting, rows, repeats)
+
+    def _model(self, n_layers: int) -> HydraModel:
+        """The method's model of so many layers without data."""
+        if n_layers not in self._models:
+            mode = FakeTensorMode()
+            with mode, Tracker():
+                self._models[n_layers] = build_model(self.method, self.setting, n_layers)
+            self._modes[n_layers] = mode
+        return self._models[n_layers]
 
     # ---- what fits -------------------------------------------------------------------------------------------------
 

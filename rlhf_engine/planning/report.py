@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rlhf_kernels.linear import packed
 
-from rlhf_engine.config import PlanConfig, parse_size
+from rlhf_engine.config import PlanConfig
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, SlotConfig, varlen
 from rlhf_engine.hydra.model import default_token_budget
@@ -33,7 +33,8 @@ _STATE_NAMES = {
 }
 
 
-_WIDTH = 110
+WIDTH = 110
+"""Columns of what is printed to a file."""
 
 
 def run_plan(config: PlanConfig) -> list[Prediction]:
@@ -51,7 +52,7 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
     if not config.json:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=_WIDTH)  # a file has no width, and five methods side by side need theirs
+            console = Console(width=WIDTH)  # a file has no width, and five methods side by side need theirs
         console.print(plan_table(found, config))
         console.print(*assumptions(config, found), sep="\n", markup=False, highlight=False, soft_wrap=True)
     if config.out is not None:
@@ -66,13 +67,13 @@ def make_setting(config: PlanConfig) -> Setting:
     found = find_config(config.model)
     budget = config.token_budget
     if budget is None:
-        budget = default_token_budget(torch.device(config.device), found.get_text_config().hidden_size)
+        budget = default_token_budget(torch.device(config.device_type), found.get_text_config().hidden_size)
     return Setting(
         config=found,
         dtype=DTYPES[config.dtype],
         adapter_dtype=DTYPES[config.adapter_dtype],
         optim=config.optim,
-        device_type=config.device,
+        device_type=config.device_type,
         slot=SlotConfig(r=config.lora_r, target_modules=targets),
         prompt_length=config.max_prompt_length,
         completion_length=config.max_completion_length,
@@ -196,7 +197,7 @@ def plot_plan(predictions: Sequence[Prediction], config: PlanConfig, path: str) 
     for i, (name, sizes) in enumerate(stacks.items()):
         axes.bar(places, sizes, bottom=base, label=name, color=f"C{i}", width=0.85)
         base = [a + b for a, b in zip(base, sizes, strict=True)]
-    limit = parse_size("gpu", config.gpu) / 1e9
+    limit = config.memory_bytes / 1e9
     axes.axhline(limit, color="0.3", linestyle="--", linewidth=1)
     axes.text(places[-1] + 0.5, limit, f" {config.gpu}", va="bottom", ha="right", fontsize=8, color="0.3")
     axes.set_xticks(places, labels, fontsize=7, rotation=45, ha="right")

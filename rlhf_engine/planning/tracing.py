@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlhf_engine.planning.work import Work, work_of
 from rlhf_engine.planning.workspace import workspace_bytes
 
 _READS = frozenset(
@@ -46,9 +47,11 @@ class Event:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """Everything that allocated, in order."""
+    """Everything that allocated, and what was computed, in order."""
 
     events: list[Event] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    """Of every op in order, those that allocate nothing included."""
 
     @property
     def peak(self) -> int:
@@ -98,6 +101,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and args[0].dtype is torch.int64 and args[0].dim() == 1:
             with unset_fake_temporarily():
                 self._sums[out.untyped_storage()._cdata] = sum(args[0].tolist())
+        self.timeline.work += work_of(func, args, kwargs, out)
         added = sum(self._hold(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         inside = workspace_bytes(func, args, out, self._device_type)
         if added or inside:

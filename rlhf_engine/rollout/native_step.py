@@ -197,9 +197,14 @@ def preferred(backbone: Backbone, device_type: str) -> bool:
 def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:
     """Tokens that go through a layer at once, of so many prompts of one length that are admitted together."""
     tokens = prompt_length * prompts
-    if prompt_length > _LONG_PROMPT or tokens > _MANY_TOKENS[dtype]:
+    if not takes_prompts(dtype, prompt_length, prompts):
         return tokens
     return min(tokens, _ROWS // prompt_length * prompt_length)
+
+
+def takes_prompts(dtype: torch.dtype, prompt_length: int, prompts: int) -> bool:
+    """Whether the kernel takes so many prompts of one length that are admitted together."""
+    return prompt_length <= _LONG_PROMPT and prompt_length * prompts <= _MANY_TOKENS[dtype]
 
 
 def decoder_of(backbone: Backbone) -> Decoder:

@@ -1,0 +1,193 @@
+"""Seconds of a step of a method on a machine, from a model's config alone.
+
+The traces that the memory plan makes also tell what every op computes and moves. Phases, with B prompts:
+
+    prefill    the prompts up to their first token
+    decoding   the step of a token at the mean length of a row, times the tokens of an answer after the first
+    capture    on a GPU, of the CUDA graph that decoding replays
+    scoring    `HydraModel.score` by all roles, group by group
+    update     one epoch: forward and backward by micro-batch, the optimizer once per minibatch
+
+Depth: the number of calls with the same work is a linear function of the number of layers, known from two shallow
+models. Where the native decoding step runs, one call does the linears, LoRA and passes of all layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_engine.hydra import host
+from rlhf_engine.planning.machines import How, Machine
+from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
+from rlhf_engine.planning.predict import Planner
+from rlhf_engine.planning.work import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work, optimizer_work
+from rlhf_engine.rollout import native_step
+from rlhf_engine.rollout.graph_step import _WORTH
+from rlhf_engine.training.adamw import gradient_dtype
+
+PREFILL, CAPTURE, LAUNCHES = "prefill", "graph capture", "calls and launches"
+PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING, "optimizer", LAUNCHES)
+STEP_PHASES = ("prefill", "decoding", "capture", "scoring", "update")
+_GENERATION = ("prefill", "token", "one row")
+"""Traces of the actor's lane."""
+_WARM_UP_STEPS = 4
+"""Eager decoding steps of a capture, the captured one included; see `rollout.graph_step`."""
+
+Amounts = Mapping[Work, float]
+"""How often each work is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """One method's step, seconds."""
+
+    method: str
+    phases: dict[str, float]
+    """By phase, see the module's docstring."""
+    parts: dict[str, float]
+    """The same seconds by what they are spent on; all of the prefill is one part."""
+    flops: float
+    """Of the whole step."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.phases.values())
+
+    @property
+    def dominant(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+class DurationPlanner(Planner):
+    """Predicts the seconds of one method's step."""
+
+    def __init__(self, method: str, setting: Setting, machine: Machine, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(method, setting, shared)
+        self.machine = machine
+
+    def predict_seconds(self) -> Duration:
+        """Every phase and part."""
+        phases = dict.fromkeys(STEP_PHASES, 0.0)
+        parts = dict.fromkeys(PARTS, 0.0)
+        flops = 0.0
+
+        def add(phase: str, amounts: Amounts, times: float, how: How = "traversal") -> None:
+            nonlocal flops
+            for work, n in amounts.items():
+                busy, waiting = self.machine.busy(work), self.machine.waiting(work, how)
+                phases[phase] += times * n * (busy + waiting)
+                parts[PREFILL if phase == "prefill" else work.part] += times * n * busy
+                parts[PREFILL if phase == "prefill" else LAUNCHES] += times * n * waiting
+                flops += times * n * work.flops
+
+        s = self.setting
+        if self.method != FULL_SFT:
+            self._add_generation(add, phases, parts)
+            together = self._scored_together(s.batch)[0]
+            apart = s.batch > self._rows_together("inference")
+            add("scoring", self._work("inference", together, apart), s.batch / together)
+        rows = s.update_rows
+        add("update", self._work("update", rows, rows > self._rows_together("update")), s.batch / rows)
+        add("update", self._optimizer(), min(s.num_mini_batches, s.batch))
+        return Duration(method=self.method, phases=phases, parts=parts, flops=flops)
+
+    def _add_generation(self, add: Callable[..., None], phases: dict[str, float], parts: dict[str, float]) -> None:
+        s, native = self.setting, self._shape(True).native_step
+        prefill, admitted = self._work("prefill", s.batch, False), self._admitted(s.batch)
+        if native and native_step.takes_prompts(s.dtype, s.prompt_length, admitted):
+            prefill = _in_native_step(prefill, native_step.tokens_together(s.dtype, s.prompt_length, admitted))
+        add("prefill", prefill, 1)
+        tokens = s.completion_length - 1
+        if tokens == 0:
+            return
+        token = self._token_work()
+        if native:
+            token = _in_native_step(token, s.batch)
+        replayed = s.device_type == "cuda" and tokens >= _WORTH
+        add("decoding", token, tokens, "replay" if replayed else "decoding")
+        if native or s.device_type == "cuda":
+            phases["decoding"] += tokens * self.machine.token_seconds
+            parts[LAUNCHES] += tokens * self.machine.token_seconds
+        if replayed:
+            eager = sum(n * (self.machine.busy(w) + self.machine.waiting(w, "decoding")) for w, n in token.items())
+            kernels = sum(n * w.launches for w, n in token.items())
+            seconds = _WARM_UP_STEPS * eager + kernels * self.machine.instantiate_seconds
+            phases["capture"] += seconds
+            parts[CAPTURE] += seconds
+
+    @property
+    def _mean_length(self) -> int:
+        """Tokens of a row in the middle of decoding, the new one included."""
+        return max(2, self.setting.prompt_length + (self.setting.completion_length + 1) // 2)
+
+    def _token_work(self) -> Amounts:
+        """A decoding step of all rows, at their mean length.
+
+        Many long prompts are not admitted together, so that a trace of them has rows that wait. All rows are traced
+        with two tokens each, and attention, which alone depends on the length and is linear in the rows, with one row.
+        """
+        found = {work: n for work, n in self._work("token", self.setting.batch, False).items() if not _attends(work)}
+        rows = self.setting.batch
+        for work, n in self._work("one row", 1, False).items():
+            if _attends(work):
+                found[replace(work, flops=rows * work.flops, bytes=rows * work.bytes)] = n
+        if ("few", self.setting.dtype) in self.machine.ceilings:  # product and LoRA are one kernel there
+            of_few = ("linear", "lora")
+            found = {replace(w, kind="few", bytes=0.0) if w.kind in of_few else w: n for w, n in found.items()}
+        return found
+
+    def _optimizer(self) -> Amounts:
+        tensors = [(shape.numel(), dtype) for shape, dtype in self._trained_tensors]
+        state = self.state_bytes["optimizer"]
+        weights = sum(n * dtype.itemsize for n, dtype in tensors)
+        gradients = sum(n * gradient_dtype(self.setting.optim, dtype).itemsize for n, dtype in tensors)
+        return Counter(optimizer_work([n for n, _ in tensors], state, gradients, weights))
+
+    # ---- work of a phase -------------------------------------------------------------------------------------------
+
+    def _work(self, phase: str, rows: int, apart: bool) -> Amounts:
+        """The work of a phase with so many rows in one group, on the whole depth."""
+        lanes = self._lanes("generation" if phase in _GENERATION else phase)
+        key = ("work", phase, rows, apart, lanes)
+        if key not in self._shared:
+            self._shared[key] = self._counted_work(phase, rows, apart)
+        found: Amounts = self._shared[key]
+        return found
+
+    def _counted_work(self, phase: str, rows: int, apart: bool) -> Amounts:
+        n_layers, period = self.setting.config.get_text_config().num_hidden_layers, layer_period(self.setting.config)
+        if period is None or 3 * period >= n_layers:
+            return Counter(self._work_of(phase, rows, apart, n_layers))
+        short, long = (Counter(self._work_of(phase, rows, apart, n * period)) for n in (2, 3))
+        more = (n_layers - 3 * period) / period
+        return {work: long[work] + (long[work] - short[work]) * more for work in short | long}
+
+    def _work_of(self, phase: str, rows: int, apart: bool, n_layers: int) -> Iterable[Work]:
+        if phase not in _GENERATION:
+            return self._timeline(phase, rows, 1, n_layers, apart).work
+        model, s = self._model(n_layers), self.setting
+        with self._modes[n_layers], host.stand_in(s.device_type != "cpu"):
+            if phase == "prefill":
+                return trace_prefill(model, s, rows).work
+            return trace_token(model, s, rows, 2 if phase == "token" else self._mean_length).work
+
+
+def _attends(work: Work) -> bool:
+    return work.kind == "decode_attention"
+
+
+def _in_native_step(amounts: Amounts, rows: int) -> Amounts:
+    """The same work where one call of the native step does everything before the head. rows: of a call."""
+    found: dict[Work, float] = {}
+    for work, n in amounts.items():
+        inside = replace(work, calls=0)
+        if work.part in (GEMMS, LORA):
+            inside = replace(inside, kind="step", bytes=0.0, rows=rows)
+        if work.part != ELEMENTWISE:
+            found[inside] = found.get(inside, 0.0) + n
+    return found
