@@ -51,6 +51,7 @@ NEEDS = {  # what the peers import and a machine with torch and transformers lac
     "nvidia-cutlass-dsl-libs-cu13": ("4.6.2", "nvidia-cutlass-dsl, CUDA 13"),
     "apache-tvm-ffi": ("0.1.15.post2", "quack-kernels, liger-kernel on Hopper"),
     "torch-c-dlpack-ext": ("0.1.5", "quack-kernels"),
+    "flash-attn-4": ("4.0.0b36", "the engine's attention; needs what quack-kernels needs"),
     "datasets": ("5.2.0", "trl"),
     "dill": ("0.4.1", "datasets"),
     "multiprocess": ("0.70.19", "datasets"),

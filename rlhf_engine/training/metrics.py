@@ -32,7 +32,6 @@ import torch
 from rlhf_kernels import cores, native
 
 import rlhf_engine
-from rlhf_engine.hydra import varlen
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
@@ -113,6 +112,8 @@ def run_record(
 
     config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.registry.report(...)`.
     """
+    from rlhf_engine.hydra import varlen  # takes transformers, which readers of metrics do not need
+
     device, cpu = torch.device(device), cores.find()
     options = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
     return {
