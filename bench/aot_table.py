@@ -31,7 +31,7 @@ INTRODUCTION = """# GPU kernels, compiled ahead of time
 configurations; bytes per thread for spills (local memory and stack), bytes per block for shared memory. Every
 configuration: `kernels.jsonl`.
 
-Configurations that spill: {spilling}. On sm_90 the tests allow it by name alone; elsewhere
+Configurations that spill: {spilling}. On sm_90 the tests allow none; elsewhere
 the one that spills most is named, and tiles, which were chosen for sm_90, are to be chosen by measurement there.
 
 | kernel | by | arch | configurations | registers | spills | shared | spills most |
