@@ -148,6 +148,7 @@ def _parameters(package: str, path: str, owner: str, function: str) -> list[str]
             "ctx student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta",
         ),
     ],
+    ids=lambda value: value.replace(" ", "_")[:40] if isinstance(value, str) else None,
 )
 def test_peers_take_what_they_are_given(package: str, path: str, owner: str, function: str, leading: str) -> None:
     """Positions of the arguments in the real package, read from its source."""
