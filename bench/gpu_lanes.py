@@ -10,7 +10,7 @@ sources are the same; the others come again, after those that never ran. DIR is 
 unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gae"` passes options on.
 
 A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps, then the
-kernels' tiles, whose table goes into kernels/rlhf_kernels/tuned. With a budget
+kernels' tiles, whose table is to be copied to kernels/rlhf_kernels/tuned. With a budget
 a lane that needs more than what is left is left out, and the others end in time.
 
 A rehearsal runs every lane on the CPU: Triton's interpreter, the smallest shapes, one test of each test function. Its
@@ -317,7 +317,7 @@ def gpu_lanes(folder: Path, size: str = FULL) -> list[Lane]:
 def _correct_lanes(size: str) -> list[Lane]:
     mode = ("--rehearse",) if size == REHEARSAL else ()
     lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment", *mode))]
-    lanes.append(Lane(name="small-shapes", command=(*_small_shapes(size),), needs_s=40.0))
+    lanes.append(Lane(name="small-shapes", command=_small_shapes(size), needs_s=40.0))
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
     for op in ops:
         # Everything short runs, also tests on CPU tensors: another torch, another Triton, another machine.
@@ -395,7 +395,8 @@ def _tuning_lane(folder: Path, size: str) -> Lane:
         QUICK: ("--budget", f"{LIMIT_S - 60:.0f}", "--size", "quick"),
         REHEARSAL: ("--device", "cpu", "--rehearse"),
     }[size]
-    return Lane(name="tune", command=(*command, *options))
+    needs_s = 20.0 if size == REHEARSAL else LIMIT_S - 50  # less would kill the sweep rather than end it
+    return Lane(name="tune", command=(*command, *options), needs_s=needs_s)
 
 
 def _device(size: str) -> str:
@@ -583,11 +584,12 @@ def rehearse_a_stop(folder: Path) -> int:
         below = _descendants(run.pid)
         began = time.monotonic()
         run.terminate()
-        rc = run.wait(CLOSING_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(CLOSING_S)
+        rc, alive = run.poll(), [pid for pid in below if _is_alive(pid)]
     finally:
         run.kill()
-    alive = [pid for pid in below if _is_alive(pid)]
-    first = records[0].read_text()
+    first = records[0].read_text() if records[0].is_file() else None
     if rc != 128 + signal.SIGTERM or not below or alive or records[1].exists():
         print(f"a stop: rc {rc}, {len(below)} processes, alive afterwards: {alive}", file=sys.stderr)
         return 1

@@ -60,7 +60,7 @@ class TunedTableError(ValueError):
 
 
 class Key(NamedTuple):
-    """What a choice belongs to."""
+    """The key of a choice."""
 
     op: str
     site: str
@@ -159,7 +159,7 @@ class Row(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a sweep has found for one key."""
+    """The result of a sweep for one key."""
 
     row: Row
     default: Settings

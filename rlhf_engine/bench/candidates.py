@@ -1,7 +1,8 @@
-"""Who is timed in a case: the backends that serve its ops here, and the baselines that are installed."""
+"""The candidates of a case: the backends that serve its ops here, and the baselines that are installed."""
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -9,9 +10,8 @@ from rlhf_kernels import registry
 
 from rlhf_engine.bench.case import Case, NotHereError, Run, Tensors
 
-# What other people's code raises where it cannot run: no compiler, no driver, an unsupported shape or dtype. Triton and
-# the CUTLASS DSL derive their errors from Exception itself, so no narrower class has them all.
-FOREIGN_ERRORS = (Exception,)
+_BASES = (("triton.errors", "TritonError"), ("cutlass.base_dsl.common", "DSLBaseError"))
+"""Modules and their errors that derive from Exception itself."""
 
 
 class Candidates(NamedTuple):
@@ -53,9 +53,16 @@ def find(case: Case, inputs: Tensors, device_type: str, *, compiling: bool, only
             baselines[baseline.label] = baseline.prepare(inputs)
         except NotHereError as error:
             missing[baseline.label] = str(error)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             missing[baseline.label] = one_line(error)
     return Candidates(backends, baselines, missing)
+
+
+def foreign_errors() -> tuple[type[Exception], ...]:
+    """Return what other people's code raises where it cannot run: no compiler, no driver, an unsupported shape."""
+    loaded = [getattr(sys.modules.get(module), name, None) for module, name in _BASES]
+    bases = (ImportError, RuntimeError, TypeError, ValueError, AttributeError, AssertionError, OSError)
+    return (*bases, *(error for error in loaded if error is not None))
 
 
 def leave_reference_untimed(backends: dict[str, Run], missing: dict[str, str], device_type: str) -> None:

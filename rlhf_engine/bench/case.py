@@ -1,4 +1,4 @@
-"""What a benchmark case is: inputs, the kernels' own run, baselines, the floor, and how its numbers are judged."""
+"""Benchmark cases: inputs, the kernels' own run, baselines, the floor, and how its numbers are judged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a row group of the table is about."""
+    """The subject of a group of the table's rows."""
 
     op: str
     name: str  # "what/sizes", unique within the op

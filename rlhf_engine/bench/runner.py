@@ -243,7 +243,7 @@ def _expected(ours: bool) -> tuple[type[Exception], ...]:
     """Errors that leave a candidate out. A backend of ours may only refuse or run out of memory; the rest are bugs."""
     from rlhf_kernels import BackendUnavailableError
 
-    return (BackendUnavailableError, torch.OutOfMemoryError) if ours else candidates.FOREIGN_ERRORS
+    return (BackendUnavailableError, torch.OutOfMemoryError) if ours else candidates.foreign_errors()
 
 
 def _judge(case: Case, results: Tensors, measure: Yardstick | None, same: bool) -> Accuracy | None:

@@ -104,10 +104,12 @@ def _chosen(layer: Layer) -> tuple[str, Attend | None]:
 
 
 def report() -> dict[str, str]:
-    """Who serves plain attention of 64-wide heads in bf16, layers with a window, and with a softcap; why others do not.
+    """Return who serves attention of 64-wide heads in bf16, plain, with a window or a softcap, and why others do not.
 
     For `doctor`, `plan` and the records of runs.
     """
+    if registry.default_backend() == "reference":
+        return {"attention": SDPA, "why": "kernels are the reference"}
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
         return {"attention": SDPA, "why": "there is no CUDA device"}
     found = {}

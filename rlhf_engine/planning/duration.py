@@ -25,7 +25,7 @@ from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_p
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.work import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work, optimizer_work
 from rlhf_engine.rollout import native_step
-from rlhf_engine.rollout.graph_step import _WORTH
+from rlhf_engine.rollout.graph_step import WARM_UP, WORTH
 from rlhf_engine.training.adamw import gradient_dtype
 
 PREFILL, CAPTURE, LAUNCHES = "prefill", "graph capture", "calls and launches"
@@ -33,8 +33,6 @@ PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING,
 STEP_PHASES = ("prefill", "decoding", "capture", "scoring", "update")
 _GENERATION = ("prefill", "token", "one row")
 """Traces of the actor's lane."""
-_WARM_UP_STEPS = 4
-"""Eager decoding steps of a capture, the captured one included; see `rollout.graph_step`."""
 
 Amounts = Mapping[Work, float]
 """How often each work is done."""
@@ -108,7 +106,7 @@ class DurationPlanner(Planner):
         token = self._token_work()
         if native:
             token = _in_native_step(token, s.batch)
-        replayed = s.device_type == "cuda" and tokens >= _WORTH
+        replayed = s.device_type == "cuda" and tokens >= WORTH
         add("decoding", token, tokens, "replay" if replayed else "decoding")
         if native or s.device_type == "cuda":
             phases["decoding"] += tokens * self.machine.token_seconds
@@ -116,7 +114,7 @@ class DurationPlanner(Planner):
         if replayed:
             eager = sum(n * (self.machine.busy(w) + self.machine.waiting(w, "decoding")) for w, n in token.items())
             kernels = sum(n * w.launches for w, n in token.items())
-            seconds = _WARM_UP_STEPS * eager + kernels * self.machine.instantiate_seconds
+            seconds = (WARM_UP + 1) * eager + kernels * self.machine.instantiate_seconds
             phases["capture"] += seconds
             parts[CAPTURE] += seconds
 

@@ -151,8 +151,11 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         lines.append(
             "Not in here: the CUDA context and library workspaces. Kernels' own memory on CUDA is read off the code, "
             "not measured; attention is taken to be flash attention"
-            + (", which float32 does not get. " if config.dtype == "float32" else ". ")
-            + f"On this machine packed sequences go through {varlen.report()['attention']}."
+            + (
+                ", which float32 does not get."
+                if config.dtype == "float32"
+                else f". On this machine packed sequences go through {varlen.report()['attention']}."
+            )
         )
     else:
         lines.append(

@@ -30,7 +30,9 @@ Capture = Callable[[Callable[[], Drawn]], tuple[Drawn, Callable[[], None]]]
 """What to run again and again → tensors that hold its results from then on, and its replay. May run it before."""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_WORTH = 32
+WARM_UP = 3
+"""Eager steps before a capture."""
+WORTH = 32
 """Tokens that are left to draw at least, for a capture to pay."""
 _IDLE_SHARE = 4
 """A graph also serves fewer rows, down to one in so many of its places."""
@@ -79,7 +81,7 @@ class GraphStep(TransformersStep):
         sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
         if sizes:
             return self._graphs[(sizes[0], *kind)]
-        if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < _WORTH:
+        if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < WORTH:
             return None
         size = bucket(rows)
         try:
@@ -174,7 +176,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                for _ in range(3):  # what is compiled or uploaded at first calls cannot be captured
+                for _ in range(WARM_UP):  # what is compiled or uploaded at first calls cannot be captured
                     step()
                 try:
                     drawn = _captured(graph, step, self._pool)

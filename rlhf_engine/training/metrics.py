@@ -135,7 +135,10 @@ def run_record(
         "cpu_quota": cpu.quota,
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "attention": varlen.report()["attention"],
+        "attention": {
+            "bf16, fp16": varlen.report()["attention"] if device.type == "cuda" else varlen.SDPA,
+            "fp32": varlen.SDPA,
+        },
         "kernel_backends": {op: dict(row) if isinstance(row, Mapping) else row for op, row in backends.items()},
     }
 

@@ -146,7 +146,9 @@ def test_what_cannot_run_is_named_with_its_reason():
 
         return run
 
-    class CompilationError(Exception):
+    triton_errors = pytest.importorskip("triton.errors")
+
+    class CompilationError(triton_errors.TritonError):
         """As Triton has it: of no class that Python names."""
 
     def uncompiled(inputs: Tensors) -> Callable[[], Tensors]:

@@ -115,6 +115,7 @@ def test_sdpa_keeps_fp32_and_the_reference_kernels(site):
     assert varlen.choose(half, half, rule) is not None
     with registry.use_backend("reference"):
         assert varlen.choose(half, half, rule) is None
+        assert varlen.report()["attention"] == varlen.SDPA
 
 
 def test_a_cpu_has_none(monkeypatch):

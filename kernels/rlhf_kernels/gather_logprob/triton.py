@@ -157,7 +157,7 @@ def gather_grad_kernel(
 
 
 def _offsets(x: Tensor) -> Tensor:
-    """Where each row of x [..., V] starts, int64 [N]; leading dimensions need not collapse into one."""
+    """Return where each row of x [..., V] starts, int64 [N]; leading dimensions need not collapse into one."""
     offset = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         offset = offset[..., None] + torch.arange(size, device=x.device) * stride

@@ -25,14 +25,14 @@ _T = TypeVar("_T", bound=NamedTuple)
 
 
 class Slots(NamedTuple):
-    """Where the adapters lie and how they are scaled, as kernels read it."""
+    """The places and scales of the adapters, as kernels read them."""
 
     table: Tensor  # [slots, SLOT_WIDTH]
     aligned: bool  # every address is divisible by 16
 
 
 class RowSlots(NamedTuple):
-    """Which slot each row carries, as `lora_decode` reads it."""
+    """The slot of each row, as `lora_decode` reads it."""
 
     table: Tensor  # [N] int64, the slot of each row, −1: off
 

@@ -410,7 +410,7 @@ def backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
+    """Return what is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
     call = _Call(lanes)
     grads = call.backward(_rows(ddelta), _rows(x), dx, need_A, need_B, compact=True)
@@ -438,7 +438,7 @@ def linear_backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx (x's shape), dW, db, then dA, then dB."""
+    """Return what is needed of dx (x's shape), dW, db, then dA, then dB."""
     dy_rows, x_rows = _rows(dy), _rows(x)
     grads: list[Tensor] = []
     dx_rows = None
