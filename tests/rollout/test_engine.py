@@ -469,7 +469,7 @@ def test_graphs_draw_the_same_answers(max_rows, monkeypatch):
     """Idle places of a graph, several tokens between two looks, and rows that end in between change nothing."""
     model, asked = build(), prompts(9)
     how = sampling(eos_token_ids=(2, 5, 9), stop=("zz",))
-    monkeypatch.setattr(graph_step, "_WORTH", 3)
+    monkeypatch.setattr(graph_step, "WORTH", 3)
     plain = generate(model, asked, how, options=EngineOptions(decode_step="transformers"), decode=spell)
     found, reasons, sizes = run_graphs(model, asked, how, max_rows=max_rows)
     assert found == tokens(plain)
@@ -505,7 +505,7 @@ def test_a_step_that_cannot_be_captured():
 
 def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):
     model, asked = build(), prompts(5)
-    monkeypatch.setattr(graph_step, "_WORTH", 3)
+    monkeypatch.setattr(graph_step, "WORTH", 3)
     for how, captured in ((sampling(top_k=3), False), (sampling(min_completion_length=4), True)):
         found, _, sizes = run_graphs(model, asked, how)
         assert bool(sizes) == captured  # once they may end
