@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -278,4 +279,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # some errors of transformers name whatever comes first in a set
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     sys.exit(main())
