@@ -31,7 +31,7 @@ SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
 test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
-	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py tests/training/test_adamw.py \
+	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py tests/policy/test_adamw.py \
 		tests/planning/test_predict.py -k "quantised or 8bit"
 	$(TEST) -m "alone and not long and not gpu" $(ALONE)
 	! $(VENV)/python -c 'import triton' || TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "not long and not gpu" $(SPREAD)
@@ -46,7 +46,7 @@ test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(VERSIONS:%=.venv/%/.
 ifeq ($(ARGS),)
 	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
 		fetches about 4 GB; make test-long VERSIONS=$v runs it";)
-	$(foreach v,$(VERSIONS),export PYTHONPATH=kernels:. && $(subst $(VENV),.venv/$v/bin,$(TEST)) \
+	$(foreach v,$(VERSIONS),export PYTHONPATH=kernels:bench:. && $(subst $(VENV),.venv/$v/bin,$(TEST)) \
 		-m "not alone and not long and not gpu" $(SPREAD) --ignore tests/integrations && \
 		TRITON_INTERPRET=1 $(subst $(VENV),.venv/$v/bin,$(TEST)) tests/integrations -m "not long and not gpu" &&) true
 	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
@@ -55,7 +55,7 @@ endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 
 gpu:
-	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
+	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
 
 # needs nvcc and no GPU: RLHF_ENGINE_CUDA_LIBRARY names what it prints, on a machine with a GPU and without nvcc
 gpu-library: $(INSTALLED)

@@ -18,8 +18,8 @@ from rlhf_kernels import registry
 from trl_ppo_arms import PROMPTS_FILE, Setting
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.training.distributed import ALONE, World
-from rlhf_engine.training.metrics import run_record, write_json_atomic
+from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.runs.metrics import run_record, write_json_atomic
 from rlhf_engine.training.rl import RlTrainer
 
 QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 8, "prompt_tokens": 8, "answer_tokens": 8, "micro_batch": 4}

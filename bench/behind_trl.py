@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import TrainConfig, parse_config
-from rlhf_engine.report import smooth
-from rlhf_engine.training.metrics import read_metrics, run_record, write_json_atomic
+from rlhf_engine.runs.curves import smooth
+from rlhf_engine.runs.metrics import read_metrics, run_record, write_json_atomic
 
 CONFIG = "examples/stories260k.yaml"
 ARMS = ("rlhf-engine train", "HydraPPOTrainer")
@@ -45,7 +45,8 @@ def config_of(request: dict[str, Any]) -> TrainConfig:
 
 
 def run_own(request: dict[str, Any]) -> dict[str, Any]:
-    from rlhf_engine.training.rl import METRICS_FILE, RlTrainer
+    from rlhf_engine.runs.folder import METRICS_FILE
+    from rlhf_engine.training.rl import RlTrainer
 
     trainer = RlTrainer(config_of(request))
     began = time.perf_counter()

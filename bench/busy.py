@@ -28,16 +28,16 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
+from rlhf_bench.candidates import backends_here
+from rlhf_bench.case import Case, NotHereError, Run, Tensors
+from rlhf_bench.isa import SETS, is_held, isa_of_peers, run_held
+from rlhf_bench.ops.heads import HeadSize
+from rlhf_bench.ops.linear_logprob import frozen_case
+from rlhf_bench.timing import interleaved, medians
 from rlhf_kernels import cores, native
 
-from rlhf_engine.bench.candidates import backends_here
-from rlhf_engine.bench.case import Case, NotHereError, Run, Tensors
-from rlhf_engine.bench.isa import SETS, is_held, isa_of_peers, run_held
-from rlhf_engine.bench.ops.heads import HeadSize
-from rlhf_engine.bench.ops.linear_logprob import frozen_case
-from rlhf_engine.bench.timing import interleaved, medians
-from rlhf_engine.report import summary_table
-from rlhf_engine.training.metrics import cpu_name, git_commit
+from rlhf_engine.runs.metrics import cpu_name, git_commit
+from rlhf_engine.runs.text import summary_table
 
 OURS, GEMMS = "linear_logprob", "2 torch.mm"
 PEERS = ("F.linear_cross_entropy(none)", "F.linear_cross_entropy(sum)", "log_softmax + gather")

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rlhf_bench.timing import interleaved, medians
 from rlhf_kernels import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine import fuse_lora
-from rlhf_engine.bench.timing import interleaved, medians
-from rlhf_engine.training.metrics import run_record, write_json_atomic
+from rlhf_engine.runs.metrics import run_record, write_json_atomic
 
 QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 4, "tokens": 16}
 ADAPTERS = ("default", "other")

@@ -284,7 +284,9 @@ def _run(lane: Lane) -> dict[str, object]:
 def _environment(lane: Lane) -> dict[str, str]:
     """This process's, with the checkout importable; an interpreter in place of the GPU only where one is rehearsed."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(ROOT / "kernels"), str(ROOT / "bench"), str(ROOT), *filter(None, [found.get("PYTHONPATH")])]
+    )
     found |= {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if lane.rehearsed is not None:
         found |= {"CUDA_VISIBLE_DEVICES": "", "RLHF_ENGINE_REHEARSAL": "1", "OMP_NUM_THREADS": "1"}
@@ -328,7 +330,7 @@ def _correct_lanes(size: str) -> list[Lane]:
     cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device", "lora_decode")]
     lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long", size=size))
     lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long", size=size))
-    lanes.append(_pytest("correct-overlap", ["tests/generation"], "gpu or not long", size=size))
+    lanes.append(_pytest("correct-overlap", ["tests/generators"], "gpu or not long", size=size))
     for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
         lane = _pytest(name, ["tests/kernels"], "gpu", "-k", keyword, size=size)
         if size == REHEARSAL:  # a CPU can only find its tests
@@ -344,7 +346,7 @@ def _timing_lanes(folder: Path, size: str) -> list[Lane]:
         for kind in kinds or (None,):
             name = f"bench-{op}" if kind is None else f"bench-{op}-{kind}"
             rows = folder / f"{name}.jsonl"
-            command = [sys.executable, "-m", "rlhf_engine.cli", "bench", op, "--device", _device(size)]
+            command = [sys.executable, "-m", "rlhf_engine", "bench", op, "--device", _device(size)]
             command += ["--json", str(rows), *([] if kind is None else ["--case", kind])]
             command += {FULL: [], QUICK: ["--quick"], REHEARSAL: ["--dtype", "fp32"]}[size]
             lanes.append(Lane(name=name, command=tuple(command), replaces=rows))
@@ -454,9 +456,9 @@ def _first_line(command: Sequence[str]) -> str | None:
 def environment_report() -> dict[str, object]:
     """Device, driver, versions, commit, and which baselines are there and which are not."""
     import torch
+    from rlhf_bench import PEERS
     from rlhf_kernels import cuda_native, native, registry
 
-    from rlhf_engine.bench import PEERS
     from rlhf_engine.hydra import varlen
 
     versions: dict[str, str | None] = {}

@@ -35,11 +35,9 @@ from typing import Any
 
 from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from rlhf_bench import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from rlhf_engine.bench import PEERS  # noqa: E402  after the path to it
 
 PIECE = 48 * 2**20
 """Bytes of a piece at most: 64 MiB travel at a time, the working tree among them."""

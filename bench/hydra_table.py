@@ -35,11 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions, advantages, token_kl, token_rewards
-from rlhf_engine.algorithms.update import Schedule, update
-from rlhf_engine.bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
+from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions, advantages, token_kl, token_rewards
 from rlhf_engine.config import parse_size
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
@@ -48,9 +47,10 @@ from rlhf_engine.hydra.roles import needs_lm_head
 from rlhf_engine.planning.phases import Setting, plain_model
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import find_config
+from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import Rollout, SamplingConfig, generate
-from rlhf_engine.training.metrics import git_commit, write_json_atomic
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.runs.metrics import git_commit, write_json_atomic
+from rlhf_engine.training.update import Schedule, update
 
 RESULTS = "hydra_table.json"
 PHASES = ("generation", "inference", "update")
@@ -111,7 +111,7 @@ class Method:
         sampling = SamplingConfig(max_completion_length=self.arguments.answer, eos_token_ids=())
         return generate(self.model, self.prompts, sampling)
 
-    def inference(self, rollout: Rollout) -> Experience:
+    def inference(self, rollout: Rollout) -> PpoExperience:
         """One scoring pass of all roles, and what the update learns from."""
         batch = rollout.batch
         scores = self.model.score(batch, _ROLES)
@@ -129,7 +129,7 @@ class Method:
             whiten_rewards=False,
             whiten_advantages=True,
         )
-        return Experience(
+        return PpoExperience(
             batch=batch,
             old_logprobs_M=scores.logprobs_M,
             old_values_M=scores.values_M,
@@ -137,7 +137,7 @@ class Method:
             returns_M=returns_M,
         )
 
-    def update(self, experience: Experience) -> None:
+    def update(self, experience: PpoExperience) -> None:
         """All epochs; every minibatch is the whole batch."""
         options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
         objective = PpoObjective(experience, options)
@@ -336,7 +336,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cap", default="1.6GB", help="memory, where methods are compared at equal memory")
     parser.add_argument("--limit", type=int, default=64, help="most sequences of a batch at equal memory")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--token-budget", type=int, default=None, help="tokens of all lanes in one traversal")
+    parser.add_argument("--token-budget", type=int, default=None, help="tokens of all lanes in one backbone forward")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)

@@ -16,10 +16,9 @@ import json
 import sys
 from pathlib import Path
 
+from rlhf_bench.isa import SETS
+from rlhf_bench.kernel_table import from_records
 from rlhf_kernels import kernel_table, registry
-
-from rlhf_engine.bench.isa import SETS
-from rlhf_engine.bench.kernel_table import from_records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"

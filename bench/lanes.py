@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""One trunk call for all lanes against one call per lane: milliseconds and peak memory against batch size.
+"""One backbone call for all lanes against one call per lane: milliseconds and peak memory against batch size.
 
     python bench/lanes.py [--hidden 512 --layers 8 --vocab 32000 --tokens 128 --batches 1 2 4 8 16 32] [--out FOLDER]
 
@@ -8,9 +8,9 @@ A Hydra model on a random Llama; prompts and answers of half the tokens each. Tw
     score     log-probs of actor and reference, values, rewards: three lanes (actor, OFF, critic), no gradient
     update    policy loss and value loss, forward and backward: two lanes (actor, critic)
 
-`together` sends the lanes through the trunk in one call (a token budget above everything), `apart` one after another
+`together` sends the lanes through the backbone in one call (a token budget above everything), `apart` one after another
 (a budget of 1). Times are medians of interleaved rounds; peak memory is that of one call above its inputs, taken in a
-process of its own (rlhf_engine/bench/memory.py). The last line names the token budget from which on `together` stops
+process of its own (bench/rlhf_bench/memory.py). The last line names the token budget from which on `together` stops
 paying: the smallest number of tokens of all lanes at which it is less than 2 % faster.
 Writes lanes.json and lanes.png into --out (bench/results/cpu/lanes or bench/results/<gpu>/lanes).
 """
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
+from rlhf_bench.timing import interleaved, medians
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
-from rlhf_engine.bench.timing import interleaved, medians
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import (
     HydraModel,
@@ -41,7 +41,7 @@ from rlhf_engine.hydra import (
     Values,
     hydra_roles,
 )
-from rlhf_engine.training.metrics import git_commit, write_json_atomic
+from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 
 PASSES = {"score": 3, "update": 2}
 BUDGETS = {"together": 2**62, "apart": 1}

@@ -30,11 +30,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_engine.commands.demo.run import QUICK, DemoSize, heldout_answers, make_start, rl_options, win_rate
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.demo import QUICK, DemoSize, heldout_answers, make_start, rl_options, win_rate
 from rlhf_engine.devices import keep_freed_memory
-from rlhf_engine.report import TrainingProgress
-from rlhf_engine.training.metrics import run_record, write_json_atomic
+from rlhf_engine.runs.metrics import run_record, write_json_atomic
+from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.training.rl import RlTrainer
 
 BATCHES = (1, 4, 16, 64)

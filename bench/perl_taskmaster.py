@@ -45,8 +45,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_engine.data import Tally, load_rows, load_taskmaster, split_by_group, tokenize_rows
-from rlhf_engine.training.metrics import read_metrics, write_json_atomic
-from rlhf_engine.training.reward_metrics import pointwise_metrics
+from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
+from rlhf_engine.training.reward_model.metrics import pointwise_metrics
 
 WORK = Path("runs/perl_taskmaster")
 PENALTY = 1.0
@@ -215,7 +215,7 @@ def engine(command: str, flags: dict[str, Any]) -> str:
         argv += (
             [f"--{name}"] if value is None else [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
         )
-    done = subprocess.run([sys.executable, "-m", "rlhf_engine.cli", *argv], stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run([sys.executable, "-m", "rlhf_engine", *argv], stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise SystemExit(
             f"rlhf-engine {shlex.join(argv)}: ended with exit code {done.returncode}; run this again to go on"

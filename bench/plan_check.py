@@ -1,7 +1,7 @@
 """Predicted against measured memory: every phase of every method with the real code, each in a process of its own.
 
 CPU: peak resident memory of the phase minus the resident memory before the model was built (see
-`rlhf_engine/bench/memory.py` for what that counts). CUDA: `torch.cuda.max_memory_allocated`. The models have
+`bench/rlhf_bench/memory.py` for what that counts). CUDA: `torch.cuda.max_memory_allocated`. The models have
 random weights and the optimizer its moments.
 
     python bench/plan_check.py --out bench/results/plan [--shape llama …] [--method hydra_ppo …]
@@ -22,18 +22,18 @@ from typing import Any, get_args
 
 import torch
 import transformers
+from rlhf_bench.memory import _status, set_up_malloc
 from transformers import AutoConfig
 
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
-from rlhf_engine.algorithms.update import Schedule, update
-from rlhf_engine.bench.memory import _status, set_up_malloc
-from rlhf_engine.config_base import Optim
+from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.config.training import Optim
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
 from rlhf_engine.planning.phases import FULL_SFT, Setting, build_model
 from rlhf_engine.planning.predict import PHASES, Planner
+from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.metrics import git_commit
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.runs.metrics import git_commit
+from rlhf_engine.training.update import Schedule, update
 
 _COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **_COMMON}
@@ -105,7 +105,7 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
         optimizer.step()
         return
     per_token = torch.full((batch.n_completion_tokens,), 0.1, device=model.device)
-    experience = Experience(
+    experience = PpoExperience(
         batch=batch,
         old_logprobs_M=-per_token,
         old_values_M=per_token,

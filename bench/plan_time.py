@@ -40,7 +40,7 @@ from rlhf_engine.planning.duration import DurationPlanner
 from rlhf_engine.planning.machines import Machine
 from rlhf_engine.planning.phases import Setting
 from rlhf_engine.planning.time_report import by_phase
-from rlhf_engine.training.metrics import git_commit, write_json_atomic
+from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 
 _CONTEXT = {"max_position_embeddings": 512}
 CONFIGS: dict[str, dict[str, Any]] = {

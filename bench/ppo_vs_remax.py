@@ -14,8 +14,8 @@ own; the first step of each warms up.
                 straight from and to the system; CUDA: torch's allocator)
     state       of that, what stays between steps, counted from the tensors
 
-PPO's two lanes go through the trunk together up to --token_budget tokens, which is faster and holds the activations of
-both; above it one after another. So the micro-batch decides what ReMax's single lane saves.
+PPO's two lanes share a backbone forward up to --token_budget tokens, which is faster and holds the activations of both;
+above it they go one after another. So the micro-batch decides what ReMax's single lane saves.
 
 The paper's figures are of whole models: four A100-80GB and DeepSpeed, where PPO holds a critic of the policy's size.
 """
@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 from arms import QUICK, in_turn, make_parser, measure, setting_of, trainer_of, write_results
+from rlhf_bench.memory import _status, set_up_malloc
 from trl_ppo_arms import PHASES, Setting, prepare
 
-from rlhf_engine.bench.memory import _status, set_up_malloc
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.training.rl import RlTrainer
 

@@ -29,14 +29,14 @@ from trl_ppo_arms import Setting as Work
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import keep_freed_memory
+from rlhf_engine.distributed.process_group import World
+from rlhf_engine.generators import serialize
+from rlhf_engine.generators.policy_store import put, take
+from rlhf_engine.generators.work import join
 from rlhf_engine.planning.presets import find_config
+from rlhf_engine.runs.metrics import run_record, write_json_atomic
+from rlhf_engine.scoring.experience import decode_answers
 from rlhf_engine.tokenizing import load_tokenizer
-from rlhf_engine.training.distributed import World
-from rlhf_engine.training.experience import decode_answers
-from rlhf_engine.training.generation import wire
-from rlhf_engine.training.generation.orders import join
-from rlhf_engine.training.generation.versions import put, take
-from rlhf_engine.training.metrics import run_record, write_json_atomic
 from rlhf_engine.training.rl import RlTrainer
 
 OUT = Path(__file__).resolve().parent / "results" / "cpu" / "scaling"
@@ -59,7 +59,7 @@ def measure_publication(name: str = "llama-7b", rounds: int = 5) -> dict[str, An
     for key, size in slot_tensors(name, find_config(name).num_hidden_layers).items():
         real.register_parameter(key.replace(".", "/"), torch.nn.Parameter(torch.randn(size), requires_grad=False))
     snapshot = take(real, 1)  # type: ignore[arg-type]  # of a slot it needs parameters alone
-    parcel = wire.pack_policy(snapshot)
+    parcel = serialize.pack_policy(snapshot)
     return {
         "preset": name,
         "elements": sum(p.numel() for p in real.parameters()),
@@ -67,8 +67,8 @@ def measure_publication(name: str = "llama-7b", rounds: int = 5) -> dict[str, An
         "seconds": {
             "take": _seconds(lambda: take(real, 1), rounds),  # type: ignore[arg-type]
             "digest": _seconds(snapshot.digest, rounds),
-            "pack": _seconds(lambda: wire.pack_policy(snapshot), rounds),
-            "unpack": _seconds(lambda: wire.unpack_policy(parcel), rounds),
+            "pack": _seconds(lambda: serialize.pack_policy(snapshot), rounds),
+            "unpack": _seconds(lambda: serialize.unpack_policy(parcel), rounds),
             "put": _seconds(lambda: put(snapshot, real), rounds),  # type: ignore[arg-type]
         },
     }
@@ -78,8 +78,8 @@ def measure_answers(answers: int = 512, prompt: int = 200, completion: int = 300
     """What one learner process does with a step's answers before it learns from them."""
     whole = answered(answers, prompt, completion)
     each = answered(answers // shares, prompt, completion)
-    packed = [wire.pack_answers(each)] * shares
-    parts = [wire.unpack_answers(values) for values in packed]
+    packed = [serialize.pack_answers(each)] * shares
+    parts = [serialize.unpack_answers(values) for values in packed]
     with tempfile.TemporaryDirectory() as folder:
         # words as tokens: a byte-level vocabulary takes longer
         prepare(Work(hidden=64, layers=1, batch=1, micro_batch=1), Path(folder))
@@ -90,8 +90,8 @@ def measure_answers(answers: int = 512, prompt: int = 200, completion: int = 300
         "completion": completion,
         "shares": shares,
         "seconds": {
-            "pack": _seconds(lambda: wire.pack_answers(whole), 5),
-            "unpack": _seconds(lambda: [wire.unpack_answers(values) for values in packed], 5),
+            "pack": _seconds(lambda: serialize.pack_answers(whole), 5),
+            "unpack": _seconds(lambda: [serialize.unpack_answers(values) for values in packed], 5),
             "join": _seconds(lambda: join(parts), 5),
             "decode": _seconds(lambda: decode_answers(tokenizer, whole.rollout.batch), 3),
         },

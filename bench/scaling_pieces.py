@@ -16,6 +16,10 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlhf_engine.distributed.process_group import World
+from rlhf_engine.generators import serialize
+from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Answered, Order, gather_rollout
 from rlhf_engine.hydra import PackedBatch, Scores, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.planning.phases import Setting, plain_model, shallow
@@ -23,12 +27,8 @@ from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker
 from rlhf_engine.rollout import Rollout, RolloutStats, SamplingConfig
-from rlhf_engine.training.distributed import World
-from rlhf_engine.training.generation import wire
-from rlhf_engine.training.generation.orders import Answered, Order, gather_rollout
-from rlhf_engine.training.generation.versions import Snapshot
-from rlhf_engine.training.lanes import FrozenScores
-from rlhf_engine.training.sharing import gather_scores
+from rlhf_engine.scoring.gather import gather_scores
+from rlhf_engine.scoring.score import FrozenScores
 
 T = TypeVar("T")
 OUT = Path(__file__).resolve().parent / "results" / "cpu" / "scaling"
@@ -86,7 +86,7 @@ def shape(name: str) -> Shape:
     if base != 2 * PRESETS[name].parameters:
         raise ValueError(f"{name}: expected {2 * PRESETS[name].parameters} bytes of base, the planner has {base}")
     adapters = _line((state[0]["adapters"], state[1]["adapters"]), config.num_hidden_layers)
-    parcels = [len(wire.pack_policy(_zeros(tensors)).data) for tensors in slots]
+    parcels = [len(serialize.pack_policy(_zeros(tensors)).data) for tensors in slots]
     heads = config.num_attention_heads
     return Shape(
         name=name,
@@ -193,7 +193,7 @@ def answered(answers: int, prompt: int, completion: int, *, vocabulary: int = 32
 
 def answer_bytes() -> PerAnswer:
     """From a generator to the learner, as `wire` packs them; plain values as pickle has them."""
-    return _fit(lambda *sizes: len(pickle.dumps(wire.pack_answers(answered(*sizes)))))
+    return _fit(lambda *sizes: len(pickle.dumps(serialize.pack_answers(answered(*sizes)))))
 
 
 def order_bytes() -> PerAnswer:
@@ -211,7 +211,7 @@ def order_bytes() -> PerAnswer:
             sample_ids=batch.sample_ids,
             sampling=SamplingConfig(max_completion_length=completion, eos_token_ids=(2,)),
         )
-        return len(pickle.dumps(wire.pack_order(order)))
+        return len(pickle.dumps(serialize.pack_order(order)))
 
     return _fit(size)
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from trl_ppo_arms import PHASES, Setting, prepare
 
 from rlhf_engine.devices import keep_freed_memory
-from rlhf_engine.training.distributed import World, fingerprint_of_all
+from rlhf_engine.distributed.process_group import World, fingerprint_of_all
 
 ARMS = ("replicated", "sharded")
 SHOWN = ("gather_base", *PHASES, "step")

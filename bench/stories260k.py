@@ -21,10 +21,12 @@ from pathlib import Path
 from transformers.utils import logging
 
 from rlhf_engine.config import TrainConfig, parse_config
-from rlhf_engine.report import TrainingProgress
-from rlhf_engine.training.metrics import peak_memory_bytes, write_json_atomic
-from rlhf_engine.training.rl import CURVES_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE, Answers, RlTrainer
-from rlhf_engine.training.scoring import mean_or_none
+from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE
+from rlhf_engine.runs.metrics import peak_memory_bytes, write_json_atomic
+from rlhf_engine.runs.progress import TrainingProgress
+from rlhf_engine.scoring.rewards import mean_or_none
+from rlhf_engine.training.evaluation import Answers
+from rlhf_engine.training.rl import RlTrainer
 
 CONFIG = "examples/stories260k.yaml"
 SAMPLING_SEED = 1234

@@ -49,8 +49,8 @@ from typing import Any
 
 import yaml
 
-from rlhf_engine.report import smooth
-from rlhf_engine.training.metrics import read_metrics, write_json_atomic
+from rlhf_engine.runs.curves import smooth
+from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 
 WORK = Path("runs/sweeps")
 SEED = "seed"
@@ -186,7 +186,7 @@ def run_point(
     began = time.perf_counter()
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_engine.cli", *argv],
+        [sys.executable, "-m", "rlhf_engine", *argv],
         env=os.environ | share,
         stdout=subprocess.DEVNULL,
         check=False,

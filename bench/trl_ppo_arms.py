@@ -158,7 +158,7 @@ def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
 
     from rlhf_engine.config import TrainConfig
     from rlhf_engine.devices import DTYPES, keep_freed_memory
-    from rlhf_engine.training.metrics import git_commit
+    from rlhf_engine.runs.metrics import git_commit
     from rlhf_engine.training.rl import RlTrainer
 
     keep_freed_memory()
@@ -314,14 +314,13 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     in the first batch, which warms up.
     """
     import torch
-
-    from rlhf_engine.bench.floor import packed_by_mkl
+    from rlhf_bench.floor import packed_by_mkl
 
     dtype, width = getattr(torch, arm.dtype), setting.intermediate
     shapes = [(setting.hidden,) * 2] * 4 + [(width, setting.hidden)] * 2 + [(setting.hidden, width)]
     blocks = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(setting.layers)]
     head = [torch.randn(setting.vocab, setting.hidden, dtype=dtype)]
-    trunk = [weight for block in blocks for weight in block]
+    base_model = [weight for block in blocks for weight in block]
     flops = 0.0
 
     @cache
@@ -346,20 +345,20 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
 
     def generate() -> None:
         for rows in (setting.batch * setting.prompt_tokens, *[setting.batch] * (setting.answer_tokens - 1)):
-            multiply(trunk, rows)
+            multiply(base_model, rows)
             multiply(head, setting.batch)
 
     def score() -> None:
-        multiply(trunk, 3 * setting.batch * setting.length)
+        multiply(base_model, 3 * setting.batch * setting.length)
         for _ in range(2):
             multiply(head, setting.batch * setting.answer_tokens)
 
     def update() -> None:
         for _ in range(setting.epochs * setting.batch // setting.micro_batch):
-            multiply(trunk, 2 * setting.micro_batch * setting.length)
+            multiply(base_model, 2 * setting.micro_batch * setting.length)
             multiply(head, setting.micro_batch * setting.answer_tokens)
             multiply(head, setting.micro_batch * setting.answer_tokens, backward=True)
-            multiply(trunk[:2:-1], 2 * setting.micro_batch * setting.length, backward=True)
+            multiply(base_model[:2:-1], 2 * setting.micro_batch * setting.length, backward=True)
 
     before, ends, phases = memory_bytes(), [time.perf_counter()], []
     for _ in range(setting.steps):

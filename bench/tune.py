@@ -65,10 +65,10 @@ def sweep(options: argparse.Namespace, began: float) -> int:
     if options.budget is not None and not options.budget > 0:
         raise ValueError(f"--budget: expected seconds above 0, got {options.budget:g}")
     import torch
+    from rlhf_bench import tuning
     from rlhf_kernels.triton_support import INTERPRETED
 
-    from rlhf_engine.bench import tuning
-    from rlhf_engine.training.metrics import git_commit
+    from rlhf_engine.runs.metrics import git_commit
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a CUDA device, torch {torch.__version__} sees none")
@@ -101,5 +101,5 @@ def sweep(options: argparse.Namespace, began: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "bench"), str(ROOT)]
     raise SystemExit(main())

@@ -50,9 +50,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_bench.isa import VARIABLE, variables
 from trl_ppo_arms import PHASES, Arm, Setting
-
-from rlhf_engine.bench.isa import VARIABLE, variables
 
 # torch and transformers are imported by the worker processes: this one stays small
 WORKER = Path(__file__).resolve().with_name("trl_ppo_arms.py")
@@ -62,7 +61,7 @@ TRL_VERSION = "1.12.0"
 SAME_PACKAGES = ("torch", "transformers", "peft")
 PACKAGES = (*SAME_PACKAGES, "accelerate", "trl", "numpy")
 DIFFERENCES = (
-    "Critic and reward model: TRL takes two further models and trains the critic's whole trunk (peft_config reaches "
+    "Critic and reward model: TRL takes two further models and trains the critic's whole backbone (peft_config reaches "
     "the policy only); ours are a LoRA slot and heads on the policy's backbone. Arms trl-*-lora-critic give TRL's "
     "critic the same LoRA.",
     "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass.",
@@ -329,7 +328,7 @@ def print_tables(result: dict[str, Any]) -> None:
     """Medians by arm, then the targets."""
     from rich.console import Console
 
-    from rlhf_engine.report import summary_table
+    from rlhf_engine.runs.text import summary_table
 
     times, sizes = {}, {}
     for name, m in result["medians"].items():
@@ -448,7 +447,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"vs_trl_ppo: {error}", file=sys.stderr)
         return 2
-    from rlhf_engine.training.metrics import run_record, write_json_atomic
+    from rlhf_engine.runs.metrics import run_record, write_json_atomic
 
     record = run_record(config={}, command=(), backends={})
     machine = {k: record[k] for k in ("platform", "device_name", "cpu_cores")}

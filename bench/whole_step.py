@@ -33,17 +33,19 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rlhf_engine.algorithms.grpo import GrpoObjective
+from rlhf_engine.algorithms.objective import Objective
 from rlhf_engine.algorithms.policy_objective import PolicySample
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
-from rlhf_engine.algorithms.update import Objective, Schedule, update
+from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
 from rlhf_engine.planning.phases import plain_model
 from rlhf_engine.planning.presets import find_config
-from rlhf_engine.rollout import SamplingConfig, generate, graph_step
-from rlhf_engine.training.metrics import git_commit, write_json_atomic
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout.steps import graph as graph_step
+from rlhf_engine.runs.metrics import git_commit, write_json_atomic
+from rlhf_engine.training.update import Schedule, update
 
 ROLES = {"ppo": ("actor", "reference", "critic", "reward"), "grpo": ("actor", "reference")}
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -108,7 +110,7 @@ class Step:
             )
             return
         assert found.values_M is not None
-        experience = Experience(
+        experience = PpoExperience(
             batch=self._batch,
             old_logprobs_M=found.logprobs_M,
             old_values_M=found.values_M,

@@ -29,7 +29,7 @@ for step in range(steps):
     batch = generate(model, prompts, sampling).batch
     texts = [tokenizer.decode(batch.completion_tokens(i)) for i in range(len(prompts))]
     scores = torch.tensor([reward(text) for text in texts])
-    old = model.score(batch, ("actor", "reference", "critic"))  # one traversal of the base
+    old = model.score(batch, ("actor", "reference", "critic"))  # one forward of the base
     kl = old.logprobs_M - old.ref_logprobs_M
     rewards = token_rewards(kl, scores, batch, beta)
     knobs = {"gamma": 1.0, "lam": 0.95, "whiten_rewards": False, "whiten_advantages": True}

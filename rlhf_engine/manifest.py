@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_engine.errors import CorruptCheckpointError
-from rlhf_engine.folders import MANIFEST_FILE, MODEL_FILES
+from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES
 
 _CHUNK = 1 << 20
 _PARENTS = 2

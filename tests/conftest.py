@@ -125,7 +125,7 @@ def curves_drawn_once() -> Iterator[None]:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
-    from rlhf_engine.rollout import vllm_http
+    from rlhf_engine.rollout.vllm import http as vllm_http
 
     monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
 

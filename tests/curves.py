@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-TRAINERS = ("rl", "sft", "reward")
-
 
 @contextmanager
 def drawn_once() -> Iterator[None]:
@@ -21,16 +19,15 @@ def drawn_once() -> Iterator[None]:
         picture = folder / "curves.png"
 
         def draw(metrics_jsonl: str | Path, png_path: str | Path) -> None:
-            from rlhf_engine.report import plot_curves  # not by tests of the kernels, which draw nothing
-            from rlhf_engine.training.metrics import read_metrics
+            from rlhf_engine.runs.curves import plot_curves  # not by tests of the kernels, which draw nothing
+            from rlhf_engine.runs.metrics import read_metrics
 
             assert read_metrics(metrics_jsonl), metrics_jsonl
             if not picture.exists():
                 plot_curves(metrics_jsonl, picture)
             shutil.copy(picture, png_path)
 
-        for name in TRAINERS:
-            trainer = sys.modules.get(f"rlhf_engine.training.{name}")  # what nobody has imported draws nothing
-            if trainer is not None:
-                stack.enter_context(mock.patch.object(trainer, "plot_curves", draw))
+        loop = sys.modules.get("rlhf_engine.training.run")  # where nobody has imported it, nothing is drawn
+        if loop is not None:
+            stack.enter_context(mock.patch.object(loop, "plot_curves", draw))
         yield

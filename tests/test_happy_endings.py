@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_engine.training.rewards import check_reward, load_reward, score_with_functions
+from rlhf_engine.scoring.reward_functions import check_reward, load_reward, score_with_functions
 
 REWARD = load_reward(f"{Path(__file__).parents[1]}/examples/happy_endings.py:reward")
 

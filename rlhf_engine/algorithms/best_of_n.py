@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_objective import PolicyObjective
-from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.config import TrainConfig
 
 
 def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
@@ -43,3 +45,10 @@ class BestObjective(PolicyObjective):
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> SupervisedLoss:
         return SupervisedLoss(-logprobs_M.sum() / self.n_tokens(micro))
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """The objective for an experience: the likelihood of the best answer to each prompt."""
+    chosen = best(experience.scores_N, experience.groups_N)
+    best_N = experience.scores_N[chosen]
+    return BestObjective(policy_sample(options, experience, chosen)), {"reward/best": float(best_N.mean())}

@@ -23,10 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_gradient import k3
 from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, spread
-from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch
 
 LossType = Literal["grpo", "bnpo", "dr_grpo"]
@@ -136,3 +138,19 @@ class GrpoObjective(PolicyObjective):
     def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
         n = self.n_tokens(micro)
         return {"clip_ratio": found.clipped_M.sum() / n, "kl_loss": found.kl_M.sum() / n}
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """GRPO's objective for an experience."""
+    advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=options.scale_rewards)
+    objective = GrpoObjective(
+        policy_sample(options, experience),
+        weighted(spread(advantages_N, experience.batch), experience),
+        experience.ref_logprobs_M,
+        loss_type=options.chosen_loss_type,  # type: ignore[arg-type]
+        max_completion_length=options.max_completion_length,
+        beta=options.beta,
+        clip_low=options.cliprange,
+        clip_high=options.cliprange,
+    )
+    return objective, {"advantage_std": float(advantages_N.std(correction=0))}

@@ -20,9 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
 from rlhf_engine.algorithms.sequences import sequence_sums
-from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch
 
 DpoLoss = Literal["sigmoid", "ipo"]
@@ -106,3 +108,22 @@ class DpoObjective(PolicyObjective):
             "rewards/accuracies": (margin_P > 0).sum() / n,
             "rewards/margins": margin_P.sum() / n,
         }
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """The objective of online DPO for an experience: the best answer to each prompt against the worst."""
+    pairs = best_and_worst(experience.scores_N, experience.groups_N)
+    prompts = len(set(experience.groups_N.tolist()))
+    metrics = {"pairs/tied_ratio": 1 - len(pairs) / prompts}
+    if not pairs:
+        return None, metrics
+    chosen = [i for pair in pairs for i in pair]
+    rows_M = experience.batch.select_completion_rows(chosen)
+    objective = DpoObjective(
+        policy_sample(options, experience, chosen),
+        experience.ref_logprobs_M[rows_M],
+        beta=options.beta,
+        loss_type=options.chosen_loss_type,  # type: ignore[arg-type]
+    )
+    gap = [float(experience.scores_N[w] - experience.scores_N[l]) for w, l in pairs]
+    return objective, {**metrics, "pairs/score_gap": sum(gap) / len(gap)}

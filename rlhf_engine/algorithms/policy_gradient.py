@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
 from rlhf_engine.algorithms.sequences import spread, to_go
-from rlhf_engine.algorithms.update import MicroBatch
 from rlhf_engine.hydra import PackedBatch
 
 KlIn = Literal["to_go", "local", "loss"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Term
+from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
 from rlhf_engine.hydra import LogprobLoss, PackedBatch
 
 

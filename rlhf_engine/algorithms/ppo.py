@@ -21,13 +21,15 @@ import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
+from rlhf_engine.algorithms.base import Experience, Made, weighted
+from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
 from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.algorithms.update import Measured, MicroBatch, Objective, Term
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Experience:
+class PpoExperience:
     """What one update learns from. Nothing in it requires a gradient."""
 
     batch: PackedBatch
@@ -106,7 +108,7 @@ def advantages(
 class PpoObjective(Objective):
     """Clipped policy loss of the actor and clipped value loss of the critic."""
 
-    def __init__(self, experience: Experience, options: PpoOptions) -> None:
+    def __init__(self, experience: PpoExperience, options: PpoOptions) -> None:
         self.batch = experience.batch
         self._experience, self._options = experience, options
         # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
@@ -183,3 +185,38 @@ def summarise_values(measured: Measured) -> dict[str, float]:
         value, policy = (math.sqrt(square or 0.0) for square in squares)
         rest["value/gradient_share"] = value / (value + policy) if value + policy else 0.0
     return {**rest, "value/explained_variance": float(explained_variance(**moments))}
+
+
+def ppo_experience(options: TrainConfig, experience: Experience) -> PpoExperience:
+    """Advantages and returns by PPO's token rewards."""
+    assert experience.values_M is not None
+    advantages_M, returns_M = advantages(
+        token_rewards(experience.kl_M, experience.scores_N, experience.batch, options.beta),
+        experience.values_M,
+        experience.batch,
+        gamma=options.gamma,
+        lam=options.lam,
+        whiten_rewards=options.whiten_rewards,
+        whiten_advantages=options.whiten_advantages,
+    )
+    return PpoExperience(
+        batch=experience.batch,
+        old_logprobs_M=experience.old_logprobs_M,
+        old_values_M=experience.values_M,
+        advantages_M=weighted(advantages_M, experience),
+        returns_M=returns_M,
+        before_logprobs_M=experience.logprobs_M,
+    )
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """PPO's objective for an experience."""
+    numbers = PpoOptions(
+        cliprange=options.cliprange,
+        cliprange_value=options.cliprange_value,
+        vf_coef=options.vf_coef,
+        entropy_coef=options.entropy_coef,
+        temperature=options.temperature,
+        train_actor=train_actor,
+    )
+    return PpoObjective(ppo_experience(options, experience), numbers), {}

@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
+from rlhf_engine.algorithms.objective import Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
 from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.ppo import measure_values, summarise_values, token_rewards
 from rlhf_engine.algorithms.sequences import to_go
-from rlhf_engine.algorithms.update import Measured, MicroBatch, Term
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch, ValueLoss
 
 
@@ -79,3 +81,18 @@ class ReinforceObjective(PolicyGradientObjective):
 
     def summarise(self, measured: Measured) -> dict[str, float]:
         return {"approx_kl": 0.0, **summarise_values(measured)}
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """REINFORCE's objective for an experience."""
+    assert experience.values_M is not None
+    returns_M = returns(experience.scores_N, experience.kl_M, experience.batch, beta=options.beta, gamma=options.gamma)
+    objective = ReinforceObjective(
+        policy_sample(options, experience),
+        weighted(returns_M - experience.values_M, experience),
+        experience.values_M,
+        returns_M,
+        vf_coef=options.vf_coef,
+        train_actor=train_actor,
+    )
+    return objective, {}

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_engine.algorithms.policy_gradient import KlIn, discounts, kl_penalty
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
+from rlhf_engine.algorithms.policy_gradient import KlIn, PolicyGradientObjective, discounts, kl_penalty
 from rlhf_engine.algorithms.sequences import spread
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -48,3 +50,26 @@ def advantages(
         gain_N = gain_N.clamp(-clip, clip)
     gain_M = spread(gain_N, batch) * discounts(batch, gamma=gamma, like=kl_M)
     return gain_M - kl_penalty(kl_M, batch, beta=beta, kl_in=kl_in, gamma=gamma)
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """ReMax's objective for an experience."""
+    assert experience.greedy_scores_N is not None
+    advantages_M = advantages(
+        experience.scores_N,
+        experience.greedy_scores_N,
+        experience.kl_M,
+        experience.batch,
+        beta=options.beta,
+        kl_in=options.kl_in,
+        gamma=options.gamma,
+        clip=options.advantage_clip,
+    )
+    objective = PolicyGradientObjective(
+        policy_sample(options, experience),
+        weighted(advantages_M, experience),
+        divide_by_own_length=options.divide_by_own_length,
+        kl_coef=options.beta if options.kl_in == "loss" else 0.0,
+        ref_logprobs_M=experience.ref_logprobs_M,
+    )
+    return objective, {"advantage_std": float((experience.scores_N - experience.greedy_scores_N).std(correction=0))}

@@ -19,9 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
+from rlhf_engine.algorithms.objective import MicroBatch
+from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
 from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
-from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums
-from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PackedBatch
 
 LossType = Literal["proximal", "vanilla"]
@@ -93,3 +96,17 @@ class ProximalObjective(PolicyObjective):
     def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
         n = len(micro.minibatch)
         return {"clip_ratio": found.clipped_N.sum() / n, "ratio": found.ratio_N.sum() / n}
+
+
+def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
+    """RLOO's objective for an experience."""
+    returns_N = returns(experience.scores_N, experience.kl_M, experience.batch, beta=options.beta)
+    advantages_N = leave_one_out(returns_N, experience.groups_N)
+    metrics = {"advantage_std": float(advantages_N.std(correction=0))}
+    sample = policy_sample(options, experience)
+    if options.chosen_loss_type == "vanilla":
+        return PolicyGradientObjective(sample, weighted(spread(advantages_N, experience.batch), experience)), metrics
+    if experience.weights_M is not None:  # one ratio per answer, as the configuration asks for
+        advantages_N = advantages_N * experience.weights_M[experience.batch.last_completion_rows_N]
+    clip = options.cliprange
+    return ProximalObjective(sample, advantages_N, clip_low=clip, clip_high=clip), metrics

@@ -14,8 +14,8 @@ from rlhf_engine.data.load import load_rows
 from rlhf_engine.data.order import batch_indices, epoch_order, pack, require_room
 from rlhf_engine.data.prompts import PromptSet, plain_prompts, tokenize_prompts
 from rlhf_engine.data.read import Record, read_records
-from rlhf_engine.data.report import BadRows, Report, RowError, Tally
 from rlhf_engine.data.split import Split, group_fraction, split_by_group
+from rlhf_engine.data.tally import BadRows, Report, RowError, Tally
 from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
 from rlhf_engine.data.tokenize import (
     Tokenized,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from rlhf_engine.data.read import read_records, usable_rows
-from rlhf_engine.data.report import Tally
+from rlhf_engine.data.tally import Tally
 from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster, prompt_of
 from rlhf_engine.data.types import KINDS, Kind, Row, parse_row, recognise
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from rlhf_engine.config_data import SUFFIXES
-from rlhf_engine.data.report import RowError, Tally, shown
+from rlhf_engine.config.data import SUFFIXES
+from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.errors import ConfigError
 
 R = TypeVar("R")

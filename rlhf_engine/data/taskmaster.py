@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_engine.data.read import read_records, usable_rows
-from rlhf_engine.data.report import RowError, Tally, shown
+from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.data.types import PromptOnly, Row, UnpairedPreference, require_unicode
 from rlhf_engine.errors import ConfigError
 

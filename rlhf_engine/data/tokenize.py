@@ -30,7 +30,7 @@ from typing import Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.report import RowError, Tally, shown
+from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, Text, UnpairedPreference
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode_completion, encode_prompt

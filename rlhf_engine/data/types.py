@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from rlhf_engine.data.report import RowError, shown
+from rlhf_engine.data.tally import RowError, shown
 from rlhf_engine.errors import ConfigError
 
 Message: TypeAlias = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Attention for packed rows, as one function in transformers' AttentionInterface.
 
-A trunk call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
+A backbone call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
 how they attend:
 
 * `PackedPlan`: every sequence attends causally to itself. On a GPU, `varlen` chooses who serves that without padding.
@@ -180,13 +180,13 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature. query [1, H, T, D]; key, value [1, K, T, D]; returns ([1, T, H, D], None).
 
-    Raises RuntimeError outside a trunk call, and ValueError for a keyword or a mask that it does not serve: ignoring
+    Raises RuntimeError outside a backbone call, and ValueError for a keyword or a mask that it does not serve: ignoring
     one would be silently wrong.
     """
     call = gate.current()
     if call is None:
         raise RuntimeError(
-            "attention ran outside a trunk call: this backbone belongs to a HydraModel; go through its forward, "
+            "attention ran outside a backbone call: this backbone belongs to a HydraModel; go through its forward, "
             "score or generate"
         )
     plan = call.attention

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_engine.hydra import host
+from rlhf_engine.hydra.eager import is_eager
 
 LONGEST = 256
 """Tokens up to which the backward pass in fp32 is the faster one."""
@@ -23,7 +23,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether this backward pass is wanted: bf16 on the CPU, gradients on, a short sequence."""
     return (
-        host.works_for_itself()
+        is_eager()
         and query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[-1] == value.shape[-1]

@@ -21,10 +21,17 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
+from rlhf_engine.hydra.adapters import AdapterSlot, LoraPair, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
-from rlhf_engine.hydra.bank import AdapterSlot, LoraPair, SlotConfig
-from rlhf_engine.hydra.block import fuse_blocks
-from rlhf_engine.hydra.gated import GatedHead, decoder_prefix, gate_linears, holds_gates, is_quantised, match_targets
+from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
+from rlhf_engine.hydra.gated_linear import (
+    GatedHead,
+    decoder_prefix,
+    gate_linears,
+    holds_gates,
+    is_quantised,
+    match_targets,
+)
 from rlhf_engine.hydra.takeover import give_own_configs, undone_on_error
 
 
@@ -65,7 +72,7 @@ class Backbone(nn.Module):
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
         self._hash: str | None = None
-        self._trunk_hash: str | None = None
+        self._base_model_hash: str | None = None
         first, second = probe.TRIES
         try:
             with undone_on_error(model):
@@ -88,7 +95,7 @@ class Backbone(nn.Module):
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
             loading.context_length(model.config)
             self.linears = gate_linears(model)
-            fuse_blocks(model)
+            fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
         self.hidden_size, self.cache_bytes_per_position = probe.check(self, own)
         """Width of the hidden states that heads read, and bytes of the keys and values of one token in all layers."""
@@ -118,10 +125,10 @@ class Backbone(nn.Module):
         return cls(model, frozen=frozen)
 
     @property
-    def trunk(self) -> nn.Module:
+    def base_model(self) -> nn.Module:
         """The decoder without its LM head."""
-        trunk: nn.Module = self.model.base_model
-        return trunk
+        base_model: nn.Module = self.model.base_model
+        return base_model
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -191,7 +198,7 @@ class Backbone(nn.Module):
         dropout: gate.DropoutKey | None = None,
         windows: list[int | None] | None = None,
     ) -> torch.Tensor:
-        """One traversal: hidden states [T, H] after the final norm; `windows` as in `TrunkCall`.
+        """One backbone forward: hidden states [T, H] after the final norm; `windows` as in `BackboneCall`.
 
         Raises RuntimeError if somebody has given the model another attention since it was taken over.
         """
@@ -201,8 +208,8 @@ class Backbone(nn.Module):
                 f"{self.model.config._attn_implementation!r}: two models may share one config object, and setting the "
                 "attention of one sets that of the other"
             )
-        with gate.enter(gate.TrunkCall(table=table, attention=attention, dropout=dropout, windows=windows)):
-            out = self.trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        with gate.enter(gate.BackboneCall(table=table, attention=attention, dropout=dropout, windows=windows)):
+            out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -252,9 +259,9 @@ class Backbone(nn.Module):
 
     def trunk_hash(self) -> str:
         """As `base_hash`, of the decoder without its LM head: what a base has in common with its reward models."""
-        if self._trunk_hash is None or not self.frozen:
-            self._trunk_hash = _digest(self.trunk.named_parameters())
-        return self._trunk_hash
+        if self._base_model_hash is None or not self.frozen:
+            self._base_model_hash = _digest(self.base_model.named_parameters())
+        return self._base_model_hash
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute blocks in the backward pass, each under the slots and plan of its original forward."""

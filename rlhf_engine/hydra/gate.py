@@ -1,7 +1,7 @@
-"""The gate: which adapter slot serves which rows, and how rows attend, during one trunk call.
+"""The gate: which adapter slot serves which rows, and how rows attend, during one backbone call.
 
 transformers hands its linears and attention functions tensors only, so this has to be ambient. It is a thread-local
-that holds one immutable `TrunkCall`, entered with a context manager. Nothing about it lives on modules: two threads
+that holds one immutable `BackboneCall`, entered with a context manager. Nothing about it lives on modules: two threads
 may run different slots through the same modules at once. Gradient checkpointing recomputes layers later, maybe in
 another thread, so `checkpoint_contexts` captures the call that was current when the layer first ran.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotTable:
-    """Row ranges of a trunk call, sorted and disjoint, and the slot that serves each (None: plain backbone)."""
+    """Row ranges of a backbone call, sorted and disjoint, and the slot that serves each (None: plain backbone)."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -46,8 +46,8 @@ class DropoutKey:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TrunkCall:
-    """Everything ambient during one traversal of a trunk."""
+class BackboneCall:
+    """Everything ambient during one backbone forward."""
 
     table: SlotTable
     attention: AttentionPlan
@@ -59,13 +59,13 @@ class TrunkCall:
 _local = threading.local()
 
 
-def current() -> TrunkCall | None:
+def current() -> BackboneCall | None:
     """The call that this thread is in, or None outside of one."""
     return getattr(_local, "call", None)
 
 
 @contextlib.contextmanager
-def enter(call: TrunkCall | None) -> Iterator[None]:
+def enter(call: BackboneCall | None) -> Iterator[None]:
     """Make `call` current in this thread for the length of a `with` block."""
     previous = current()
     _local.call = call

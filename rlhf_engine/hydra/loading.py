@@ -159,7 +159,7 @@ def load_model(
     lm_head: bool = True,
     quantization: Quantization = "none",
 ) -> PreTrainedModel:
-    """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same trunk.
+    """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same backbone.
 
     Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
     Nothing is fetched from a network.

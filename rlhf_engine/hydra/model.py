@@ -21,12 +21,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_engine.hydra import peft_io, reward_model
+from rlhf_engine.hydra.adapters import SlotConfig
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.bank import SlotConfig
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
-from rlhf_engine.hydra.gated import is_quantised
+from rlhf_engine.hydra.gated_linear import is_quantised
 from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
@@ -46,7 +46,7 @@ from rlhf_engine.hydra.takeover import undone_on_error
 
 _CUDA_TOKEN_BUDGET = 16384
 _CPU_HIDDEN_BUDGET = 2**19
-"""Numbers in the hidden states of one traversal on a CPU: beyond, caches are full and one call only costs memory."""
+"""Numbers in the hidden states of one forward on a CPU: beyond, caches are full and one call only costs memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -276,7 +276,7 @@ class HydraModel(nn.Module):
     ) -> tuple[Any, ...]:
         """Run the lanes that the outputs read, then the outputs; results in the order of the requests.
 
-        Under grad mode, lanes with something to train in the trunk share one gradient call and the rest run without.
+        Under grad mode, lanes with something to train in the backbone share one gradient call and the rest run without.
         LoRA dropout applies to gradient calls in train mode when `dropout_seed` keys its masks.
 
         Ask for what will be used: a lane that no output reads has no gradient (None), one whose outputs stay out of the
@@ -313,7 +313,7 @@ class HydraModel(nn.Module):
         temperature: float = 1.0,
         exact_kl: bool = False,
     ) -> Scores:
-        """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one trunk call.
+        """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one backbone call.
 
         Above `token_budget` tokens of all lanes, the lanes go one after another, over groups of sequences of up to
         that many tokens: fewer and larger groups than with lanes together, so that heads read their weight less often.
@@ -347,7 +347,7 @@ class HydraModel(nn.Module):
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
-        """Whether one traversal of one trunk serves all the named roles for this batch, within the token budget."""
+        """Whether one backbone forward serves all the named roles for this batch, within the token budget."""
         lanes = fold_lanes(self.roles, roles)
         return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
 
@@ -465,7 +465,7 @@ class HydraModel(nn.Module):
 
 
 def default_token_budget(device: torch.device, hidden_size: int) -> int:
-    """Most tokens of all lanes in one traversal, where nothing else is asked for; measured by bench/lanes.py."""
+    """Most tokens of all lanes in one backbone forward, where nothing else is asked for; measured by bench/lanes.py."""
     return _CUDA_TOKEN_BUDGET if device.type == "cuda" else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
 
 

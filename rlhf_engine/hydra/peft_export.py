@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_engine.hydra.bank import AdapterSlot
+from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def write_adapter(
 def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedModel:
     """The plain model of a backbone, every weight one number that fills its shape.
 
-    classifier: the sequence classifier with one label on the same trunk instead.
+    classifier: the sequence classifier with one label on the same backbone instead.
     """
     config = copy.deepcopy(backbone.model.config)
     config._attn_implementation = "eager"

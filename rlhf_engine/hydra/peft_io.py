@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_engine.hydra.bank import AdapterSlot, SlotConfig
+from rlhf_engine.hydra.adapters import AdapterSlot, SlotConfig
 from rlhf_engine.manifest import check_model
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
     """Load a PEFT folder's weights into a slot of a backbone.
 
-    Raises ValueError if it belongs to another base or does not fit. A backbone without an LM head is the folder's base
-    if its trunk is: reward models are made on bases with an LM head and serve without. With None for the backbone, an
-    adapter of any base is taken.
+    Raises ValueError if it belongs to another base or does not fit. A backbone without an LM head is the folder's
+    base if its weights are: reward models are made on bases with an LM head and serve without. With None for the
+    backbone, an adapter of any base is taken.
     """
     theirs = read_slot_config(folder)
     if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):

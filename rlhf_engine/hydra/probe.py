@@ -34,7 +34,7 @@ from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
-from rlhf_engine.hydra.gated import GatedHead
+from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
     new = NewTokens.of_prompts(cache, [[i] for i in range(len(_LENGTHS))], _LENGTHS, tokens.device)
     windows: list[int | None] = []
-    call = gate.TrunkCall(
+    call = gate.BackboneCall(
         table=gate.SlotTable.uniform(None, len(tokens)),
         attention=plan_packed(_LENGTHS, tokens.device, new=new),
         windows=windows,
@@ -206,12 +206,14 @@ def _run(backbone: Backbone, inputs: dict[str, Any]) -> tuple[torch.Tensor, torc
     """Hidden states [T, H], and of a model with a head the logits [T, V] that it makes of them."""
     model = backbone.model
     if not backbone.has_lm_head:
-        return backbone.trunk(**inputs).last_hidden_state[0], None
+        return backbone.base_model(**inputs).last_hidden_state[0], None
     seen: list[torch.Tensor] = []
-    trunks = {id(trunk): trunk for trunk in (model.base_model, model.get_decoder())}  # OPT calls the inner one
+    base_models = {
+        id(base_model): base_model for base_model in (model.base_model, model.get_decoder())
+    }  # OPT calls the inner one
     hooks = [
-        trunk.register_forward_hook(lambda module, arguments, out: seen.append(out.last_hidden_state[0]))
-        for trunk in trunks.values()
+        base_model.register_forward_hook(lambda module, arguments, out: seen.append(out.last_hidden_state[0]))
+        for base_model in base_models.values()
     ]
     try:
         logits = model(**inputs).logits[0]
@@ -269,12 +271,12 @@ def _check_logits(backbone: Backbone, hidden: torch.Tensor, logits: torch.Tensor
 
 @contextlib.contextmanager
 def _ran(backbone: Backbone) -> Iterator[set[str]]:
-    """Names of the trunk's gated linears that run within the block."""
+    """Names of the backbone's gated linears that run within the block."""
     names: set[str] = set()
     hooks = [
         backbone.model.get_submodule(path).register_forward_hook(lambda *_, path=path: names.add(path))
         for path, layer in backbone.linears.items()
-        if not isinstance(layer, GatedHead)  # which is no part of the trunk
+        if not isinstance(layer, GatedHead)  # which is no part of the backbone
     ]
     try:
         yield names

@@ -1,8 +1,8 @@
 """Reward models in folders: what of them a backbone that is there already can serve, and ours as transformers' own.
 
 a PEFT folder, with the score under modules_to_save or our heads.safetensors  → a frozen slot and a head
-an AutoModelForSequenceClassification with one label, on the base's trunk      → a head
-the same on another trunk                                                      → a backbone of its own and a head
+an AutoModelForSequenceClassification with one label, on the base's backbone      → a head
+the same on another backbone                                                      → a backbone of its own and a head
 
 The other way, a head becomes the `score` of a sequence classifier, which has no bias: a head with one is refused.
 transformers reads the score at the last token that is not padding. Rewards here are read at the last token, which is
@@ -93,7 +93,7 @@ def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[s
 def load_beside(
     base: str, reward: str, *, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The base, and a whole reward model, which is None where the base has the same trunk and can serve both."""
+    """The base, and a whole reward model, which is None where the base has the same backbone and can serve both."""
     plain = load_model(base, dtype=dtype, device=device, quantization=quantization)
     other = load_model(reward, dtype=dtype, device=device, lm_head=False, quantization=quantization)
     return plain, None if same_trunk(plain, other) else other
@@ -121,8 +121,8 @@ def same_trunk(a: PreTrainedModel, b: PreTrainedModel) -> bool:
 
 
 def _trunk_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    trunk: nn.Module = model.base_model
-    return dict(trunk.named_parameters())
+    base_model: nn.Module = model.base_model
+    return dict(base_model.named_parameters())
 
 
 def require_classifier_class(path: str | os.PathLike[str], argument: str) -> None:

@@ -1,7 +1,7 @@
 """Roles of RLHF as slots and heads on backbones, and the lanes they fold into.
 
 A role is (backbone, adapter slot or OFF, head, trainable). Roles that share backbone and slot share a *lane*: one
-traversal of the trunk whose hidden states feed several heads. The comparison methods of the Hydra paper
+backbone forward whose hidden states feed several heads. The comparison methods of the Hydra paper
 (arXiv 2309.00754) differ only in this table.
 """
 
@@ -45,7 +45,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """One traversal of one trunk: the roles that read its hidden states."""
+    """One backbone forward: the roles that read its hidden states."""
 
     backbone: str
     slot: str | None
@@ -69,7 +69,7 @@ def hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = O
 
 
 def j_hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Joint Hydra-PPO: actor and critic share one slot, so that one traversal serves both."""
+    """Joint Hydra-PPO: actor and critic share one slot, so that one backbone forward serves both."""
     roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
     return {**roles, "critic": RoleSpec(slot="actor", head="value", trainable=True)}
 

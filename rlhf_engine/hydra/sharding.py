@@ -6,7 +6,7 @@
         generate(model, ...)  # each at its own pace
 
 Slots and heads are replicated: what is trained, saved and published is the same as without. The base has no gradients,
-so gathering its blocks, once per traversal and once more on the way back, is all the traffic that sharding makes.
+so gathering its blocks, once per forward and once more on the way back, is all the traffic that sharding makes.
 """
 
 from __future__ import annotations

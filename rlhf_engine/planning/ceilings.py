@@ -37,7 +37,7 @@ from rlhf_engine.rollout.engine import StepName
 
 _H, _FF, _V, _HEADS, _D = 512, 1536, 8192, 8, 64
 _ROWS = (4, 32, 256)
-"""Rows of products: a decoding step of few rows, one of many, a traversal."""
+"""Rows of products: a decoding step of few rows, one of many, a backbone forward."""
 _FEW = 32
 """Rows up to which a linear with LoRA is measured as that of a decoding step, of the kind `few`."""
 _SECONDS, _LEAST, _MOST = 0.08, 3, 25
@@ -85,7 +85,7 @@ def measure_cpu(
             _take(machine, ceilings, probe, clock)
     for probe in _products(dtype, adapter_dtype, rank, generator):
         _take(machine, ceilings, probe, clock)
-    costs = f"{call * 1e6:.0f} us in a traversal, {decoding * 1e6:.0f} us in decoding; native step {token * 1e6:.0f} us"
+    costs = f"{call * 1e6:.0f} us in a forward, {decoding * 1e6:.0f} us in decoding; native step {token * 1e6:.0f} us"
     figures = [Figure("calls", costs, "measured")]
     for (kind, _), ceiling in ceilings.items():
         named = [(ceiling.flops, 1e9, "GFLOP/s at rows"), (ceiling.bytes, 1e9, "GB/s at bytes")]
@@ -267,7 +267,7 @@ def _steps(random: Callable[..., torch.Tensor], A: torch.Tensor, B: torch.Tensor
 
 
 def _call_seconds(clock: Clock) -> tuple[float, float, float]:
-    """Seconds per call of an op in a traversal, per call in decoding through the model, and of a native decoding step.
+    """Seconds per call of an op in a forward, per call in decoding through the model, and of a native decoding step.
 
     Models of no size. A call costs what further layers add to the seconds, over the calls that they add.
     """
@@ -294,10 +294,10 @@ def _call_seconds(clock: Clock) -> tuple[float, float, float]:
             for n in (4, 3)
         )
         token_calls.append(long - short)
-    traversal = (seconds[1] - seconds[0]) / (calls[1] - calls[0])
+    forward = (seconds[1] - seconds[0]) / (calls[1] - calls[0])
     decoding = (token_seconds[1] - token_seconds[0]) / (token_calls[1] - token_calls[0])
     native_token = per_token(few, "auto") if native.missing() is None else 0.0
-    return max(1e-7, traversal), max(1e-7, decoding), native_token
+    return max(1e-7, forward), max(1e-7, decoding), native_token
 
 
 def _tiny_model(n_layers: int) -> HydraModel:

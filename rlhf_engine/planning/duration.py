@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_engine.hydra import host
+from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.planning.machines import How, Machine
 from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.work import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work, optimizer_work
-from rlhf_engine.rollout import native_step
-from rlhf_engine.rollout.graph_step import WARM_UP, WORTH
-from rlhf_engine.training.adamw import gradient_dtype
+from rlhf_engine.policy.adamw import gradient_dtype
+from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout.steps.graph import WARM_UP, WORTH
 
 PREFILL, CAPTURE, LAUNCHES = "prefill", "graph capture", "calls and launches"
 PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING, "optimizer", LAUNCHES)
@@ -74,7 +74,7 @@ class DurationPlanner(Planner):
         parts = dict.fromkeys(PARTS, 0.0)
         flops = 0.0
 
-        def add(phase: str, amounts: Amounts, times: float, how: How = "traversal") -> None:
+        def add(phase: str, amounts: Amounts, times: float, how: How = "forward") -> None:
             nonlocal flops
             for work, n in amounts.items():
                 busy, waiting = self.machine.busy(work), self.machine.waiting(work, how)
@@ -169,7 +169,7 @@ class DurationPlanner(Planner):
         if phase not in _GENERATION:
             return self._timeline(phase, rows, 1, n_layers, apart).work
         model, s = self._model(n_layers), self.setting
-        with self._modes[n_layers], host.stand_in(s.device_type != "cpu"):
+        with self._modes[n_layers], stand_in(s.device_type != "cpu"):
             if phase == "prefill":
                 return trace_prefill(model, s, rows).work
             return trace_token(model, s, rows, 2 if phase == "token" else self._mean_length).work

@@ -22,8 +22,8 @@ Curve = tuple[tuple[float, float], ...]
 """(size, rate) by growing size: rows of a product, or bytes of a pass. Between them on a line in logarithms."""
 
 
-How = Literal["traversal", "decoding", "replay"]
-"""What calls the ops: a traversal, a decoding step through the model, a replayed graph."""
+How = Literal["forward", "decoding", "replay"]
+"""What calls the ops: a backbone forward, a decoding step through the model, a replayed graph."""
 
 
 class Figure(NamedTuple):
@@ -52,7 +52,7 @@ class Machine:
     ceilings: Mapping[tuple[str, torch.dtype], Ceiling]
     """By kind of work and dtype; a kind that is not here is `mm` or, without FLOPs, `elementwise`."""
     call_seconds: float
-    """Host, per call of an op in a traversal."""
+    """Host, per call of an op in a backbone forward."""
     decoding_call_seconds: float
     """The same in a decoding step through the model, where linears are prepared."""
     launch_seconds: float = 0.0
@@ -80,7 +80,7 @@ class Machine:
             seconds = max(seconds, work.bytes / interpolate(ceiling.bytes, work.bytes))
         return seconds
 
-    def waiting(self, work: Work, how: How = "traversal") -> float:
+    def waiting(self, work: Work, how: How = "forward") -> float:
         """Seconds of calls and launches that come on top."""
         if how == "replay":
             return work.launches * self.launch_seconds

@@ -15,17 +15,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
-from rlhf_engine.algorithms.update import Schedule, update
-from rlhf_engine.config_base import Optim
+from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.config.training import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
 from rlhf_engine.planning.tracing import Timeline, traced
+from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.adamw import gradient_dtype
+from rlhf_engine.training.update import Schedule, update
 
 ROLES = ("actor", "reference", "critic", "reward")
 FULL_SFT = "full_sft"
@@ -232,7 +232,7 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
 def _objective(s: Setting, rows: int) -> PpoObjective:
     batch = _batch(s, rows)
     per_token = torch.zeros(batch.n_completion_tokens)
-    experience = Experience(
+    experience = PpoExperience(
         batch=batch,
         old_logprobs_M=per_token,
         old_values_M=per_token,

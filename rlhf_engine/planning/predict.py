@@ -13,7 +13,7 @@ Peaks, each = what is resident in the phase + the traced peak of what the phase 
 
     generation   weights, adapters, heads, optimizer + `generate` of `batch` prompts: prefill and last decoding step
     inference    the same + `HydraModel.score` of these answers by all roles (the loop's "scoring")
-    update       the same + `algorithms.update`: gradients, activations of a micro-batch, backward pass
+    update       the same + `training.update`: gradients, activations of a micro-batch, backward pass
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from rlhf_kernels.head_native import has_whole_tiles
 from rlhf_kernels.linear import packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_engine.hydra import HydraModel, host
+from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.gated import GatedLinear
+from rlhf_engine.hydra.eager import stand_in
+from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.planning.phases import (
@@ -49,9 +50,9 @@ from rlhf_engine.planning.phases import (
 )
 from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
 from rlhf_engine.planning.workspace import backend_of
-from rlhf_engine.rollout import native_step
-from rlhf_engine.rollout.step import PREFILL_TOKENS
-from rlhf_engine.training.adamw import gradient_dtype, state_layout, temporary_bytes
+from rlhf_engine.policy.adamw import gradient_dtype, state_layout, temporary_bytes
+from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
 
 _TRACES: dict[str, Callable[[HydraModel, Setting, int, int], Timeline]] = {
     "generation": trace_generation,
@@ -274,7 +275,7 @@ class Planner:
         return max(Counter(backbone for backbone, _ in lanes).values())
 
     def _rows_together(self, phase: str) -> int:
-        """Sequences up to which lanes share a traversal; beyond, peaks drop before they rise again."""
+        """Sequences up to which lanes share a backbone forward; beyond, peaks drop before they rise again."""
         return self.setting.token_budget // (self._most_lanes(phase) * self.setting.length)
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
@@ -308,7 +309,7 @@ class Planner:
         # room for one group of `rows` sequences, in one lane or in all
         model.token_budget = rows * self.setting.length * (1 if apart else self._most_lanes(phase))
         run = _TRACES[phase]
-        with self._modes[n_layers], host.stand_in(self.setting.device_type != "cpu"):
+        with self._modes[n_layers], stand_in(self.setting.device_type != "cpu"):
             return run(model, self.setting, rows, repeats)
 
     def _model(self, n_layers: int) -> HydraModel:

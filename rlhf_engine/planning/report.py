@@ -19,7 +19,7 @@ from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.planning.phases import FULL_SFT, Setting
 from rlhf_engine.planning.predict import PHASES, Planner, Prediction
 from rlhf_engine.planning.presets import find_config
-from rlhf_engine.training.adamw import gradient_dtype, has_8bit_moments, has_masters
+from rlhf_engine.policy.adamw import gradient_dtype, has_8bit_moments, has_masters
 
 PHASE_NAMES = {"generation": "generation", "inference": "inference (scoring)", "update": "update"}
 _STATE_NAMES = {
@@ -144,8 +144,8 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         f"AdamW (optim {config.optim}) has {_moments(config)}.",
         "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
         f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation. Where "
-        "lanes of one backbone share a traversal (up to token_budget), a smaller micro-batch can need more than a "
-        "larger one beyond it.",
+        "lanes of one backbone share a forward (up to token_budget), a smaller micro-batch can need more than a larger "
+        "one beyond it.",
     ]
     if config.device == "cuda":
         lines.append(

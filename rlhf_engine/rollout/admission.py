@@ -16,7 +16,7 @@ import torch
 
 from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool
 from rlhf_engine.rollout.rows import Row
-from rlhf_engine.rollout.step import Prompt
+from rlhf_engine.rollout.steps.transformers import Prompt
 
 _PrefixKey = tuple[str | None, tuple[int, ...]]
 

@@ -15,20 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_engine.config_rollout import EngineConfig, StepName
+from rlhf_engine.config.rollout import EngineConfig, StepName
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
-from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.gated import GatedHead
+from rlhf_engine.hydra.eager import is_eager
+from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
-from rlhf_engine.rollout import native_step
 from rlhf_engine.rollout.admission import Admission
-from rlhf_engine.rollout.draw import Drawer, Drawn
-from rlhf_engine.rollout.graph_step import CudaCapture, GraphStep
-from rlhf_engine.rollout.native_step import NativeStep
 from rlhf_engine.rollout.request import (
     Answer,
     FinishReason,
@@ -40,7 +36,11 @@ from rlhf_engine.rollout.request import (
     row_seed,
 )
 from rlhf_engine.rollout.rows import LiveRows, Row
-from rlhf_engine.rollout.step import PREFILL_TOKENS, Prompt, Step, TransformersStep
+from rlhf_engine.rollout.sampler import NextTokens, Sampler
+from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
+from rlhf_engine.rollout.steps.native import NativeStep
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, Step, TransformersStep
 from rlhf_engine.rollout.stopping import Decode, StopTexts
 
 _BURST = 8
@@ -132,7 +132,7 @@ class RolloutEngine:
         heads = [layer for layer in self.backbone.linears.values() if isinstance(layer, GatedHead)]
         head_slots = frozenset(slot for head in heads for slot in head.slots)
         self._live = LiveRows(self.backbone.device, columns, slots, head_slots)
-        self._draw = Drawer(self.backbone, sampling.eos_token_ids)
+        self._sampler = Sampler(self.backbone, sampling.eos_token_ids)
         self._step = self._make_step(step, slots, columns)
         self._burst = _BURST if self.backbone.device.type == "cuda" else 1
         self.stats = RolloutStats(step=self._step.name)
@@ -205,7 +205,7 @@ class RolloutEngine:
         self.stats.most_rows = max(self.stats.most_rows, len(live))
         self.stats.most_blocks = self._admission.pool.most_used
         new = live.state.at(slice(first, None))
-        drawn = self._draw(hidden, new, live.draw_groups(rows), any_short=any(row.too_short for row in rows))
+        drawn = self._sampler(hidden, new, live.draw_groups(rows), any_short=any(row.too_short for row in rows))
         live.state.tokens_N[first:] = drawn[0]
         return self._accept(first, [drawn])
 
@@ -213,12 +213,12 @@ class RolloutEngine:
         """A token more for every live row, or a few where looking at them costs a wait."""
         left = min(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows)
         n = min(self._burst, left)
-        drawn = self._step.burst(self._live, n, self._draw)
+        drawn = self._step.decode_many(self._live, n, self._sampler)
         self.stats.steps += n
         self.stats.step = self._step.name
         return self._accept(0, drawn)
 
-    def _accept(self, first: int, drawn: Sequence[Drawn]) -> list[Answer]:
+    def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[Answer]:
         """Note what was drawn for the rows from `first` on, up to the end of each; those that are done leave."""
         live, answers = self._live, []
         tokens = torch.stack([token for token, _ in drawn], 1).tolist()
@@ -324,7 +324,7 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
 
 
 def _no_graphs(backbone: Backbone) -> str | None:
-    if not host.works_for_itself():
+    if not is_eager():
         return "the CPU stands in for another device, or a graph is being compiled"
     if backbone.device.type != "cuda":
         return f"graphs are CUDA's, the backbone is on {backbone.device.type}"
@@ -332,7 +332,7 @@ def _no_graphs(backbone: Backbone) -> str | None:
         return "bitsandbytes' products may not be captured"
     if backbone.sharded:
         return "the hooks of sharded blocks may not be captured"
-    kind = getattr(getattr(backbone.trunk, "rotary_emb", None), "rope_type", "default")
+    kind = getattr(getattr(backbone.base_model, "rotary_emb", None), "rope_type", "default")
     if kind in _LOOKS_AT_LENGTHS:
         return f"its rotary embedding, of the kind {kind!r}, waits for the device to know the longest row"
     return None

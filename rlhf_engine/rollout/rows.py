@@ -111,7 +111,7 @@ _STATE = tuple(f.name for f in fields(RowState))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawGroup:
+class SampleGroup:
     """Rows whose tokens one call draws."""
 
     places: tuple[int, ...]
@@ -181,14 +181,14 @@ class LiveRows:
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self.groups = self.draw_groups(self.rows)
 
-    def draw_groups(self, rows: Sequence[Row]) -> list[DrawGroup]:
+    def draw_groups(self, rows: Sequence[Row]) -> list[SampleGroup]:
         """Rows whose draws differ in more than numbers per row, apart."""
         members: dict[tuple[str | None, int | None, float | None], list[int]] = {}
         for i, row in enumerate(rows):
             slot = row.slot if row.slot in self._head_slots else None
             members.setdefault((slot, row.sampling.top_k, row.sampling.top_p), []).append(i)
         return [
-            DrawGroup(
+            SampleGroup(
                 places=tuple(places),
                 rows_N=None if len(members) == 1 else torch.tensor(places, device=self._device),
                 slot=slot,

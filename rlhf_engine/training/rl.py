@@ -8,100 +8,57 @@ functions of (seed, step), so a resumed run makes the same floats as one that ne
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
-import sys
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rlhf_kernels import registry
 from safetensors import SafetensorError
 
+from rlhf_engine.algorithms.base import find_algorithm
 from rlhf_engine.algorithms.kl_controller import next_beta
-from rlhf_engine.algorithms.online_dpo import DpoObjective
-from rlhf_engine.algorithms.update import Schedule, nothing_learned
-from rlhf_engine.algorithms.update import update as learn
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
-from rlhf_engine.errors import CheckpointWriteError, ConfigError, EngineError, RunStopped
-from rlhf_engine.folders import put_in_place
+from rlhf_engine.data import PromptSet
+from rlhf_engine.distributed.process_group import ALONE, World, fingerprint, fingerprint_of_all
+from rlhf_engine.errors import CheckpointWriteError, EngineError
+from rlhf_engine.generators.build import Connect, make_source
+from rlhf_engine.generators.policy_store import put
+from rlhf_engine.generators.sources import PastState, Source
+from rlhf_engine.generators.work import StepOrders, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.io import put_in_place
 from rlhf_engine.manifest import write_manifest
-from rlhf_engine.report import plot_curves, samples_markdown
+from rlhf_engine.policy.build import PAST, build_policy_model, shard_base
+from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.rollout import Rollout, SamplingConfig
-from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.training.adamw import require_optim
-from rlhf_engine.training.build import PAST, build_policy_model, check_sources, shard_base
-from rlhf_engine.training.checkpoint import (
-    TrainerState,
-    begin_kernels,
-    digest,
-    load_checkpoint,
-    load_policies,
-    read_counters,
-    require_same,
-    resolve_resume,
-    save_checkpoint,
-    saved_on_error,
-)
-from rlhf_engine.training.clock import Clock
-from rlhf_engine.training.distributed import ALONE, World, fingerprint, fingerprint_of_all, share
-from rlhf_engine.training.experience import (
-    MISMATCH_MAX_FACTOR,
-    Joint,
-    decode_answers,
-    mismatch_bound,
-    score_rollout,
-)
-from rlhf_engine.training.generation.build import Connect, make_source
-from rlhf_engine.training.generation.orders import StepOrders, gather_rollout
-from rlhf_engine.training.generation.sources import PastState, Source
-from rlhf_engine.training.generation.versions import put
-from rlhf_engine.training.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
-from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor
-from rlhf_engine.training.recipes import make_lesson
-from rlhf_engine.training.rollouts import find_server, make_rollouts
-from rlhf_engine.training.run_folder import (
-    CURVES_FILE,
-    FINAL_FOLDER,
-    METRICS_FILE,
-    RECORD_FILE,
-    SAMPLES_FILE,
-    SAMPLES_LOG,
-    check_output,
-    clear_later_steps,
-    locked,
-    require_unlocked,
-)
-from rlhf_engine.training.samples import SampleLog, Samples
-from rlhf_engine.training.scoring import AnswerScorer, mean_or_none
-from rlhf_engine.training.sharing import (
-    Crew,
+from rlhf_engine.rollout.build import make_rollouts
+from rlhf_engine.runs.checkpoint import TrainerState, load_checkpoint, load_policies, save_checkpoint
+from rlhf_engine.runs.clock import Clock
+from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps
+from rlhf_engine.runs.metrics import peak_memory_bytes
+from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, Joint, mismatch_bound, score_rollout
+from rlhf_engine.tokenizing import eos_token_ids
+from rlhf_engine.training.data_parallel import (
+    Ranks,
     require_same_start,
     require_same_weights,
     require_served,
     sum_gradients,
 )
-from rlhf_engine.training.trackers import Trackers
-from rlhf_engine.training.trackers import require as require_trackers
+from rlhf_engine.training.evaluation import Answers, Evaluation
+from rlhf_engine.training.rl_inputs import load_inputs, new_state, resumed_state
+from rlhf_engine.training.run import Run
+from rlhf_engine.training.update import Schedule, nothing_learned
+from rlhf_engine.training.update import update as learn
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """Answers with what they scored, for samples and evaluation."""
-
-    prompts: list[str]
-    completions: list[str]
-    scores: list[float | None]
-    rollout: Rollout
-
-
-class RlTrainer:
+class RlTrainer(Run):
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
+
+    config: TrainConfig
+    state: TrainerState
 
     def __init__(self, config: TrainConfig, world: World = ALONE, *, connect: Connect | None = None) -> None:
         """world: the ranks of the run, of which this is one. connect: starts generators in other processes, for an
@@ -110,268 +67,147 @@ class RlTrainer:
         require_served(config, world)
         self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
-        world.each("the start of the run", self._load)
+        self.output, self.total_steps = Path(config.output_dir), config.max_steps
+        world.run_on_all_ranks("the start of the run", self._load)
         if world.size > 1:
             weights = fingerprint_of_all(self.model.parameters())
-            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._resumed_step)
+            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
         self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """All of the base on every rank, which all enter together."""
         if config.shard_base:
             self._whole_base = shard_base(self.model, self.config, world).whole
-        with self._whole_base():
-            world.each("the start of the run", self._prepare)
+        with self.whole_base():
+            world.run_on_all_ranks("the start of the run", self._prepare)
         if world.size > 1:
             self._check_same(self.state.step)
 
     def _load(self) -> None:
         """Data, and the model as it is before any step."""
-        config = self.config
-        self.output = Path(config.output_dir)
-        require_unlocked(self.output)
-        self._resume = resolve_resume(config.resume_from_checkpoint, self.output)
-        check_output(
-            self.output,
-            resume=config.resume_from_checkpoint,
-            checkpoint=self._resume,
-            overwrite=config.overwrite_output_dir,
+        self._inputs = load_inputs(self.config)
+        self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
+        self.train_set, self.eval_set, self.reports = (
+            self._inputs.train_set,
+            self._inputs.eval_set,
+            self._inputs.reports,
         )
-        require_trackers(config.report_to)
-        require_optim(config.optim)
-        self._resumed_step = 0
-        if self._resume is not None:
-            counters: TrainerState = read_counters(self._resume)
-            require_same(
-                self._resume,
-                counters,
-                seed=config.seed,
-                algorithm=config.algorithm,
-                generation_batch_size=config.generation_batch_size,
-                num_generations=config.num_generations,
-            )
-            self._resumed_step = counters.step
-            if counters.step > config.max_steps and not (self.output / FINAL_FOLDER).is_dir():
-                raise ConfigError(
-                    f"max_steps: expected at least {counters.step}, the steps of {self._resume}, got {config.max_steps}"
-                )
-        begin_kernels(self._resume, exact=config.batch_invariant)
-        check_sources(config)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
-        self.scorer = AnswerScorer(
-            config.reward_funcs,
-            config.reward_weights,
-            config.missing_eos_penalty,
-            config.missing_eos_score,
-            timeout=config.reward_timeout,
-        )
-        context = read_context_length(config.model_name_or_path, config.reward_model_path)
-        self.reports: dict[str, Report] = {}
-        self.train_set = self._load_prompts("dataset_name", config.dataset_name, context, config.dataset_limit)
-        self.eval_set: PromptSet | None = None
-        if config.eval_dataset_name is not None:
-            self.eval_set = self._load_prompts("eval_dataset_name", config.eval_dataset_name, context)
-        some = list(range(min(2, len(self.train_set.rows))))
-        self.scorer.dry_run(self.train_set.texts(some), self.train_set.columns(some))
-        together = DpoObjective.answers_per_unit if config.algorithm == "online_dpo" else 1
-        longest = max(map(len, self.train_set.ids)) + config.max_completion_length
-        require_room(together * longest, config.max_tokens_per_micro_batch)
-        self._server = find_server(config, self._prompts())
-        self.model: HydraModel = build_policy_model(config)
+        self.model: HydraModel = build_policy_model(self.config)
 
     def _prepare(self) -> None:
         """What works on the model, and where the run stands."""
-        config = self.config
-        self.rollouts = make_rollouts(config, self.model, self._server, self._prompts())
+        config, inputs = self.config, self._inputs
+        self.rollouts = make_rollouts(config, self.model, inputs.server, inputs.all_prompts())
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
         self.optimizer = RoleOptimizer.configured(self.model, rates, config)
         self.model.eval()
-        beta = None if config.kl_target is None else config.beta
-        self.state = TrainerState(
-            step=0,
-            seed=config.seed,
-            algorithm=config.algorithm,
-            samples=0,
-            policy_version=0,
-            beta=beta,
-            begun_with_beta=beta,
-            prompts=digest(self.train_set.ids),
-            judged_by=self._judge(),
-            generation_batch_size=config.generation_batch_size,
-            num_generations=config.num_generations,
-        )
-        if self._resume is not None:
-            self.state = self._taken_up(load_checkpoint(self._resume, self.model, self.optimizer))
+        self.state = new_state(config, inputs)
+        if inputs.resume is not None:
+            found: TrainerState = load_checkpoint(inputs.resume, self.model, self.optimizer)
+            self.state = resumed_state(found, self.state, inputs.resume)
         self._token_budget = self.model.token_budget
         if self.state.token_budget is not None:
             self.model.token_budget = self.state.token_budget
         self._orders = StepOrders(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
-        self.source = self._make_source(self._resume)
+        self.source = self._make_source(inputs.resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
+        self._evaluation = Evaluation(
+            config, inputs, self.model, self.rollouts, self._sampling, self.world, self.whole_base, self.output
+        )
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
-        self._saved_step: int | None = None
-        """Of the newest checkpoint that this process has written."""
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
         """Roles of which no update has been seen to change anything yet."""
 
-    def _judge(self) -> str | None:
-        """What an evaluation's reward is measured by; None without one."""
-        if self.eval_set is None:
-            return None
-        config = self.config
-        unfinished = (config.missing_eos_penalty, config.missing_eos_score)
-        return digest([config.reward_funcs, config.reward_weights, *unfinished, self.eval_set.ids])
+    # ---- around the loop -------------------------------------------------------------------------------------------
 
-    def _taken_up(self, found: TrainerState) -> TrainerState:
-        """The counters of a checkpoint as this run goes on with them."""
-        state = self.state
-        if found.prompts is not None and found.prompts != state.prompts:
-            raise ConfigError(f"dataset_name: expected the prompts of the run of {self._resume}, got others")
-        beta = found.beta if state.beta is not None and found.beta is not None else state.beta
-        if state.beta is not None and found.begun_with_beta not in (None, state.beta):
-            warnings.warn(
-                f"beta: the run began with {found.begun_with_beta} and adapts it to kl_target; it goes on with "
-                f"{beta}, not with {state.beta}",
-                stacklevel=2,
-            )
-        best = (found.best_step, found.best_reward)
-        if found.best_step is not None and found.judged_by not in (None, state.judged_by):
-            warnings.warn(
-                f"rewards or held-out prompts are others than in {self._resume}: its best evaluation, of step "
-                f"{found.best_step}, is not compared with later ones",
-                stacklevel=2,
-            )
-            best = (None, None)
-        return replace(
-            found,
-            algorithm=state.algorithm,
-            beta=beta,
-            begun_with_beta=found.begun_with_beta if found.beta is not None else state.begun_with_beta,
-            best_step=best[0],
-            best_reward=best[1],
-            judged_by=state.judged_by,
-            prompts=state.prompts,
-            generation_batch_size=state.generation_batch_size,
-            num_generations=state.num_generations,
-        )
+    def whole_base(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, all of the base is on every rank; all ranks enter it together."""
+        return self._whole_base()
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def resources(self) -> Iterator[None]:
+        """What draws answers, closed at the end of the run."""
+        with contextlib.closing(self.rollouts):
+            yield
 
-    def run(
-        self,
-        on_step: Callable[[int, dict[str, float]], None] | None = None,
-        *,
-        stop: Callable[[], bool] | None = None,
-    ) -> None:
-        """All remaining steps, with metrics, checkpoints and the final model. on_step(step, metrics) after each.
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[None]:
+        """The source of answers, closed after the last step."""
+        with contextlib.closing(self.source):
+            yield
 
-        Writes run.json, metrics.jsonl, curves.png, samples.md and final/ into the output folder. An error leaves the
-        last checkpoint and all metrics so far in place. stop: asked after every step, on each rank; where one says so,
-        RunStopped is raised on all of them, with a checkpoint of that step.
-        """
-        world = self.world
-        with contextlib.ExitStack() as stack:
-            world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
-            stack.callback(self.rollouts.close)
-            with self._whole_base():
-                world.on_main("the start of the run", self._begin)
-            self._remaining_steps(on_step, stop)
-            with self._whole_base():
-                world.on_main("the final model", self._end)
-
-    def _remaining_steps(
-        self, on_step: Callable[[int, dict[str, float]], None] | None, stop: Callable[[], bool] | None
-    ) -> None:
-        world = self.world
-        with contextlib.closing(self.source), contextlib.ExitStack() as stack:
-            writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
-            trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
-            while self.state.step < self.config.max_steps:
-                with self._saved_on_error(writer):
-                    metrics = self.step()
-                    if self.config.eval_steps and self.state.step % self.config.eval_steps == 0:
-                        found = self.evaluate()
-                        self._note_best(found.get("eval/reward"))
-                        metrics |= found
-                        if self.config.num_samples and self.state.step < self.config.max_steps:
-                            with self._whole_base():
-                                world.on_main("samples", self._note_samples)
-                    # bound now: it runs before the loop goes on
-                    record = functools.partial(self._note, writer, trackers, metrics, on_step)
-                    world.each("metrics and checkpoints", record)
-                if stop is not None and self.state.step < self.config.max_steps and any(world.gather(stop())):
-                    world.each("the last checkpoint", functools.partial(self._save_once, writer))
-                    raise RunStopped(f"stopped at step {self.state.step} of {self.config.max_steps}")
-
-    def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
-        """`saved_on_error` of a step; a failing reward function or server costs the answers of that step."""
-        if writer is None:
-            return contextlib.nullcontext()
-        done, past = self.state.step, self.source.state()  # a draw that fails may have taken answers out of the source
-
-        def save() -> None:
-            self._save_after(writer, past if self.state.step == done else None)
-
-        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""
-        clear_later_steps(self.output, step=self.state.step, total_steps=self.config.max_steps)
-        self._samples = SampleLog(self.output / SAMPLES_LOG)
-        # those of this step are from before its checkpoint, or are drawn again now
-        self._samples.drop_from(self.state.step + 1 if 0 < self.state.step < self.config.max_steps else self.state.step)
-        self._write_record()
-        if self.state.step == 0:
+        step = self.state.step
+        clear_later_steps(self.output, step=step, total_steps=self.total_steps)
+        # samples of this step are from before its checkpoint, or are drawn again now
+        self._evaluation.forget_samples_from(step + 1 if 0 < step < self.total_steps else step)
+        self.write_record()
+        if step == 0:
             self._note_samples()
 
-    def _writer(self) -> MetricsWriter:
-        writer = MetricsWriter(self.output / METRICS_FILE)
-        writer.truncate_after(self.state.step)
-        return writer
+    def look(self) -> dict[str, float]:
+        """An evaluation, and samples, after every `eval_steps` steps."""
+        if not self.config.eval_steps or self.state.step % self.config.eval_steps:
+            return {}
+        found = self.evaluate()
+        self._note_best(found.get("eval/reward"))
+        if self.config.num_samples and not self._is_last():
+            with self.whole_base():
+                self.world.on_main("samples", self._note_samples)
+        return found
 
-    def _trackers(self) -> Trackers:
-        return Trackers(self.config.report_to, self.output, self.config.to_dict(), step=self.state.step)
+    def saves_now(self) -> bool:
+        """After every `save_steps` steps, after the last one, and after the best evaluation so far."""
+        return super().saves_now() or self.state.best_step == self.state.step
 
-    def _note(
-        self,
-        writer: MetricsWriter | None,
-        trackers: Trackers | None,
-        metrics: dict[str, float],
-        on_step: Callable[[int, dict[str, float]], None] | None,
-    ) -> None:
-        """What is written and told of a step that is done. writer: of the main rank."""
-        config, done = self.config, self.state.step
-        if writer is not None and (done % config.logging_steps == 0 or done == config.max_steps):
-            writer.write(done, metrics)
-            if trackers is not None:
-                trackers.log(done, metrics)
-        if on_step is not None:
-            on_step(done, metrics)
-        regular = config.save_steps and done % config.save_steps == 0
-        if done == config.max_steps or regular or self.state.best_step == done:
-            self._save_after(writer)
-            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
-                plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
-
-    def _end(self) -> None:
+    def end(self) -> None:
         """The final model, and samples if there are any."""
         self._save_final()
         self._note_samples()
-        looks = self._samples.read()
-        if not looks:
-            return
-        after = looks[-1]
-        before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
-        text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
-        (self.output / SAMPLES_FILE).write_text(text, encoding="utf-8")
+        self._evaluation.write_samples()
+
+    def describe(self) -> dict[str, Any]:
+        """The base, and the ranks if there are several."""
+        processes = {"processes": self.world.size} if self.world.size > 1 else {}
+        return {"base_hash": self.model.backbone().base_hash(), **processes}
+
+    def finished(self) -> bool:
+        """Whether every step is done and the final model is written."""
+        return self._is_last() and (self.output / FINAL_FOLDER).is_dir()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, past: PastState | None = None) -> Path:
+        """Write a checkpoint of the current step, where this is the main rank; its folder.
+
+        past: what is known of the answers to come; None for what their source holds now.
+        """
+        if not self.world.is_main:
+            return self.output / f"checkpoint-{self.state.step}"
+        past = self.source.state() if past is None else past
+        state = replace(
+            self.state,
+            policies_after={str(done): policy.version for done, policy in past.policies.items()},
+            drawn_by={str(step): version for step, version in past.drawn_by.items()},
+        )
+        policies = {policy.version: policy for policy in past.policies.values()}
+        keep = self.config.save_total_limit
+        folder = save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
+        self._saved_step = self.state.step
+        return folder
+
+    def make_saver(self) -> Callable[[], object]:
+        """`save`, which finds the source as it is now: a draw that fails may have taken answers out of it."""
+        done, past = self.state.step, self.source.state()
+        return lambda: self.save(past if self.state.step == done else None)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
@@ -381,16 +217,18 @@ class RlTrainer:
         clock = Clock(self.model.device)
         questions = self._orders.questions(state.step)
         own = self._orders.shares(questions, world.size)[world.rank]
-        with self._whole_base():
+        with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
-            sampled = world.each("drawing answers", lambda: self.source.draw(state.step, state.policy_version))
+            sampled = world.run_on_all_ranks(
+                "drawing answers", lambda: self.source.draw(state.step, state.policy_version)
+            )
             rollout = gather_rollout(world, sampled.rollout)
             clock.add(sampled.seconds)
             indices = own.indices
             if sampled.policy is not None and sampled.frozen is None:
                 put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
-            scored = score_rollout(
+            experience = score_rollout(
                 self.model,
                 sampled.rollout,
                 own.layout,
@@ -406,7 +244,9 @@ class RlTrainer:
                 joint=Joint(world, rollout, questions.layout),
             )
         train_actor = state.step >= config.critic_warmup_steps
-        lesson = make_lesson(config, scored, train_actor=train_actor)
+        objective, objective_metrics = find_algorithm(config.algorithm).make_objective(
+            config, experience, train_actor=train_actor
+        )
         clock.lap("score")
         factor = lr_factor(
             state.step,
@@ -419,10 +259,10 @@ class RlTrainer:
         self.model.train()
         schedule = self._schedule()
         update = nothing_learned(schedule)
-        if lesson.objective is not None:
+        if objective is not None:
             seed = config.seed * 1_000_003 + state.step
-            crew = None if world.size == 1 else Crew(world, in_step=config.shard_base)
-            update = learn(self.model, lesson.objective, schedule, self._apply, seed=seed, crew=crew)
+            ranks = None if world.size == 1 else Ranks(world, in_step=config.shard_base)
+            update = learn(self.model, objective, schedule, self._apply, seed=seed, ranks=ranks)
         self.model.eval()
         self._check_moved(before, update)
         if config.has_critic:
@@ -438,19 +278,19 @@ class RlTrainer:
             policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
             micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
             token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
-            beta=self._next_beta(scored.metrics["kl"], n_answers),
+            beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         self.optimizer.is_whole = True
         published = self.source.learned(self.state.step, self.state.policy_version)
-        if config.draws_beside:
+        if config.is_async:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
         memory = float(peak_memory_bytes(self.model.device))
         most = world.most({**clock.metrics(), "generate": sampled.generate_seconds, "peak_memory_bytes": memory})
         generate_seconds = most.pop("generate")
         return {
-            **scored.metrics,
-            **lesson.metrics,
+            **experience.metrics,
+            **objective_metrics,
             **sampled.metrics,
             **published,
             **update,
@@ -474,84 +314,22 @@ class RlTrainer:
         seed: int = 0,
         sample_ids: list[int] | None = None,
     ) -> Answers:
-        """Sample one answer per prompt from a role and score it, without penalties for a missing end.
-
-        sample_ids: of the answers, from 0 on unless told; an answer's draws are a function of seed and id. With a
-        sharded base all ranks call this and `kl_to_reference` together, each for answers of its own.
-        """
-        self.rollouts.sync(self.state.policy_version)
-        asked = [prompts.ids[i] for i in indices]
-        with self._whole_base():
-            rollout = self.rollouts.generate(asked, self._sampling(seed), role=role, sample_ids=sample_ids)
-            lane = self.model.score(rollout.batch, ("reward",)).rewards_N if self.scorer.uses_lane else None
-        texts, ids = decode_answers(self.tokenizer, rollout.batch)
-        scored = self.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), (True,) * len(indices), lane)
-        return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
+        """`Evaluation.answer` with the policy as it is now."""
+        version = self.state.policy_version
+        return self._evaluation.answer(
+            prompts, indices, policy_version=version, role=role, seed=seed, sample_ids=sample_ids
+        )
 
     def kl_to_reference(self, rollout: Rollout) -> float:
         """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
-        return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
-
-    def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
-        with self._whole_base():
-            scores = self.model.score(
-                rollout.batch, ("actor", "reference"), temperature=self.config.temperature, exact_kl=True
-            )
-        assert scores.kl_M is not None
-        return scores.kl_M.sum()
+        return self._evaluation.kl_to_reference(rollout)
 
     def evaluate(self) -> dict[str, float]:
         """Mean score and exact KL per answer on the held-out prompts, of which each rank answers a share."""
-        assert self.eval_set is not None
-        n = len(self.eval_set.rows)
-        own = list(share(n, self.world.rank, self.world.size))
-        with self._whole_base():
-            found = self.world.gather(self.world.each("evaluation", lambda: self._evaluate(own)))
-        reward = mean_or_none([score for scores, _ in found for score in scores])
-        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in found]).sum() / n)}
-        return metrics if reward is None else {**metrics, "eval/reward": reward}
+        return self._evaluation.evaluate(self.state.policy_version)
 
-    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float]:
-        """Scores of answers to held-out prompts, and the sum of their KL."""
-        assert self.eval_set is not None
-        if not indices:  # fewer prompts than ranks
-            return [], 0.0
-        answers = self.answer(self.eval_set, indices, seed=self.config.seed, sample_ids=indices)
-        return answers.scores, float(self._kl_sum(answers.rollout))
-
-    def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank; its folder.
-
-        past: what is known of the answers to come; None for what their source holds now.
-        """
-        if not self.world.is_main:
-            return self.output / f"checkpoint-{self.state.step}"
-        past = self.source.state() if past is None else past
-        state = replace(
-            self.state,
-            policies_after={str(done): policy.version for done, policy in past.policies.items()},
-            drawn_by={str(step): version for step, version in past.drawn_by.items()},
-        )
-        policies = {policy.version: policy for policy in past.policies.values()}
-        keep = self.config.save_total_limit
-        folder = save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
-        self._saved_step = self.state.step
-        return folder
-
-    def _save_once(self, writer: MetricsWriter | None) -> None:
-        """A checkpoint of the current step, unless there is one."""
-        if self._saved_step != self.state.step:
-            self._save_after(writer)
-
-    def _save_after(self, writer: MetricsWriter | None, past: PastState | None = None) -> None:
-        """A checkpoint, once the metrics of the steps before it are on the disk."""
-        if writer is not None:
-            writer.sync()
-        self.save(past)
-
-    def finished(self) -> bool:
-        """Whether every step is done and the final model is written."""
-        return self.state.step >= self.config.max_steps and (self.output / FINAL_FOLDER).is_dir()
+    def _note_samples(self) -> None:
+        self._evaluation.note_samples(self.state.step, self.state.policy_version)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -608,7 +386,7 @@ class RlTrainer:
             past,
             step=state.step,
             policy_version=state.policy_version,
-            reward=self.scorer.uses_lane,
+            reward=self.scorer.uses_reward_model,
             world=self.world,
             connect=self._connect,
         )
@@ -623,53 +401,6 @@ class RlTrainer:
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
             target_kl=config.target_kl,
-        )
-
-    def _prompts(self) -> list[list[int]]:
-        """All that answers will be drawn to."""
-        return [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
-
-    def _load_prompts(self, argument: str, path: str, context: int, limit: int | None = None) -> PromptSet:
-        config = self.config
-        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        found = tokenize_prompts(
-            load_rows(path, tally, kinds=("prompt_only",), limit=limit),
-            self.tokenizer,
-            tally,
-            context_length=context,
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
-        self.reports[argument] = tally.report()
-        return found
-
-    def _write_record(self) -> None:
-        device = self.model.device
-        dtype = self.model.backbone().dtype
-        record = run_record(
-            config=self.config,
-            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-            backends=registry.report(device.type, dtype),
-            device=device,
-        )
-        record["base_hash"] = self.model.backbone().base_hash()
-        record["resumed_at_step"] = self.state.step
-        if self.world.size > 1:
-            record["processes"] = self.world.size
-        record["data"] = {argument: report.to_dict() for argument, report in self.reports.items()}
-        write_json_atomic(self.output / RECORD_FILE, record)
-
-    def _note_samples(self) -> None:
-        """Answers of the present policy to the first few prompts, held-out ones if there are any, into the log."""
-        if self.config.num_samples == 0:
-            return
-        prompts = self.eval_set or self.train_set
-        indices = list(range(min(self.config.num_samples, len(prompts.rows))))
-        found = self.answer(prompts, indices, seed=self.config.seed)
-        self._samples.write(
-            Samples(step=self.state.step, prompts=found.prompts, completions=found.completions, scores=found.scores)
         )
 
     def _trained(self) -> list[torch.nn.Parameter]:

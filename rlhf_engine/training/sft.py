@@ -9,40 +9,30 @@ slot.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
-import math
 import shutil
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
 from rlhf_engine.data import (
     Preference,
     PromptCompletion,
-    Report,
     Row,
     Tally,
     Truncation,
-    batch_indices,
     load_rows,
-    pack,
     require_room,
 )
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
-from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
-from rlhf_engine.folders import put_model_in_place, remove_model
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import (
     OFF,
     HydraModel,
@@ -55,34 +45,30 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.io import put_model_in_place, remove_model
 from rlhf_engine.manifest import write_manifest
-from rlhf_engine.report import plot_curves
-from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
-from rlhf_engine.training.adamw import require_optim
-from rlhf_engine.training.build import slot_config
-from rlhf_engine.training.checkpoint import (
+from rlhf_engine.policy.adamw import require_optim
+from rlhf_engine.policy.build import slot_config
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     load_checkpoint,
     read_counters,
     require_same,
     require_same_rows_per_step,
     resolve_resume,
-    save_checkpoint,
-    saved_on_error,
 )
-from rlhf_engine.training.metrics import MetricsWriter, read_metrics, run_record, write_json_atomic
-from rlhf_engine.training.optimizer import RoleOptimizer, lr_factor, require_warm_up
-from rlhf_engine.training.run_folder import (
-    CURVES_FILE,
+from rlhf_engine.runs.folder import (
     LOCK_FILE,
     METRICS_FILE,
     RECORD_FILE,
     drop_later_checkpoints,
-    locked,
     require_unlocked,
 )
-from rlhf_engine.training.trackers import Trackers
-from rlhf_engine.training.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
 CONFIGS = ("config.json", "adapter_config.json")
@@ -202,15 +188,18 @@ class SftState:
     """By which the place in the data is found again; None in checkpoints written before it was recorded."""
 
 
-class SftTrainer:
-    """Everything that can be wrong with the request is found before the first step."""
+class SftTrainer(SupervisedRun):
+    """Supervised training. Everything that can be wrong with the request is found before the first step."""
+
+    config: SFTConfig
+    state: SftState
+    rows: list[Example]
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         self.output = Path(config.output_dir)
         require_unlocked(self.output)
         resume = self._check_output()
-        rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         require_trackers(config.report_to)
         require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
@@ -218,7 +207,7 @@ class SftTrainer:
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         context = read_context_length(config.model_name_or_path)
-        self.examples = tokenize_rows(
+        self.rows = tokenize_rows(
             rows,
             self.tokenizer,
             tally,
@@ -228,15 +217,15 @@ class SftTrainer:
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        self.reports: tuple[Report, ...] = (tally.report(),)
-        require_room(max(example.tokens for example in self.examples), config.max_tokens_per_micro_batch)
-        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.examples), rows_per_step=rows_per_step)
+        self.reports = {"dataset_name": tally.report()}
+        require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
+        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
         if resume is not None:
             held = read_counters(resume, SftState)
             require_same(resume, held, seed=config.seed)
             if held.rows != self.state.rows:
                 raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
-            require_same_rows_per_step(resume, held.rows_per_step, rows_per_step)
+            require_same_rows_per_step(resume, held.rows_per_step, self.rows_per_step)
         begin_kernels(resume)
         self.model = HydraModel.from_pretrained(
             config.model_name_or_path,
@@ -250,80 +239,46 @@ class SftTrainer:
         require_savable(self.model)
         if config.gradient_checkpointing:
             self.model.backbone().enable_gradient_checkpointing()
-        self.rows_per_step = rows_per_step
-        epochs = math.ceil(config.num_train_epochs * len(self.examples) / self.rows_per_step)
-        self.total_steps = config.max_steps if config.max_steps is not None else max(1, epochs)
+        self.total_steps = self.count_steps()
         if self._result_steps() is not None and resume is None and not self.finished():
             raise ConfigError(
                 f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
                 f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
             )
-        require_warm_up(config.warmup_steps, self.total_steps)
         rates = dict.fromkeys(self.model.roles, config.learning_rate)
         self.optimizer = RoleOptimizer.configured(self.model, rates, config)
 
         if resume is not None:
             self.state = replace(
-                load_checkpoint(resume, self.model, self.optimizer, SftState), rows_per_step=rows_per_step
+                load_checkpoint(resume, self.model, self.optimizer, SftState), rows_per_step=self.rows_per_step
             )
 
-    def run(
-        self,
-        on_step: Callable[[int, dict[str, float]], None] | None = None,
-        *,
-        stop: Callable[[], bool] | None = None,
-    ) -> dict[str, float]:
-        """All remaining steps, then the result; returns the last step's metrics. on_step(step, metrics) after each.
-
-        Writes run.json, metrics.jsonl, curves.png, checkpoints and, at last, the model into the output folder. stop:
-        asked after every step; where it says so, RunStopped is raised, with a checkpoint of that step.
-        """
+    def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
+        """`Run.run`; the metrics of the last step. Of a run that is finished, those that its folder holds."""
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
-        with locked(self.output):
-            return self._run(on_step, stop)
+        found: dict[str, Any] = super().run(on_step, stop=stop)
+        return found
 
-    def _run(
-        self, on_step: Callable[[int, dict[str, float]], None] | None, stop: Callable[[], bool] | None
-    ) -> dict[str, float]:
-        config = self.config
+    def begin(self) -> None:
+        """Make the output folder ready."""
         drop_later_checkpoints(self.output, self.state.step)
-        if self.state.step == 0 and self.output.resolve() != Path(config.model_name_or_path).resolve():
+        if self.state.step == 0 and self.output.resolve() != Path(self.config.model_name_or_path).resolve():
             remove_model(self.output)  # of a run that is overwritten: it is not this one's result
-        record = self._record()
-        write_json_atomic(self.output / RECORD_FILE, record)
-        metrics: dict[str, float] = {}
-        trackers = Trackers(config.report_to, self.output, config.to_dict(), step=self.state.step)
-        with trackers, MetricsWriter(self.output / METRICS_FILE) as writer, self._saved_on_error(writer):
-            writer.truncate_after(self.state.step)
-            while self.state.step < self.total_steps:
-                metrics = self.step()
-                done = self.state.step
-                last = done == self.total_steps
-                if last or done % config.logging_steps == 0:
-                    writer.write(done, metrics)
-                    trackers.log(done, metrics)
-                if on_step is not None:
-                    on_step(done, metrics)
-                asked = not last and stop is not None and stop()
-                if asked or (config.save_steps and done % config.save_steps == 0):
-                    self._save_checkpoint(writer)
-                if asked:
-                    raise RunStopped(f"stopped at step {done} of {self.total_steps}")
-            metrics = metrics or read_metrics(self.output / METRICS_FILE)[-1]
-            plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
-            self.model.eval()
-            self.save()
-        write_json_atomic(self.output / RECORD_FILE, {**record, "result": {"steps": self.state.step, **metrics}})
+        self.write_record()
+
+    def saves_now(self) -> bool:
+        """After every `save_steps` steps; the last step leaves the model itself."""
+        return self._is_regular()
+
+    def end(self) -> dict[str, Any]:
+        """Write the model, and the result into the record; the metrics of the last step."""
+        metrics = read_metrics(self.output / METRICS_FILE)[-1]
+        self.plot()
+        self.model.eval()
+        self.write_model()
+        self.write_record({"steps": self.state.step, **metrics})
         return metrics
-
-    def _save_checkpoint(self, writer: MetricsWriter) -> None:
-        writer.sync()
-        save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=self.config.save_total_limit)
-
-    def _saved_on_error(self, writer: MetricsWriter) -> contextlib.AbstractContextManager[None]:
-        save = functools.partial(self._save_checkpoint, writer)
-        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
 
     def finished(self) -> bool:
         """Whether the run in the output folder, where this is to go on with it, has done every step and its model."""
@@ -342,53 +297,22 @@ class SftTrainer:
         steps: int | None = json.loads(record.read_text()).get("result", {}).get("steps")
         return steps
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step with exact denominators over its micro-batches."""
-        config, step = self.config, self.state.step
-        began = time.perf_counter()
-        self.model.train()
-        indices = batch_indices(len(self.examples), self.rows_per_step, step, config.seed)
-        chosen = [self.examples[i] for i in indices]
-        tokens = float(sum(len(e.chosen) for e in chosen))
-        totals: dict[str, torch.Tensor] = {}
-        parts = pack(
-            [example.tokens for example in chosen],
-            max_rows=config.per_device_train_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
+    def loss(
+        self, rows: Sequence[Example], places: Sequence[int], *, dropout_seed: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`sft_loss` of some rows of a step."""
+        loss, stats = sft_loss(
+            self.model,
+            [rows[i] for i in places],
+            gamma=self.config.gamma,
+            tokens=float(sum(len(e.chosen) for e in rows)),
+            pairs=float(len(rows)),
+            dropout_seed=dropout_seed,
+            places=places,
         )
-        for part in parts:
-            loss, stats = sft_loss(
-                self.model,
-                [chosen[i] for i in part],
-                gamma=config.gamma,
-                tokens=tokens,
-                pairs=float(len(chosen)),
-                dropout_seed=config.seed * 1_000_003 + step,
-                places=part,
-            )
-            loss.backward()
-            for name, value in {"loss": loss.detach(), **stats}.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        metrics = {name: float(value) for name, value in totals.items()}
-        for name in ("lm_loss", "reward_loss"):
-            if name in metrics and not math.isfinite(metrics[name]):
-                self.model.zero_grad(set_to_none=True)
-                raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
-        self.optimizer.set_lr_factor(
-            lr_factor(
-                step,
-                kind=config.lr_scheduler_type,
-                warmup_steps=config.warmup_steps,
-                total_steps=self.total_steps,
-            )
-        )
-        metrics |= self.optimizer.step()
-        self.state = replace(self.state, step=step + 1)
-        self.optimizer.is_whole = True
-        metrics["tokens_per_second"] = tokens / (time.perf_counter() - began)
-        return metrics
+        return loss, {"loss": loss.detach(), **stats}
 
-    def save(self) -> None:
+    def write_model(self) -> None:
         """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.output.with_name(f".{self.output.name}.tmp")
@@ -423,16 +347,6 @@ class SftTrainer:
                 "with a run that was stopped, --overwrite_output_dir starts afresh"
             )
         return resume
-
-    def _record(self) -> dict[str, Any]:
-        device = self.model.device
-        record = run_record(
-            config=self.config,
-            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-            backends=registry.report(device.type, self.model.backbone().dtype),
-            device=device,
-        )
-        return {**record, "resumed_at_step": self.state.step, "data": [report.to_dict() for report in self.reports]}
 
 
 def _digest(examples: Sequence[Example]) -> str:

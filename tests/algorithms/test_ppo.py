@@ -6,20 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
 from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.ppo import (
-    Experience,
+    PpoExperience,
     PpoObjective,
     PpoOptions,
     advantages,
     token_kl,
     token_rewards,
 )
-from rlhf_engine.algorithms.update import MicroBatch, Schedule, minibatches, update
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.training.update import Schedule, minibatches, update
 from tests.conftest import build, random_batch
 
 
@@ -84,11 +85,11 @@ def test_minibatches_partition():
     assert len(minibatches(3, 8, generator)) == 3
 
 
-def experience(model, batch) -> Experience:
+def experience(model, batch) -> PpoExperience:
     scores = model.score(batch, ("actor", "critic"))
     generator = torch.Generator().manual_seed(1)
     m = batch.n_completion_tokens
-    return Experience(
+    return PpoExperience(
         batch=batch,
         old_logprobs_M=scores.logprobs_M,
         old_values_M=scores.values_M,
@@ -97,7 +98,7 @@ def experience(model, batch) -> Experience:
     )
 
 
-def objective(made: Experience, **changes) -> PpoObjective:
+def objective(made: PpoExperience, **changes) -> PpoObjective:
     options = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5, "entropy_coef": 0.01, "temperature": 1.0}
     return PpoObjective(made, PpoOptions(**{**options, **changes}))
 

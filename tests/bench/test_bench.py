@@ -18,17 +18,17 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from rlhf_bench import OPS, candidates, floor, memory, runner, timing
+from rlhf_bench.case import Baseline, Case, NotHereError, Tensors
+from rlhf_bench.floor import MM, copy_floors, gemm_floors, together, worth_timing
+from rlhf_bench.isa import isa_of_peers
+from rlhf_bench.ops import load_cases
+from rlhf_bench.report import KEYS, write_records
+from rlhf_bench.rollout import OP as ROLLOUT
+from rlhf_bench.roofline import Ceilings, plot_roofline
 from rlhf_kernels import BackendUnavailableError, native, registry
 
-from rlhf_engine.bench import OPS, candidates, floor, memory, runner, timing
-from rlhf_engine.bench.case import Baseline, Case, NotHereError, Tensors
-from rlhf_engine.bench.floor import MM, copy_floors, gemm_floors, together, worth_timing
-from rlhf_engine.bench.isa import isa_of_peers
-from rlhf_engine.bench.ops import load_cases
-from rlhf_engine.bench.report import KEYS, write_records
-from rlhf_engine.bench.rollout import OP as ROLLOUT
-from rlhf_engine.bench.roofline import Ceilings, plot_roofline
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_memory_of_one_call_counts_torch_and_malloc(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import ctypes, torch\n"
-        "from rlhf_engine.bench.memory import peak_of_process, set_up_malloc\n"
+        "from rlhf_bench.memory import peak_of_process, set_up_malloc\n"
         "set_up_malloc()\n"
         "libc = ctypes.CDLL(None)\n"
         "libc.malloc.restype = ctypes.c_void_p\n"

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 from packaging.tags import sys_tags
+from rlhf_bench import PEERS
 
-from rlhf_engine.bench import PEERS
 from tests.bench.test_bench import load_script
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

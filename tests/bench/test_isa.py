@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf_bench import isa
+from rlhf_bench import kernel_table as making
 from rlhf_kernels import kernel_table, native, registry
 
-from rlhf_engine.bench import isa
-from rlhf_engine.bench import kernel_table as making
 from tests.bench.test_bench import load_script, measure, tiny
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason="without it there is one set and one backend")

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_bench import OPS, PEERS, candidates, case, floor, roofline
+from rlhf_bench.case import NotHereError, differentiate, leaves_of
+from rlhf_bench.ops import decode_attention, heads, linear_logprob, load_cases, lora
+from rlhf_bench.ops import sample as sampling
 from rlhf_kernels.sample import sample
 from rlhf_kernels.testing import assert_ok, tier3
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_engine.bench import OPS, PEERS, candidates, case, floor, roofline
-from rlhf_engine.bench.case import NotHereError, differentiate, leaves_of
-from rlhf_engine.bench.ops import decode_attention, heads, linear_logprob, load_cases, lora
-from rlhf_engine.bench.ops import sample as sampling
 from rlhf_engine.hydra import kv_cache
 
 CPU = torch.device("cpu")

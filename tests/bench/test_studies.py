@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rlhf_bench import isa
 from rlhf_kernels import native
 
-from rlhf_engine.bench import isa
 from tests.bench.test_bench import load_script
 from tests.conftest import SHARED
 from tests.training.test_data import write_model, write_prompts, write_reward

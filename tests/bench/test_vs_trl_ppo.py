@@ -65,7 +65,7 @@ def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
 
 @pytest.mark.parametrize("arm", ["gemm-fp32", "packed-fp32"])
 def test_the_floor_multiplies_what_the_formula_says(script, arm):
-    """Per sample and layer 2·(4H² + 3HI) flops per row of the trunk; 2HV per row of the LM head."""
+    """Per sample and layer 2·(4H² + 3HI) flops per row of the backbone; 2HV per row of the LM head."""
     import trl_ppo_arms
 
     s = script.Setting(**script.QUICK)

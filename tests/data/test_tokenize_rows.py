@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationConfig, LlamaConfig
 
+from rlhf_engine.commands.demo.task import build_tokenizer
 from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, plain_text, tokenize_row, tokenize_rows
-from rlhf_engine.data.report import RowError
+from rlhf_engine.data.tally import RowError
 from rlhf_engine.data.tokenize import _ended
-from rlhf_engine.demo_task import build_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode_completion, encode_prompt, read_eos_token_ids
 from tests.data.texts import CHATML, chat_tokenizer, said

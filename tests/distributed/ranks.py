@@ -26,11 +26,11 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs
 from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.distributed import World
 from rlhf_engine.training.rl import RlTrainer
 from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
@@ -130,7 +130,7 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     began = time.monotonic()
     try:
         trainer = RlTrainer(config, world)
-        if job.get("out_of_memory") == world.rank:  # in the middle of a traversal
+        if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
             trainer.model.backbone().blocks[1].register_forward_pre_hook(run_out_of_memory)
         trainer.run()
     except EngineError as error:

@@ -20,15 +20,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from rlhf_engine.algorithms.update import Pace, update
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.launch import asked_to_shard
+from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.launch import asked_to_shard
-from rlhf_engine.training.distributed import ALONE, World, balanced, share
-from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.sharing import require_served
+from rlhf_engine.training.update import StepPlan, update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.training.test_data import train_config, write_model, write_reward
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"whiten_rewards": True, "num_ppo_epochs": 2, "missing_eos_penalty": 1.0},
     "ppo-shared-slot": {"method": "j_hydra_ppo", "critic_warmup_steps": 1, "lora_dropout": 0.2, "kl_estimator": "k3"},
     "ppo-few": {"generation_batch_size": 2},  # a minibatch is one answer: one rank has none
-    "ppo-patchy": {"reward_funcs": ["patchy", "lane"]},
+    "ppo-patchy": {"reward_funcs": ["patchy", "reward_model"]},
     "ppo-four-backbones": {"method": "lora_ppo", "num_mini_batches": 1, "kl_estimator": "exact"},
     "reinforce": {"algorithm": "reinforce"},
     "remax": {"algorithm": "remax", "reward_funcs": ["patchy"]},
@@ -269,12 +269,12 @@ def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
 
 def test_each_process_holds_its_share_of_a_sharded_base(both, model):
     base = LlamaForCausalLM.from_pretrained(model)
-    trunk = sum(p.numel() * 4 for p in base.model.parameters())
+    base_model = sum(p.numel() * 4 for p in base.model.parameters())
     head = base.lm_head.weight.numel() * 4
     for rank in range(2):
         found = left(both, "hold", rank)
         # of reward model and critic's backbone, too, but without LM head
-        assert found["whole"] == pytest.approx([trunk + head, trunk], rel=0.01)  # uneven shares are padded
+        assert found["whole"] == pytest.approx([base_model + head, base_model], rel=0.01)  # uneven shares are padded
         assert found["share"] == pytest.approx([n / 2 for n in found["whole"]], rel=0.01)
         assert found["kl"] > 0  # after a step
 
@@ -358,16 +358,16 @@ def test_options_of_the_launcher_that_are_not_served(monkeypatch):
 
 
 class OneOfTwo:
-    """A process of a crew, whose other one needs two calls more and lacks memory for joint lanes."""
+    """A process of a ranks, whose other one needs two calls more and lacks memory for joint lanes."""
 
     in_step = True
 
     def own(self, sizes: Sequence[int]) -> list[int]:
         return list(range(len(sizes)))[::2]
 
-    def agree(self, pace: Pace) -> Pace:
-        self.pace = pace
-        return Pace(calls=pace.calls + 2, joint=False)
+    def agree(self, plan: StepPlan) -> StepPlan:
+        self.plan = plan
+        return StepPlan(calls=plan.calls + 2, joint=False)
 
     def together(self, work):
         return work()
@@ -378,16 +378,16 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
     trainer = RlTrainer(train_config(model, tmp_path / "run", algorithm=algorithm, num_mini_batches=1))
     calls, gradients = [], []
     trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    crews: list[OneOfTwo] = []
+    groups: list[OneOfTwo] = []
 
-    def learn(model, objective, schedule, step, *, seed, crew):
+    def learn(model, objective, schedule, step, *, seed, ranks):
         for in_step in (False, True):
-            crew = OneOfTwo()
-            crew.in_step = in_step
+            ranks = OneOfTwo()
+            ranks.in_step = in_step
             calls.clear()
-            update(model, objective, dataclasses.replace(schedule, micro_batch_size=2), taken, seed=seed, crew=crew)
-            crew.calls = sum(calls)
-            crews.append(crew)
+            update(model, objective, dataclasses.replace(schedule, micro_batch_size=2), taken, seed=seed, ranks=ranks)
+            ranks.calls = sum(calls)
+            groups.append(ranks)
         return update(model, objective, schedule, step, seed=seed)
 
     def taken() -> dict[str, float]:
@@ -397,10 +397,12 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
 
     with mock.patch("rlhf_engine.training.rl.learn", learn):
         trainer.step()
-    alone, paced = crews
+    alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1
-    assert paced.pace == Pace(calls=alone.calls, joint=True)  # in a traversal for all terms, while that was possible
-    assert paced.calls == terms * (alone.calls + 2)
+    assert planned.plan == StepPlan(
+        calls=alone.calls, joint=True
+    )  # in a backbone forward for all terms, while that was possible
+    assert planned.calls == terms * (alone.calls + 2)
     assert gradients[0].keys() == gradients[1].keys()
     for p, gradient in gradients[0].items():
         assert_close(gradients[1][p], gradient)
@@ -441,7 +443,7 @@ def test_the_shipped_configurations_launch_a_run(file, model, tmp_path):
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     launch += ["--config_file", str(ROOT / "examples" / "accelerate" / file)]
-    command = [*launch, "-m", "rlhf_engine.cli", "train", "--config", str(tmp_path / "run.yaml")]
+    command = [*launch, "-m", "rlhf_engine", "train", "--config", str(tmp_path / "run.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("model ") == 1  # the main process alone says so

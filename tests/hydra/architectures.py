@@ -60,7 +60,7 @@ CONFIGS = {
     ),
     "gpt2": hf.GPT2Config(**_TOKENS, n_embd=24, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
     "gpt_neox": hf.GPTNeoXConfig(**_PLAIN_HEADS),
-    "opt": hf.OPTConfig(  # the last hidden state is narrower than the trunk, as in opt-350m
+    "opt": hf.OPTConfig(  # the last hidden state is narrower than the backbone, as in opt-350m
         **_TOKENS,
         hidden_size=24,
         ffn_dim=40,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
-from rlhf_engine.hydra.gated import GatedHead
+from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
 from tests.hydra.architectures import CONFIGS, MORE, REFUSED, WINDOW, plain_model

@@ -20,7 +20,7 @@ from transformers import (
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, attention_cpu, hydra_roles
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
 from rlhf_engine.hydra.backbone import head_logits
-from rlhf_engine.hydra.gate import SlotTable, TrunkCall, enter
+from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
 from tests.conftest import VOCAB, build, random_batch, tiny_llama
 
 LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))  # buckets of 9, 20, 2 and 32 rows, two padded
@@ -127,12 +127,12 @@ def test_gradients_through_padding_are_those_of_single_sequences():
 
 
 def attend(max_length: int = 4, **options):
-    """Our attention function on its own, in a trunk call of one sequence; its inputs' gradients with it."""
+    """Our attention function on its own, in a backbone call of one sequence; its inputs' gradients with it."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, max_length, 8, generator=generator).requires_grad_() for _ in range(3))
     plan = plan_packed([max_length], torch.device("cpu"))
     module = torch.nn.Module()
-    with enter(TrunkCall(table=SlotTable.uniform(None, max_length), attention=plan)):
+    with enter(BackboneCall(table=SlotTable.uniform(None, max_length), attention=plan)):
         out, weights = packed_attention(module, query, key, value, None, scaling=0.3, **options)
     assert weights is None
     out.square().sum().backward()
@@ -190,7 +190,7 @@ def test_bf16_on_the_cpu_keeps_sdpa_s_bits_and_has_better_gradients(monkeypatch,
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(torch.bfloat16).to(dtype).transpose(0, 1).flatten(1, 2)[None] for x in wide]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        with enter(TrunkCall(table=SlotTable.uniform(None, n * length), attention=plan)):
+        with enter(BackboneCall(table=SlotTable.uniform(None, n * length), attention=plan)):
             out, _ = packed_attention(module, *inputs, None, scaling=0.3, sliding_window=window)
         (out.float() * weight).sum().backward()
         return [out.detach(), *(x.grad for x in inputs)]
@@ -224,7 +224,7 @@ def test_what_would_be_ignored_is_refused():
     plan = plan_packed([4], torch.device("cpu"))
     heads = torch.ones(1, 2, 4, 8)
     with (
-        enter(TrunkCall(table=SlotTable.uniform(None, 4), attention=plan)),
+        enter(BackboneCall(table=SlotTable.uniform(None, 4), attention=plan)),
         pytest.raises(ValueError, match=r"attention_mask: expected None, .*got a mask \(1, 1, 4, 4\)"),
     ):
         packed_attention(torch.nn.Module(), heads, heads, heads, torch.ones(1, 1, 4, 4))
@@ -242,7 +242,9 @@ def test_base_dropout_is_off_in_train_mode():
 def test_the_plain_model_cannot_run_outside_of_a_trunk_call():
     model = build()
     assert model.backbone().model.config._attn_implementation == ATTENTION_NAME
-    with pytest.raises(RuntimeError, match="attention ran outside a trunk call: this backbone belongs to a HydraModel"):
+    with pytest.raises(
+        RuntimeError, match="attention ran outside a backbone call: this backbone belongs to a HydraModel"
+    ):
         model.backbone().model(torch.tensor([[5, 6]]))
 
 

@@ -14,9 +14,9 @@ from rlhf_kernels import block, native, registry
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from rlhf_engine.hydra import host
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.block import fuse_blocks
+from rlhf_engine.hydra.eager import stand_in
+from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
 from tests.hydra.architectures import plain_model
 
 # two layers: two norms each and one at the end, Qwen3 norms queries and keys as well; an MLP and an attention a layer
@@ -56,19 +56,19 @@ def test_the_model_gives_the_bits_it_gave(name, dtype):
     with torch.no_grad():
         before = model(tokens).logits
         names = [n for n, _ in model.named_parameters()]
-        fuse_blocks(model)
+        fuse_llama_ops(model)
         assert torch.equal(model(tokens).logits, before)
         with registry.use_backend("reference"):
             assert torch.equal(model(tokens).logits, before)
     assert [n for n, _ in model.named_parameters()] == names
-    assert fuse_blocks(model) == 0  # a second time finds nothing
+    assert fuse_llama_ops(model) == 0  # a second time finds nothing
 
 
 def test_gradients_are_close_and_reach_every_weight():
     def gradients(fuse: bool) -> list[torch.Tensor]:
         model = plain_model("llama")
         if fuse:
-            assert fuse_blocks(model) == 9
+            assert fuse_llama_ops(model) == 9
         model(torch.arange(3, 15)[None]).logits.square().mean().backward()
         return [p.grad for p in model.parameters()]
 
@@ -115,7 +115,7 @@ def test_a_class_that_computes_something_else_is_left_alone(leaf, cls):
     model = plain_model("llama")
     module = getattr(model.model.layers[0], leaf)
     module.__class__ = cls
-    assert fuse_blocks(model) == 8
+    assert fuse_llama_ops(model) == 8
     assert type(module) is cls
 
 
@@ -147,14 +147,14 @@ def test_a_decorated_attention_is_exchanged_beneath_its_decorators(decorator, fu
     before = model(tokens).logits
     attention = model.model.layers[0].self_attn
     attention.__class__ = type("OtherAttention", (LlamaAttention,), {"forward": decorator(LlamaAttention.forward)})
-    assert fuse_blocks(model) == fused
+    assert fuse_llama_ops(model) == fused
     assert torch.equal(model(tokens).logits, before)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_and_pickles_of_a_fused_model(duplicate):
     model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
-    fuse_blocks(model)
+    fuse_llama_ops(model)
     other = duplicate(model)
     assert fused_kinds(other) == FUSED["llama"]
     with torch.no_grad():
@@ -163,15 +163,17 @@ def test_copies_and_pickles_of_a_fused_model(duplicate):
 
 def test_where_the_kernels_do_not_run(monkeypatch):
     calls = []
-    monkeypatch.setattr("rlhf_engine.hydra.block.rms_norm", lambda *a, **k: calls.append(1) or block.rms_norm(*a, **k))
+    monkeypatch.setattr(
+        "rlhf_engine.hydra.fuse_llama_ops.rms_norm", lambda *a, **k: calls.append(1) or block.rms_norm(*a, **k)
+    )
     model = plain_model("llama")
-    fuse_blocks(model)
+    fuse_llama_ops(model)
     norm, x = model.model.norm, torch.randn(2, 24)
     norm(x)
     assert len(calls) == 1
     with registry.use_backend("reference"):
         norm(x)
-    with host.stand_in():
+    with stand_in():
         norm(x)
     with torch.autocast("cpu", torch.bfloat16):
         norm(x)

@@ -1,4 +1,4 @@
-"""torch.compile of a trunk: one graph per traversal, no break in our layers, the numbers of eager.
+"""torch.compile of a backbone: one graph per backbone forward, no break in our layers, the numbers of eager.
 
 A plan's lengths are Python numbers that the compiler guards on: other lengths compile again. It pays where a batch's
 shape comes back, as in a benchmark or with answers of one length.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, host
+from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig
+from rlhf_engine.hydra.eager import stand_in
 from tests.conftest import random_batch, randomise
 from tests.hydra.architectures import CONFIGS, plain_model
 
@@ -32,12 +33,12 @@ def run(model: HydraModel) -> list[torch.Tensor]:
 
 
 def compare(name: str, backend: str, tolerance: float) -> None:
-    with host.stand_in():  # a graph holds the modules' own ops, not the block kernels with their other gradients
+    with stand_in():  # a graph holds the modules' own ops, not the block kernels with their other gradients
         expected = run(make(name))
     model = make(name)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.backbone().trunk.compile(backend=backend, fullgraph=True)  # fullgraph: a break would raise
+    model.backbone().base_model.compile(backend=backend, fullgraph=True)  # fullgraph: a break would raise
     for _ in range(2):
         for ours, theirs in zip(run(model), expected, strict=True):
             bound = tolerance * theirs.abs().max().item()

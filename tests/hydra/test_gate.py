@@ -18,8 +18,8 @@ def lane_logprobs(model: HydraModel, role: str, batch) -> torch.Tensor:
 
 def test_nesting_restores_the_outer_call_also_after_an_error():
     plan = plan_packed([2], torch.device("cpu"))
-    outer = gate.TrunkCall(table=gate.SlotTable.uniform("a", 2), attention=plan)
-    inner = gate.TrunkCall(table=gate.SlotTable.uniform("b", 2), attention=plan)
+    outer = gate.BackboneCall(table=gate.SlotTable.uniform("a", 2), attention=plan)
+    inner = gate.BackboneCall(table=gate.SlotTable.uniform("b", 2), attention=plan)
     assert gate.current() is None
 
     def fail_inside():
@@ -44,7 +44,7 @@ def test_two_threads_on_different_slots_at_once():
     first = model.backbone().model.get_submodule(next(iter(model.backbone().linears)))
 
     def wait_inside(module, args):
-        # both threads stand inside their trunk call, under their own slot, at the same moment
+        # both threads stand inside their backbone call, under their own slot, at the same moment
         inside.wait(timeout=30)
         waited.append(True)
 

@@ -14,7 +14,7 @@ from rlhf_engine.hydra import HydraModel, Logprobs, PolicyLoss, ValueLoss, Value
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.conftest import build, random_batch, tiny_llama
 
 

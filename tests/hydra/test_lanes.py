@@ -1,4 +1,4 @@
-"""Lanes: how roles fold into traversals, and that one call, many calls and chunks give the same numbers."""
+"""Lanes: how roles fold into backbone forwards, and that one call, many calls and chunks give the same numbers."""
 
 import pytest
 import torch
@@ -22,8 +22,10 @@ def test_roles_fold_into_lanes():
 def test_scoring_runs_all_lanes_in_one_trunk_call(method, lanes):
     model, batch = build(method), random_batch()
     calls: list[int] = []
-    trunk = model.backbone().trunk
-    handle = trunk.register_forward_pre_hook(lambda m, a, k: calls.append(k["input_ids"].numel()), with_kwargs=True)
+    base_model = model.backbone().base_model
+    handle = base_model.register_forward_pre_hook(
+        lambda m, a, k: calls.append(k["input_ids"].numel()), with_kwargs=True
+    )
     model.score(batch)
     assert calls == [lanes * batch.n_tokens]
     calls.clear()
@@ -109,8 +111,8 @@ def test_off_lanes_never_enter_a_gradient_call():
 
     model, batch = build(), random_batch()
     seen: list[tuple[int, bool]] = []
-    trunk = model.backbone().trunk
-    handle = trunk.register_forward_pre_hook(
+    base_model = model.backbone().base_model
+    handle = base_model.register_forward_pre_hook(
         lambda m, a, k: seen.append((k["input_ids"].numel(), torch.is_grad_enabled())), with_kwargs=True
     )
     model(batch, (Logprobs(), Logprobs(role="reference"), Values(), Rewards()))

@@ -19,11 +19,11 @@ from rlhf_engine.hydra import (
     save_pretrained,
 )
 from rlhf_engine.hydra.roles import fold_lanes
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.conftest import random_batch, tiny_llama
 
 ROLES = ("actor", "reference", "critic", "reward")
-# (frozen backbones, trained backbones, LoRA sets, traversals per scoring pass)
+# (frozen backbones, trained backbones, LoRA sets, backbone forwards per scoring pass)
 TABLE = {
     "full_ppo": (2, 2, 0, 4),
     "lora_ppo": (4, 0, 2, 4),

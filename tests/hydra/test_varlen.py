@@ -19,7 +19,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, varlen
 from rlhf_engine.hydra.attention import packed_attention, plan_packed
-from rlhf_engine.hydra.gate import SlotTable, TrunkCall, enter
+from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
 from rlhf_engine.hydra.varlen import Layer, ScoreRule, Sequences
 from tests.conftest import random_batch, randomise
 from tests.hydra import flash_stand_ins as stand_ins
@@ -200,7 +200,7 @@ def test_neighbours_do_not_change_a_sequence(site):
 
     def run(lengths: list[int], first: int, last: int) -> torch.Tensor:
         plan = plan_packed(lengths, torch.device("cpu"))
-        with enter(TrunkCall(table=SlotTable.uniform(None, last - first), attention=plan)):
+        with enter(BackboneCall(table=SlotTable.uniform(None, last - first), attention=plan)):
             return packed_attention(torch.nn.Module(), *(x[:, :, first:last] for x in rows), None)[0]
 
     assert torch.equal(run([4, 5, 3], 0, 12)[:, 4:9], run([5], 4, 9))

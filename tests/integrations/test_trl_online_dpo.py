@@ -59,11 +59,11 @@ def test_under_autocast_a_policy_that_has_not_learned_has_no_margin(folder, tmp_
 
 def test_it_prefers_what_scores_more_and_resumes_with_the_same_floats(folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "answers_per_prompt": 4}
-    whole = make(folder, tmp_path / "whole", [long_ones, "lane"], reward_weights=[1.0, 0.0], **options)
+    whole = make(folder, tmp_path / "whole", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options)
     assert {name.split(".")[-2] for name in trained(whole)} == {"default"}
     whole.train()
     assert float(rows(whole)[-1]["rewards/margins"]) > 0.05
-    resumed = make(folder, tmp_path / "parts", [long_ones, "lane"], reward_weights=[1.0, 0.0], **options)
+    resumed = make(folder, tmp_path / "parts", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     left, right = trained(whole), trained(resumed)
     assert all(torch.equal(left[name], right[name]) for name in left)

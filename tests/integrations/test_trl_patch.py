@@ -213,7 +213,7 @@ def test_undo_and_order():
 
 
 def test_a_head_in_shares_is_refused(monkeypatch):
-    monkeypatch.setattr("rlhf_engine.integrations.trl.seam.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("rlhf_engine.integrations.trl.patching.is_deepspeed_zero3_enabled", lambda: True)
     said = r"deepspeed: expected a stage below 3 with patch\(\), got 3"
     with patch() as patched, pytest.raises(ConfigError, match=said):
         patched.apply(torch.randn(2, 4), torch.randn(8, 4), None, torch.tensor([1, 2]), 1.0, 16)

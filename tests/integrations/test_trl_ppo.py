@@ -41,7 +41,7 @@ def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, **
 
 
 def test_it_trains_actor_and_critic_on_one_frozen_base(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["lane", words])
+    trainer = make(folder, tmp_path, ["reward_model", words])
     model, hydra = trainer.model, trainer.hydra
     base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     before = trained(trainer)
@@ -59,16 +59,18 @@ def test_it_trains_actor_and_critic_on_one_frozen_base(folder, tmp_path):
 
 
 def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["lane", words])
+    trainer = make(folder, tmp_path, ["reward_model", words])
     trainer.train()
     first, second = rows(trainer)[:2]
     assert abs(float(first["kl"])) < 1e-6  # rows of the two lanes stand at other places of one product
     assert float(first["clip_ratio"]) == 0.0
     assert abs(float(first["approx_kl"])) < 1e-10  # the ratio is 1 where nothing has been learned since
     assert float(second["approx_kl"]) > 1e-6
-    assert {"rewards/lane/mean", "rewards/words/mean", "reward", "entropy", "value/loss", "value/mean"} <= set(first)
+    assert {"rewards/reward_model/mean", "rewards/words/mean", "reward", "entropy", "value/loss", "value/mean"} <= set(
+        first
+    )
     assert float(first["reward"]) == pytest.approx(
-        float(first["rewards/lane/mean"]) + float(first["rewards/words/mean"]), rel=1e-3
+        float(first["rewards/reward_model/mean"]) + float(first["rewards/words/mean"]), rel=1e-3
     )
     assert "frac_reward_zero_std" not in first
 
@@ -89,7 +91,7 @@ def test_the_table_of_answers_has_these_advantages(folder, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_under_autocast_a_policy_that_has_not_learned_has_a_ratio_of_one(folder, tmp_path, options):
     """bf16 is what TRL takes unless it is told otherwise."""
-    trainer = make(folder, tmp_path, ["lane", words], bf16=True, **options)
+    trainer = make(folder, tmp_path, ["reward_model", words], bf16=True, **options)
     trainer.train()
     first, second = rows(trainer)[:2]
     assert float(first["clip_ratio"]) == 0.0
@@ -100,7 +102,7 @@ def test_under_autocast_a_policy_that_has_not_learned_has_a_ratio_of_one(folder,
 
 def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
     """A step's gradient, accumulated over micro-batches, against HydraModel's own on the whole minibatch."""
-    trainer = make(folder, tmp_path, "lane", max_steps=1, lr_scheduler_type="constant", max_grad_norm=0.0)
+    trainer = make(folder, tmp_path, "reward_model", max_steps=1, lr_scheduler_type="constant", max_grad_norm=0.0)
     gradients, experience = {}, {}
     compute = trainer._generate_and_score_completions
 
@@ -171,11 +173,11 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
 def test_a_resumed_run_makes_the_same_floats(folder, tmp_path, stop):
     """Step 2 is the end of a rollout, step 3 its middle."""
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "num_iterations": 1}
-    whole = make(folder, tmp_path / "whole", ["lane", words], **options)
+    whole = make(folder, tmp_path / "whole", ["reward_model", words], **options)
     whole.train()
     checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
     assert (checkpoint / "rollout_0.safetensors").is_file() == (stop == 3)
-    resumed = make(folder, tmp_path / "parts", ["lane", words], **options)
+    resumed = make(folder, tmp_path / "parts", ["reward_model", words], **options)
     with torch.no_grad():
         for p in resumed.hydra.heads["value"].parameters():
             p.fill_(7.0)  # a head of its own would be noticed
@@ -227,7 +229,7 @@ def watched(trainer) -> list[list[str]]:
 
 
 def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["lane", words], save_strategy="steps", save_steps=4)
+    trainer = make(folder, tmp_path, ["reward_model", words], save_strategy="steps", save_steps=4)
     trainer.train()
     root = tmp_path / "checkpoint-4"
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -240,7 +242,7 @@ def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
     assert "rlhf-engine" in (root / "README.md").read_text()
     (root / "heads.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: expected heads\.safetensors with the value head"):
-        make(folder, tmp_path / "b", ["lane", words]).train(resume_from_checkpoint=str(root))
+        make(folder, tmp_path / "b", ["reward_model", words]).train(resume_from_checkpoint=str(root))
 
 
 def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
@@ -404,8 +406,8 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
     ):
         make(folder, tmp_path, optimizers=(own, None))
     headless = write_model(tmp_path / "headless", reward_head=False)
-    with pytest.raises(ValueError, match="lane"):
-        make(headless, tmp_path / "x", "lane")
+    with pytest.raises(ValueError, match="reward_model"):
+        make(headless, tmp_path / "x", "reward_model")
 
 
 def test_adapters_in_half_precision_without_master_weights_are_said(folder, tmp_path):

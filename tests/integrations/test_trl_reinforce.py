@@ -49,14 +49,14 @@ def watched(trainer) -> list[tuple]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_the_actor_alone_and_resumes_with_the_same_floats(kind, folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
-    whole = make(kind, folder, tmp_path / "whole", ["lane", words], **options)
+    whole = make(kind, folder, tmp_path / "whole", ["reward_model", words], **options)
     before = trained(whole)
     assert {name.split(".")[-2] for name in before} == {"default"}
     whole.train()
     after = trained(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before if "lora_B" in name)
     assert not (tmp_path / "whole" / "checkpoint-2" / "heads.safetensors").exists()
-    resumed = make(kind, folder, tmp_path / "parts", ["lane", words], **options)
+    resumed = make(kind, folder, tmp_path / "parts", ["reward_model", words], **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     again = trained(resumed)
     assert all(torch.equal(after[name], again[name]) for name in after)

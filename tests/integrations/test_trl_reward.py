@@ -150,7 +150,7 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
     loaded.config.pad_token_id = trainer.processing_class.pad_token_id
     policy = HydraPPOTrainer(
         model=str(folder),
-        reward_funcs="lane",
+        reward_funcs="reward_model",
         args=config(tmp_path / "ppo", max_steps=1, reward_adapter=final),
         train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 2),
         processing_class=load_tokenizer(folder),

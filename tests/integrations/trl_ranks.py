@@ -25,7 +25,7 @@ def main(model: str, output: Path, per_device: int, saving: str | None = None) -
     if saving is not None:
         changes |= {"max_steps": 4, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1}
     args = HydraPPOConfig(**{**QUICK, **changes})
-    trainer = make_trainer(HydraPPOTrainer, args, Path(model), [words, "lane"])
+    trainer = make_trainer(HydraPPOTrainer, args, Path(model), [words, "reward_model"])
     found = {}
 
     class Look(TrainerCallback):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from rlhf_kernels import tuning
 from rlhf_kernels.tuning import Entry, Key, Row, TunedTableError
 
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import re
 import pytest
 from transformers import LlamaConfig, T5Config
 
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 from rlhf_engine.config import PlanConfig, parse_size
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS

@@ -20,9 +20,9 @@ from rlhf_engine.planning.phases import Setting, build_model, layer_period, shal
 from rlhf_engine.planning.predict import PHASES, Planner, largest_fitting
 from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker, extrapolated_peak
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.hydra.architectures import CONFIGS
-from tests.training.test_adamw import every_optim
+from tests.policy.test_adamw import every_optim
 
 RANK = 4
 TRACED = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma2")
@@ -277,7 +277,7 @@ def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
 
 @pytest.mark.parametrize("phase", ["inference", "update"])
 def test_a_line_s_points_run_their_lanes_as_the_rows_they_stand_for(phase, monkeypatch):
-    """With 24 rows all lanes would share a traversal, with 48 and 72 they go one after another."""
+    """With 24 rows all lanes would share a backbone forward, with 48 and 72 they go one after another."""
     plan = setting(token_budget=30 * 16 * (3 if phase == "inference" else 2))
     assert Planner("hydra_ppo", plan)._rows_together(phase) == 30
     exact = Planner("hydra_ppo", plan).peak(phase, 72)
@@ -299,7 +299,7 @@ def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
 
 @pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
 def test_the_largest_batch_fits_and_one_more_does_not(method, monkeypatch):
-    plan = setting(token_budget=200)  # lanes of Hydra share a traversal up to 6 sequences only
+    plan = setting(token_budget=200)  # lanes of Hydra share a backbone forward up to 6 sequences only
     monkeypatch.setattr(predict, "_TRACED_ROWS", 8)
     planner = Planner(method, plan)
     for extra in (300_000, 5_000_000):

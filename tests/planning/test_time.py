@@ -15,7 +15,7 @@ import torch
 from rlhf_kernels import native
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 from rlhf_engine.config import CARDS, PlanConfig
 from rlhf_engine.hydra import LmLoss, PackedBatch
 from rlhf_engine.planning import ceilings

@@ -9,19 +9,12 @@ from rlhf_kernels import kernel_table, native, registry
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
-from rlhf_engine.rollout import (
-    EngineOptions,
-    Request,
-    RolloutEngine,
-    SamplingConfig,
-    generate,
-    generate_requests,
-    graph_step,
-    native_step,
-)
-from rlhf_engine.rollout.graph_step import CaptureError, GraphStep
-from rlhf_engine.rollout.native_step import NativeStep
-from rlhf_engine.rollout.step import TransformersStep
+from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
+from rlhf_engine.rollout.steps import graph as graph_step
+from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout.steps.graph import CaptureError, GraphStep
+from rlhf_engine.rollout.steps.native import NativeStep
+from rlhf_engine.rollout.steps.transformers import TransformersStep
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 
 STEPS = ["transformers"] + ([] if native.missing() else ["native"])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
-from rlhf_engine.training.experience import MISMATCH_BOUND, MISMATCH_MAX_FACTOR
+from rlhf_engine.scoring.experience import MISMATCH_BOUND, MISMATCH_MAX_FACTOR
 from tests.conftest import build, random_batch, randomise, tiny_llama
 
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25], [4, 4]]

@@ -7,7 +7,8 @@ from rlhf_kernels import native
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
-from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate, native_step
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
+from rlhf_engine.rollout.steps import native as native_step
 from tests.conftest import VOCAB
 from tests.hydra.architectures import CONFIGS, plain_model
 

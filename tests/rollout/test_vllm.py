@@ -13,12 +13,13 @@ import torch
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
-from rlhf_engine.rollout import SamplingConfig, generate, vllm
+from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.rollout.request import row_seed
-from rlhf_engine.rollout.vllm import VllmRollouts, find_base, require_servable
-from rlhf_engine.rollout.vllm_canary import Canary
-from rlhf_engine.rollout.vllm_client import RUNTIME_LORA, VllmClient
-from rlhf_engine.rollout.vllm_http import KEY_VARIABLE
+from rlhf_engine.rollout.vllm import backend as vllm
+from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base, require_servable
+from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.client import RUNTIME_LORA, VllmClient
+from rlhf_engine.rollout.vllm.http import KEY_VARIABLE
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
 

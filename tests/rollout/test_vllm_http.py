@@ -14,9 +14,9 @@ import pytest
 
 from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.rollout import vllm_http
-from rlhf_engine.rollout.vllm_client import VllmClient
-from rlhf_engine.rollout.vllm_http import RequestGroup, Transport
+from rlhf_engine.rollout.vllm import http as vllm_http
+from rlhf_engine.rollout.vllm.client import VllmClient
+from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
 from tests.conftest import build, tiny_llama
 from tests.rollout.stand_in import StandIn
 from tests.rollout.test_vllm import PROMPTS, connect, sampling

@@ -21,14 +21,8 @@ import torch
 
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
-from rlhf_engine.training.checkpoint import (
-    TrainerState,
-    list_checkpoints,
-    load_checkpoint,
-    resolve_resume,
-    save_checkpoint,
-)
-from rlhf_engine.training.optimizer import RoleOptimizer
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.runs.checkpoint import TrainerState, list_checkpoints, load_checkpoint, resolve_resume, save_checkpoint
 from tests.conftest import randomise, tiny_llama
 
 FATES = ("killed before", "killed half-way", "no space", "input/output error", "power lost", "power lost, old names")

@@ -14,15 +14,15 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from rlhf_engine.cli import main
+from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.hydra import HydraModel, RoleSpec, load_pretrained, peft_io, reward_model
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.manifest import check_manifest
+from rlhf_engine.runs.checkpoint import load_checkpoint
 from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
-from rlhf_engine.training.checkpoint import load_checkpoint
-from rlhf_engine.training.reward import RewardTrainer
-from rlhf_engine.training.reward_lane import CLASSIFIER_FOLDER
+from rlhf_engine.training.reward_model.model import CLASSIFIER_FOLDER
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config, write_model

@@ -12,7 +12,7 @@ from rlhf_kernels.kernel_table import Entry
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.manifest import write_manifest
-from rlhf_engine.training.checkpoint import begin_kernels
+from rlhf_engine.runs.checkpoint import begin_kernels
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config, write_model

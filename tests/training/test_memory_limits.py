@@ -1,4 +1,4 @@
-"""Running out of memory: micro-batches and traversals shrink, the gradient and the dropout masks stay."""
+"""Running out of memory: micro-batches and backbone forwards shrink, the gradient and the dropout masks stay."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-from rlhf_engine.algorithms.ppo import Experience, PpoObjective, PpoOptions
-from rlhf_engine.algorithms.update import Schedule
-from rlhf_engine.algorithms.update import update as learn
+from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.update import Schedule
+from rlhf_engine.training.update import update as learn
 from tests.conftest import random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config, write_model
 
@@ -28,7 +28,7 @@ SCHEDULE = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=7)
 
 
 class LimitedMemory:
-    """A device on which a traversal of more than `limit` tokens, or the backward pass of one, does not fit."""
+    """A device on which a backbone forward of more than `limit` tokens, or the backward pass of one, does not fit."""
 
     def __init__(self, monkeypatch, limit: int, *, in_backward: bool = False) -> None:
         self.refused = 0
@@ -53,14 +53,14 @@ class LimitedMemory:
         raise torch.OutOfMemoryError("backward")
 
 
-def make() -> tuple[HydraModel, Experience]:
+def make() -> tuple[HydraModel, PpoExperience]:
     slots = {name: SlotConfig(r=4, dropout=0.3) for name in ("actor", "critic")}
     model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
     randomise(model, "actor", "critic")
     batch = random_batch(LENGTHS)
     generator = torch.Generator().manual_seed(3)
     scores = model.eval().score(batch, ("actor", "critic"))
-    experience = Experience(
+    experience = PpoExperience(
         batch=batch,
         old_logprobs_M=scores.logprobs_M,
         old_values_M=scores.values_M,
@@ -70,7 +70,7 @@ def make() -> tuple[HydraModel, Experience]:
     return model.train(), experience
 
 
-def update(model: HydraModel, experience: Experience, schedule: Schedule = SCHEDULE):
+def update(model: HydraModel, experience: PpoExperience, schedule: Schedule = SCHEDULE):
     """Gradients of one minibatch over all sequences, with LoRA dropout, and the update's statistics."""
     found: dict[str, torch.Tensor] = {}
 

@@ -12,10 +12,9 @@ import math
 import pytest
 import torch
 
-from rlhf_engine.algorithms.update import MicroBatch
+from rlhf_engine.algorithms.base import Experience, find_algorithm
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.training.experience import ScoredRollout
-from rlhf_engine.training.recipes import make_lesson
 from tests.conftest import random_batch
 
 LENGTHS = ((2, 3), (2, 2), (1, 1), (1, 4))
@@ -27,7 +26,13 @@ def numbers(seed: int) -> torch.Tensor:
     return torch.randn(10, generator=torch.Generator().manual_seed(seed))
 
 
-SCORED = ScoredRollout(
+def objective_of(options, experience, *, train_actor=True):
+    """What an update of the options' algorithm minimises."""
+    module = find_algorithm(options.algorithm)
+    return module.make_objective(options, experience, train_actor=train_actor)[0]
+
+
+SCORED = Experience(
     batch=random_batch(LENGTHS),
     groups_N=torch.tensor([0, 0, 1, 1]),
     scores_N=torch.tensor(SCORES),
@@ -184,7 +189,7 @@ def test_what_is_learned_from_given_numbers(formula, options):
     leaf = POLICY_M.clone().requires_grad_()
     formula([Answer(i, leaf) for i in range(4)]).backward()
     expected = leaf.grad
-    objective = make_lesson(config(name, **options), SCORED).objective
+    objective = objective_of(config(name, **options), SCORED)
     chosen = {"best_of_n": [0, 2]}.get(name, [0, 1, 2, 3])
     rows_M = SCORED.batch.select_completion_rows(chosen)
     mine = POLICY_M.clone().requires_grad_()
@@ -196,14 +201,14 @@ def test_what_is_learned_from_given_numbers(formula, options):
 def test_values_are_taught_the_returns_of_each_algorithm():
     """REINFORCE: (1−β) score less β KL to go; PPO: GAE's, with the whole score."""
     answers = [Answer(i, POLICY_M) for i in range(4)]
-    objective = make_lesson(config("reinforce", vf_coef=0.7), SCORED).objective
+    objective = objective_of(config("reinforce", vf_coef=0.7), SCORED)
     *_, value = objective.terms(everything(objective))
     to_go = torch.cat([(1 - BETA) * a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)
     assert torch.equal(value.output.old_value_M, SCORED.values_M)
     assert value.weight == 0.7
     assert value.output.denom == 4  # a sum per answer, as the policy's
-    made = make_lesson(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED).objective
+    made = objective_of(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED)
     policy, value = made.terms(everything(made))
     to_go = torch.cat([a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)
@@ -214,7 +219,7 @@ def test_values_are_taught_the_returns_of_each_algorithm():
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
 def test_a_warm_up_teaches_the_values_alone(name):
     made = config(name, max_steps=2, critic_warmup_steps=1)
-    objective = make_lesson(made, SCORED, train_actor=False).objective
+    objective = objective_of(made, SCORED, train_actor=False)
     assert objective.discarded_roles == ("actor",)
     (term,) = objective.terms(everything(objective))
     assert term.output.roles == ("critic",)
@@ -226,6 +231,6 @@ def test_without_weights_every_answer_counts_as_drawn():
         found = []
         for weights in (None, torch.ones(10)):
             scored = dataclasses.replace(SCORED, weights_M=weights)
-            objective = make_lesson(config(name), scored).objective
+            objective = objective_of(config(name), scored)
             found.append(objective.loss(POLICY_M, everything(objective)).loss)
         assert torch.equal(*found)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_engine.algorithms.update import Schedule, update
+from rlhf_engine.algorithms.base import find_algorithm
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
-from rlhf_engine.training.experience import Layout, score_rollout
-from rlhf_engine.training.recipes import make_lesson
+from rlhf_engine.scoring.experience import Layout, score_rollout
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.update import Schedule, update
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
 
@@ -64,7 +65,7 @@ def config(model, folder, reward, **changes):
     return train_config(model, folder, **{**options, **changes})
 
 
-def lesson_of(trainer, **changes):
+def objective_of(trainer, **changes):
     """What the first step would learn."""
     made = dataclasses.replace(trainer.config, **changes)
     layout = Layout.of(made.prompts_per_step, made.generations, with_greedy=made.algorithm == "remax")
@@ -89,7 +90,8 @@ def lesson_of(trainer, **changes):
         policy_version=0,
         first_step_from_reference=True,
     )
-    return make_lesson(made, scored), scored, rollout
+    objective, metrics = find_algorithm(made.algorithm).make_objective(made, scored, train_actor=True)
+    return SimpleNamespace(objective=objective, metrics=metrics), scored, rollout
 
 
 @pytest.mark.parametrize("name", ["remax", "online_dpo", *slowly("rloo", "reinforce", "grpo", "best_of_n")])
@@ -110,7 +112,7 @@ def test_a_stopped_run_goes_on_with_the_same_floats(name, model, reward, tmp_pat
 @pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, **options))
-    lesson, _, _ = lesson_of(trainer)
+    made, _, _ = objective_of(trainer)
     found = []
 
     def step():
@@ -120,7 +122,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, r
 
     for size in (99, 3):
         schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=size)
-        stats = update(trainer.model, lesson.objective, schedule, step, seed=0)
+        stats = update(trainer.model, made.objective, schedule, step, seed=0)
         found.append(stats)
     whole, stats, parts, other_stats = found
     assert whole.keys() == parts.keys()
@@ -171,16 +173,16 @@ def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_p
 
 def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
-    lesson, scored, rollout = lesson_of(trainer)
+    made, scored, rollout = objective_of(trainer)
     assert rollout.batch.n_sequences == 16
     assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 8
     assert rollout.stats.prompts <= 8  # both answers share the prompt's prefill
     for i in range(8):
         assert scored.batch.completion_tokens(i) == rollout.batch.completion_tokens(2 * i)
-    again, other, _ = lesson_of(trainer)
+    again, other, _ = objective_of(trainer)
     assert torch.equal(other.greedy_scores_N, scored.greedy_scores_N)
     expected = (scored.scores_N - scored.greedy_scores_N)[scored.batch.sequence_of_M]
-    assert torch.equal(lesson.objective._advantages_M, expected)
+    assert torch.equal(made.objective._advantages_M, expected)
     assert torch.equal(again.objective._advantages_M, expected)
 
 
@@ -206,7 +208,7 @@ def test_a_step_asks_for_the_greedy_answers_it_needs_and_no_others(name, model, 
 
 @pytest.mark.parametrize("estimator", ["exact", "k3"])
 def test_greedy_answers_are_scored_by_the_lane_with_any_estimate_of_the_kl(estimator, model, reward, tmp_path):
-    options = {"algorithm": "remax", "kl_estimator": estimator, "reward_funcs": ["lane"]}
+    options = {"algorithm": "remax", "kl_estimator": estimator, "reward_funcs": ["reward_model"]}
     trainer = RlTrainer(config(model, tmp_path / "run", reward, **options))
     found = trainer.step()
     assert found["optimizer_steps"] == 1.0
@@ -216,7 +218,7 @@ def test_greedy_answers_are_scored_by_the_lane_with_any_estimate_of_the_kl(estim
 def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp_path):
     """The greedy answer of the second prompt has no score: the pairs after it must not move up."""
     spec = write_reward(tmp_path, "return [None if i == 3 else float(i) for i, _ in enumerate(completion_ids)]")
-    _, scored, _ = lesson_of(RlTrainer(config(model, tmp_path / "run", spec, algorithm="remax")))
+    _, scored, _ = objective_of(RlTrainer(config(model, tmp_path / "run", spec, algorithm="remax")))
     assert scored.scores_N.tolist() == [0.0, *(float(i) for i in range(4, 16, 2))]
     distinct = scored.greedy_scores_N - scored.scores_N
     assert set(distinct.tolist()) <= {0.0, 1.0}  # 0 where both answers are the same tokens
@@ -275,18 +277,18 @@ def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model,
         return dataclasses.replace(found, logprobs_M=found.logprobs_M + 0.005)  # within the rollout's bound of a token
 
     monkeypatch.setattr(trainer.model, "score", off)
-    monkeypatch.setattr("rlhf_engine.training.experience._check_mismatch", lambda *_: None)
+    monkeypatch.setattr("rlhf_engine.scoring.experience._check_mismatch", lambda *_: None)
     monkeypatch.setattr("rlhf_engine.training.rl.MISMATCH_MAX_FACTOR", 40)
     with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
         trainer.step()
     assert same(trained(trainer), before)
 
 
-@pytest.mark.parametrize("lane", [False, True])
-def test_a_draw_that_is_the_greedy_answer_teaches_nothing(lane, model, tmp_path, request):
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_draw_that_is_the_greedy_answer_teaches_nothing(learned, model, tmp_path, request):
     """At a temperature near 0 every draw is the greedy answer: exactly no gradient from the reward."""
     spec = write_reward(tmp_path, "return [0.1 * sum(calls) + i for i, _ in enumerate(completion_ids)]")
-    options = {"reward_funcs": ["lane"]} if lane else {}
+    options = {"reward_funcs": ["reward_model"]} if learned else {}
     made = config(
         model,
         tmp_path / "run",
@@ -326,22 +328,22 @@ def test_online_dpo_prefers_answers_that_end(model, tmp_path):
     spec = write_reward(tmp_path, "return [1.0 for _ in completion_ids]")
     options = {"algorithm": "online_dpo", "missing_eos_penalty": 1.0, "max_completion_length": 12}
     trainer = RlTrainer(config(model, tmp_path / "run", spec, generation_batch_size=64, **options))
-    lesson, scored, _ = lesson_of(trainer)
+    made, scored, _ = objective_of(trainer)
     assert set(scored.scores_N.tolist()) == {0.0, 1.0}
-    pairs = lesson.objective.batch
+    pairs = made.objective.batch
     ends = [pairs.completion_tokens(i)[-1] in trainer._sampling(0).eos_token_ids for i in range(pairs.n_sequences)]
     assert ends == [True, False] * (pairs.n_sequences // 2)
 
 
 def test_best_of_n_learns_the_best_answer_of_each_prompt(model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="best_of_n"))
-    lesson, scored, _ = lesson_of(trainer)
-    chosen = lesson.objective.batch
+    made, scored, _ = objective_of(trainer)
+    chosen = made.objective.batch
     assert chosen.n_sequences == 4
     best = scored.scores_N.view(4, 4).argmax(1).tolist()
     for prompt, place in enumerate(best):
         assert chosen.completion_tokens(prompt) == scored.batch.completion_tokens(4 * prompt + place)
-    assert lesson.metrics["reward/best"] == pytest.approx(float(scored.scores_N.view(4, 4).max(1).values.mean()))
+    assert made.metrics["reward/best"] == pytest.approx(float(scored.scores_N.view(4, 4).max(1).values.mean()))
 
 
 @pytest.mark.parametrize(
@@ -355,11 +357,11 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
     )
     made = config(model, tmp_path / "run", spec, algorithm=name)
     trainer = RlTrainer(made)
-    lesson, scored, _ = lesson_of(trainer)
+    made, scored, _ = objective_of(trainer)
     n_drawn = 8 if name == "remax" else 16
     assert scored.batch.n_sequences == n_drawn - skipped
     assert scored.metrics["completions/skipped"] == skipped
-    assert lesson.objective.batch.n_sequences > 0
+    assert made.objective.batch.n_sequences > 0
     assert trainer.step()["optimizer_steps"] == 1.0
 
 
@@ -414,4 +416,4 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
 )
 def test_options_that_contradict_the_algorithm_are_refused(options, message, model, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        config(model, tmp_path / "run", "lane", **options)
+        config(model, tmp_path / "run", "reward_model", **options)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, NonFiniteError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
-from rlhf_engine.report import TrainingProgress
-from rlhf_engine.training.checkpoint import list_checkpoints, load_checkpoint
-from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint
+from rlhf_engine.runs.folder import LOCK_FILE
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.progress import TrainingProgress
+from rlhf_engine.runs.stop import StopSignals
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.run_folder import LOCK_FILE
-from rlhf_engine.training.stop import StopSignals
 from tests.training.test_data import train_config, write_model, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
 
@@ -297,7 +297,7 @@ def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with StopSignals() as signals:
-        monkeypatch.setattr("rlhf_engine.training.stop.os.write", write)
+        monkeypatch.setattr("rlhf_engine.runs.stop.os.write", write)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.asked()
 
@@ -339,7 +339,7 @@ def test_loading_unpickles_nothing(model, tmp_path):
 def start(config, path: Path) -> subprocess.Popen:
     path.write_text(config.to_yaml())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    command = [sys.executable, "-m", "rlhf_engine.cli", "train", "--config", str(path)]
+    command = [sys.executable, "-m", "rlhf_engine", "train", "--config", str(path)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -25,12 +25,12 @@ from transformers import (
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
-from rlhf_engine.training.build import build_policy_model
-from rlhf_engine.training.checkpoint import TrainerState, load_checkpoint
-from rlhf_engine.training.metrics import read_metrics
-from rlhf_engine.training.reward import RewardTrainer
-from rlhf_engine.training.reward_data import RewardExample
-from rlhf_engine.training.reward_lane import packed_batch, reward_loss, reward_roles
+from rlhf_engine.policy.build import build_policy_model
+from rlhf_engine.runs.checkpoint import TrainerState, load_checkpoint
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.reward_model.data import RewardExample
+from rlhf_engine.training.reward_model.model import packed_batch, reward_loss, reward_roles
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import tiny_llama
 from tests.training.test_data import WORDS, train_config, write_model, write_pairs, write_rows
@@ -263,20 +263,20 @@ def test_it_learns_and_the_best_step_is_the_final_model(trained, base):
 
 
 def test_groups_stay_whole(trained):
-    sides = {e.group for e in trained.train_set}, {e.group for e in trained.eval_set}
+    sides = {e.group for e in trained.rows}, {e.group for e in trained.eval_set}
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 60
     assert 8 <= len(sides[1]) <= 28
-    assert len(trained.train_set) + len(trained.eval_set) == 240
+    assert len(trained.rows) + len(trained.eval_set) == 240
     record = json.loads((trained.output / "run.json").read_text())
-    assert (record["rows"]["train"], record["rows"]["eval"]) == (len(trained.train_set), len(trained.eval_set))
+    assert (record["rows"]["train"], record["rows"]["eval"]) == (len(trained.rows), len(trained.eval_set))
     positives = record["rows"]["train_true"]
-    assert record["pos_weight"] == (len(trained.train_set) - positives) / positives
+    assert record["pos_weight"] == (len(trained.rows) - positives) / positives
 
 
 def test_rows_of_one_prompt_stay_together_without_a_group_column(base, tmp_path):
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_share=0.4))
-    prompts = [{e.prompt for e in side} for side in (trainer.train_set, trainer.eval_set)]
+    prompts = [{e.prompt for e in side} for side in (trainer.rows, trainer.eval_set)]
     assert not prompts[0] & prompts[1]
 
 
@@ -489,7 +489,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path
             with torch.no_grad():
                 trainer.model.heads["reward"].weight.view(-1)[0] = float("nan")
             with pytest.raises(NonFiniteError, match=r"reward of row 0 is \[nan\] at step 3"):
-                trainer.rewards(trainer.train_set)
+                trainer.rewards(trainer.rows)
 
     with pytest.raises(NonFiniteError, match="reward_loss is nan at step 4; nothing of it was applied"):
         trainer.run(poison)
@@ -502,7 +502,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path
 
 
 def some_sequences(trainer: RewardTrainer) -> tuple[list[RewardExample], torch.Tensor]:
-    some = trainer.eval_set[:6] or trainer.train_set[:6]
+    some = trainer.eval_set[:6] or trainer.rows[:6]
     return some, trainer.rewards(some)[:, 0]
 
 

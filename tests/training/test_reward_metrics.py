@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_engine.training import reward_metrics as metrics
+from rlhf_engine.training.reward_model import metrics
 
 SEEDS = range(6)
 

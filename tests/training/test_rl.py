@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
 from rlhf_engine.hydra import load_pretrained
-from rlhf_engine.training.metrics import read_metrics
+from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import PROMPTS, sft_config, train_config, write_model, write_reward, write_rows
@@ -230,27 +230,29 @@ def test_lane_and_functions_are_weighted(model, tmp_path):
     spec = write_reward(tmp_path, "return [float(len(ids)) for ids in completion_ids]", "length")
     first = {}
     for name, options in {
-        "lane": {"reward_funcs": ["lane"]},
+        "reward_model": {"reward_funcs": ["reward_model"]},
         "length": {"reward_funcs": [spec]},
-        "both": {"reward_funcs": ["lane", spec], "reward_weights": [2.0, -0.5]},
+        "both": {"reward_funcs": ["reward_model", spec], "reward_weights": [2.0, -0.5]},
     }.items():
         trainer = RlTrainer(train_config(model, tmp_path / name, max_steps=1, **options))
         assert ("reward" in trainer.model.roles) == (name != "length")
         first[name] = trainer.step()
     # the same policy and seed, so the same answers
     assert first["length"]["reward"] == first["length"]["completions/mean_length"]
-    assert first["both"]["reward"] == pytest.approx(2 * first["lane"]["reward"] - 0.5 * first["length"]["reward"])
-    assert first["both"]["rewards/lane"] == pytest.approx(first["lane"]["reward"])
+    assert first["both"]["reward"] == pytest.approx(
+        2 * first["reward_model"]["reward"] - 0.5 * first["length"]["reward"]
+    )
+    assert first["both"]["rewards/reward_model"] == pytest.approx(first["reward_model"]["reward"])
     assert first["both"]["rewards/length"] == pytest.approx(first["length"]["reward"])
-    assert not [k for k in first["lane"] if k.startswith("rewards/")]
+    assert not [k for k in first["reward_model"] if k.startswith("rewards/")]
 
 
 def test_a_function_called_lane_does_not_replace_the_lane(model, tmp_path):
-    spec = write_reward(tmp_path, "return [1.0] * len(prompts)", "lane")
-    plain = RlTrainer(train_config(model, tmp_path / "a", reward_funcs=["lane"])).step()
-    both = RlTrainer(train_config(model, tmp_path / "b", reward_funcs=["lane", spec])).step()
+    spec = write_reward(tmp_path, "return [1.0] * len(prompts)", "reward_model")
+    plain = RlTrainer(train_config(model, tmp_path / "a", reward_funcs=["reward_model"])).step()
+    both = RlTrainer(train_config(model, tmp_path / "b", reward_funcs=["reward_model", spec])).step()
     assert both["reward"] == pytest.approx(plain["reward"] + 1)
-    assert both["rewards/lane_function"] == 1.0
+    assert both["rewards/reward_model_function"] == 1.0
 
 
 def test_functions_get_the_other_columns_of_their_rows(model, tmp_path):
@@ -271,8 +273,8 @@ def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     spec = write_reward(tmp_path, "return [None if i % 4 == 1 else 1.0 for i in range(len(prompts))]")
     trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec]))
     seen: list[int] = []
-    trunk = trainer.model.backbone().trunk
-    handle = trunk.register_forward_pre_hook(
+    base_model = trainer.model.backbone().base_model
+    handle = base_model.register_forward_pre_hook(
         lambda m, a, k: seen.append(k["input_ids"].numel()) if torch.is_grad_enabled() else None, with_kwargs=True
     )
     found = trainer.step()
@@ -376,7 +378,10 @@ def data(*rows: Any):
         (rewards("return [float('nan')] * len(prompts)"), "expected finite numbers, got nan at row 0"),
         (rewards("return ['good'] * len(prompts)"), "expected numbers or None, got 'good' at row 0"),
         (rewards("raise KeyError('mood')"), "reward function 'reward' raised KeyError: 'mood'"),
-        (lambda p: {"reward_funcs": ["lane", "lane"]}, "reward_funcs: expected 'lane' at most once, got"),
+        (
+            lambda p: {"reward_funcs": ["reward_model", "reward_model"]},
+            "reward_funcs: expected 'reward_model' at most once, got",
+        ),
         (lambda p: {"reward_funcs": [f"{p}/none.py:f"]}, "reward_funcs: there is no file"),
         (lambda p: {"resume_from_checkpoint": str(p / "none")}, "resume_from_checkpoint: expected 'auto' or a check"),
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
@@ -393,7 +398,7 @@ def data(*rows: Any):
         ),
         (
             lambda p: {"model_name_or_path": str(write_model(p / "m", reward_head=False))},
-            r"reward_funcs: 'lane': expected a trained reward head in heads\.safetensors of .*got none",
+            r"reward_funcs: 'reward_model': expected a trained reward head in heads\.safetensors of .*got none",
         ),
     ],
 )
@@ -490,7 +495,8 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
     (bare / "manifest.json").unlink()
     # the base has a reward head, but that was not trained on this adapter's hidden states
     with pytest.raises(
-        ConfigError, match=r"'lane': expected a trained reward head in heads\.safetensors of '.*bare' .*got none"
+        ConfigError,
+        match=r"'reward_model': expected a trained reward head in heads\.safetensors of '.*bare' .*got none",
     ):
         RlTrainer(train_config(model, tmp_path / "run2", reward_adapter=str(bare)))
     save_file({"value.weight": torch.ones(1, 24), "value.bias": torch.ones(1)}, bare / "heads.safetensors")
@@ -518,7 +524,7 @@ def assert_stops(config, error, message, poison=None) -> None:
         trainer.run(on_step)
     assert [row["step"] for row in metrics(trainer)] == [1, 2]
     assert all(p.grad is None for p in trainer.model.parameters())
-    resumed = RlTrainer(dataclasses.replace(config, resume_from_checkpoint="auto", reward_funcs=["lane"]))
+    resumed = RlTrainer(dataclasses.replace(config, resume_from_checkpoint="auto", reward_funcs=["reward_model"]))
     assert resumed.state.step == 2
     mine = trained(resumed)
     assert all(torch.equal(mine[name], tensor) for name, tensor in at_two.items())
@@ -539,7 +545,7 @@ def assert_stops(config, error, message, poison=None) -> None:
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):
     # the first call is the dry run, so the fourth belongs to step 3
     body = f"good = [float(len(c)) for c in completions]\nreturn good if len(calls) < 4 else {late}"
-    config = train_config(model, tmp_path / "run", reward_funcs=["lane", write_reward(tmp_path, body)])
+    config = train_config(model, tmp_path / "run", reward_funcs=["reward_model", write_reward(tmp_path, body)])
     assert_stops(config, error, message)
 
 

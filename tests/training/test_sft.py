@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped, notes
 from rlhf_engine.hydra import HydraModel, PackedBatch, Rewards, RoleSpec, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME
-from rlhf_engine.training.checkpoint import list_checkpoints
-from rlhf_engine.training.metrics import read_metrics
-from rlhf_engine.training.run_folder import LOCK_FILE
+from rlhf_engine.runs.checkpoint import list_checkpoints
+from rlhf_engine.runs.folder import LOCK_FILE
+from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
-from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
+from tests.training.test_data import MEASURED, PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
     Example(prompt=[5, 6], chosen=[7, 8, 9, 2], rejected=[10, 2]),
@@ -89,7 +89,7 @@ def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():
 def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_answer():
     model, plain = make(), make(with_reward=False)
     rows: list[int] = []
-    model.backbone().trunk.register_forward_pre_hook(
+    model.backbone().base_model.register_forward_pre_hook(
         lambda m, a, k: rows.append(k["input_ids"].numel()), with_kwargs=True
     )
     zero = gradients(model, EXAMPLES, gamma=0.0)
@@ -222,7 +222,7 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
     rows = [{"prompt": "red", "completion": "cat", "chosen": 7}, {"prompt": "red", "completion": "dog"}]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
-    words = [trainer.tokenizer.decode(e.chosen, skip_special_tokens=True) for e in trainer.examples]
+    words = [trainer.tokenizer.decode(e.chosen, skip_special_tokens=True) for e in trainer.rows]
     assert words == ["cat", "dog"]
 
 
@@ -378,7 +378,7 @@ def test_a_resumed_run_makes_the_same_floats(base, tmp_path, mode):
     assert all(torch.equal(p, again[n]) for n, p in trained.items())
 
     def without_speed(found):
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in found]
+        return [{k: v for k, v in row.items() if k not in MEASURED} for row in found]
 
     assert without_speed(read_metrics(tmp_path / "parts" / "metrics.jsonl")) == without_speed(rows)
     assert (tmp_path / "parts" / "curves.png").stat().st_size > 5000

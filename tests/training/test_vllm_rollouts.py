@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_engine.cli import main
+from rlhf_engine.algorithms.ppo import ppo_experience
+from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout.request import row_seed
-from rlhf_engine.training.correction import correct_age, correct_engine
-from rlhf_engine.training.experience import Layout, score_rollout
-from rlhf_engine.training.metrics import read_metrics
-from rlhf_engine.training.recipes import ppo_experience
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.scoring.experience import Layout, score_rollout
+from rlhf_engine.scoring.off_policy import correct_age, correct_engine
 from rlhf_engine.training.rl import RlTrainer
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, train_config, write_model, write_reward, write_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_engine.integrations.trl.seam import Patch, patch
+from rlhf_engine.integrations.trl.patching import Patch, patch
 
 if TYPE_CHECKING:
     from rlhf_engine.integrations.trl.online_dpo import HydraOnlineDPOConfig, HydraOnlineDPOTrainer

@@ -30,18 +30,24 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, rew
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.integrations.trl.config import HydraConfig
+from rlhf_engine.integrations.trl.hydra_from_peft import (
+    HEADS,
+    forward_through,
+    has_learned,
+    hydra_on,
+    is_on_same_tensors,
+)
 from rlhf_engine.integrations.trl.progress import Progress
-from rlhf_engine.integrations.trl.shared import HEADS, forward_through, has_learned, hydra_on, is_on_same_tensors
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.training.adamw import warn_without_masters
 
 require_trl()
 from trl import GRPOTrainer  # noqa: E402
 from trl.chat_template_utils import parse_response  # noqa: E402
 
 _REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-LANE = "lane"
+REWARD_MODEL = "reward_model"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
@@ -123,7 +129,7 @@ class HydraTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
         **options: Any,
     ) -> None:
-        """Make the trainer as GRPOTrainer does. `lane` in reward_funcs is the learned reward.
+        """Make the trainer as GRPOTrainer does. `reward_model` in reward_funcs is the learned reward.
 
         That is the reward of `reward_adapter`, or of the base's own head.
 
@@ -148,8 +154,8 @@ class HydraTrainer(GRPOTrainer):
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
-        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or LANE]
-        self._uses_lane = LANE in functions
+        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or REWARD_MODEL]
+        self._uses_reward_model = REWARD_MODEL in functions
         self.kl_coef = args.beta
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
         try:
@@ -159,7 +165,9 @@ class HydraTrainer(GRPOTrainer):
                 )  # which is this package's choice
                 super().__init__(
                     model=model,
-                    reward_funcs=[self._lane_rewards if function == LANE else function for function in functions],
+                    reward_funcs=[
+                        self._model_rewards if function == REWARD_MODEL else function for function in functions
+                    ],
                     args=args,
                     peft_config=peft_config,
                     rollout_func=_draw,
@@ -180,7 +188,8 @@ class HydraTrainer(GRPOTrainer):
                 f"num_generations), got {len(self.train_dataset)}"
             )
         self.reward_func_names = [
-            LANE if f == LANE else name for f, name in zip(functions, self.reward_func_names, strict=True)
+            REWARD_MODEL if f == REWARD_MODEL else name
+            for f, name in zip(functions, self.reward_func_names, strict=True)
         ]
         self.hydra = self._build(source, args)
         if self.optimizer is not None:
@@ -217,15 +226,15 @@ class HydraTrainer(GRPOTrainer):
         roles = hydra_roles(reference_slot=reference, reward_slot="reward" if args.reward_adapter else OFF)
         if not self.has_critic:
             del roles["critic"]
-        if not self._uses_lane:
+        if not self._uses_reward_model:
             del roles["reward"]
         slots = {"reward": peft_io.read_slot_config(args.reward_adapter)} if args.reward_adapter else {}
         copies = {} if reference is OFF else {reference: ACTOR}
         options = {"disable_dropout": args.disable_dropout, "seed": args.seed}
         hydra = hydra_on(peft_model, roles, adapters, copies=copies, slots=slots, **options)
-        if self._uses_lane:
-            head = reward_model.require_reward_head(args.reward_adapter or source, f"reward_funcs: {LANE!r}")
-            reward_model.load_reward_head(hydra.heads["reward"], head, f"reward_funcs: {LANE!r}")  # type: ignore[arg-type]
+        if self._uses_reward_model:
+            head = reward_model.require_reward_head(args.reward_adapter or source, f"reward_funcs: {REWARD_MODEL!r}")
+            reward_model.load_reward_head(hydra.heads["reward"], head, f"reward_funcs: {REWARD_MODEL!r}")  # type: ignore[arg-type]
         if args.gradient_checkpointing:
             hydra.backbone().enable_gradient_checkpointing()
         _thaw(peft_model, hydra)
@@ -360,8 +369,8 @@ class HydraTrainer(GRPOTrainer):
 
     # ---- answers and what they are worth ---------------------------------------------------------------------------
 
-    def _lane_rewards(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """The learned reward, as a reward function; of the traversal that serves the other roles as well."""
+    def _model_rewards(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """The learned reward, as a reward function; of the backbone forward that serves the other roles as well."""
         rewards = self._scores.rewards_N
         assert rewards is not None
         return [float(x) for x in rewards]
@@ -373,7 +382,7 @@ class HydraTrainer(GRPOTrainer):
             "actor",
             "reference",
             *(["critic"] if self.has_critic else []),
-            *([LANE_ROLE] if self._uses_lane else []),
+            *([REWARD_ROLE] if self._uses_reward_model else []),
         ]
         self._hidden_totals = [self._score_hidden(ids, inputs, prompts, completions) for ids in self._hidden_ids]
         self._answers, self._scores = self._score(completion_ids_list, asked)
@@ -386,7 +395,7 @@ class HydraTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(total [N], whether there is one [N])"""
         shown = self._shown(ids, talks=not isinstance(completions[0], str))
-        answers, self._scores = self._score(ids, [LANE_ROLE] if self._uses_lane else [])
+        answers, self._scores = self._score(ids, [REWARD_ROLE] if self._uses_reward_model else [])
         # what reward functions tell of answers that TRL knows nothing of would stand beside others in its tables
         told = {name: getattr(self, name) for name in ("_pending_extra_logs", "_pending_metrics")}
         self.__dict__.update({name: defaultdict(list) for name in told})
@@ -541,15 +550,15 @@ class HydraTrainer(GRPOTrainer):
         return loss
 
     def forward(self, model: Any, batch: PackedBatch, requests: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The traversal that is learned from; until the next rollout the base recomputes and drops as in training."""
+        """The forward that is learned from; until the next rollout the base recomputes and drops as in training."""
         self.hydra.train(self.model.training)
         place = self._step * self.accelerator.num_processes + self.accelerator.process_index
         seed = int(self.args.seed * 1_000_003 + place)
         return forward_through(model, (batch, requests), dropout_seed=seed)
 
 
-LANE_ROLE = "reward"
-"""The role that `lane` asks."""
+REWARD_ROLE = "reward"
+"""The role that `reward_model` asks."""
 
 
 class _PromptsOfEpoch(Sampler[int]):

@@ -32,7 +32,7 @@ class HydraConfig(GRPOConfig):
         default=None, metadata={"help": "Bounds of an answer's weighted rewards, before any penalty."}
     )
     reward_adapter: str | None = field(
-        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `lane`."}
+        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `reward_model`."}
     )
 
     reads: ClassVar[tuple[str, ...]] = ()

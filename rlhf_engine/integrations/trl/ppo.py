@@ -3,15 +3,15 @@
     trainer = HydraPPOTrainer(
         model="path/to/model",
         args=HydraPPOConfig(output_dir="ppo"),
-        reward_funcs=reward,                 # functions, models as in TRL, `lane` for a learned reward on the same base
+        reward_funcs=reward,                 # functions, models as in TRL, `reward_model` for one on the same base
         train_dataset=prompts,
         peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     trainer.train()
 
-Log-probs of actor and reference, values and learned rewards come from one traversal; advantages are by GAE; the clipped
-losses of actor and critic share a forward. The critic is PEFT's adapter `critic`; a checkpoint's root loads with plain
-PEFT, and `heads.safetensors` beside it has the value head. See `base` for sizes.
+Log-probs of actor and reference, values and learned rewards come from one backbone forward. Advantages are by GAE. The
+clipped losses of actor and critic share a forward. The critic is PEFT's adapter `critic`. A checkpoint's root
+loads with plain PEFT, and `heads.safetensors` beside it has the value head. See `base` for sizes.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.integrations.peft import Fusion, fuse_lora
 from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
-from rlhf_engine.training.adamw import warn_without_masters
-from rlhf_engine.training.reward_metrics import pointwise_metrics
+from rlhf_engine.policy.adamw import warn_without_masters
+from rlhf_engine.training.reward_model.metrics import pointwise_metrics
 
 require_trl()
 from trl import GRPOConfig, RewardConfig, RewardTrainer  # noqa: E402

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf_bench import tuning as sweeping
 from rlhf_kernels import tuning
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
@@ -19,8 +20,6 @@ from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.triton_support import INTERPRETED
 from rlhf_kernels.tuning import Entry, Key, Row, Site
-
-from rlhf_engine.bench import tuning as sweeping
 
 ROOT = Path(__file__).resolve().parents[3]
 _spec = importlib.util.spec_from_file_location("tune", ROOT / "bench" / "tune.py")

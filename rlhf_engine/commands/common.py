@@ -1,0 +1,131 @@
+"""What the commands share: process-wide settings, errors of requests, stops by signal, and the last lines printed."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_engine.distributed.launch import launched_rank
+from rlhf_engine.errors import ConfigError, RewardError, RunStopped
+
+if TYPE_CHECKING:
+    from rlhf_engine.training.run import Run
+
+
+@contextlib.contextmanager
+def as_request_errors() -> Any:
+    """While a request is checked and its model is built, such an error is about the request."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RewardError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def prepare(kernels: str) -> None:
+    """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
+    with as_request_errors():  # the environment may name an instruction set or a table that is not there
+        from rlhf_kernels import cores, registry, tuning
+
+        tuning.check_named()
+    from transformers.utils import logging
+
+    from rlhf_engine.devices import keep_freed_memory
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    registry.set_default_backend(kernels)
+    keep_freed_memory()
+    note = cores.limit_threads()
+    if note is not None and launched_rank() == 0:
+        print(f"note: {note}", file=sys.stderr)
+
+
+SHORT_CUTS = ("decode_step", "lora_decode_delta")
+"""Ops that do at once what others do one by one; where a backend has none, the others run."""
+
+
+def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
+    """A backend asked for by name must serve every op; say at once which it does not."""
+    from rlhf_kernels import registry
+
+    if kernels == "auto":
+        return
+    report = {op: row for op, row in registry.report(device_type, dtype).items() if op not in SHORT_CUTS}
+    missing = [op for op, row in report.items() if row[kernels] != "available"]
+    if missing:
+        raise ConfigError(
+            f"kernels: expected a backend that serves every op on {device_type}, {kernels!r} has no {missing}"
+        )
+
+
+def run_trainer(
+    name: str,
+    trainer: Run,
+    results: Callable[[], Mapping[str, Any]],
+    *,
+    title: str,
+    shown: Mapping[str, str] | None = None,
+    notes: Iterable[str] = (),
+) -> int:
+    """Make a trainer's remaining steps, with its progress shown; the exit code.
+
+    Args:
+        name: of the command.
+        results: what was written and where, once the run is done: label → place.
+        title: of the progress.
+        shown: metric → label, in place of the usual ones.
+        notes: lines to print before the first step.
+    """
+    from rlhf_engine.runs.progress import TrainingProgress
+
+    finished = trainer.world.gather(trainer.finished())[0]
+    if not trainer.world.is_main:
+        return 0 if finished else _run_until_stopped(name, lambda is_stopped: trainer.run(stop=is_stopped))
+    if finished:
+        print(f"nothing to do: {trainer.output} is at step {trainer.steps_done()} of {trainer.total_steps}")
+        return 0
+    print_what_was_left_out(trainer.reports.values())
+    for note in notes:
+        print(note, file=sys.stderr)
+    with TrainingProgress(trainer.total_steps, title=title, step=trainer.state.step, shown=shown) as progress:
+        code = _run_until_stopped(name, lambda is_stopped: trainer.run(progress.update, stop=is_stopped))
+    if not code:
+        _print_where_results_are(trainer.output, results())
+    return code
+
+
+def _run_until_stopped(name: str, run: Callable[[Callable[[], bool]], Any]) -> int:
+    """Run what asks after every step whether to stop; 0, or the exit code where a signal has stopped it."""
+    from rlhf_engine.runs.stop import StopSignals
+
+    with StopSignals() as signals:
+        try:
+            run(signals.asked)
+        except RunStopped as stopped:
+            if launched_rank() == 0:
+                print(f"rlhf-engine {name}: {stopped}; --resume_from_checkpoint auto goes on", file=sys.stderr)
+            return signals.exit_code
+    return 0
+
+
+def _print_where_results_are(output: Path, results: Mapping[str, Any]) -> None:
+    """Standard output of a run that is over."""
+    from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
+    from rlhf_engine.runs.summary import exit_summary
+
+    metrics = output / METRICS_FILE
+    files = {"curves": output / CURVES_FILE, "metrics": metrics}
+    print(exit_summary(metrics, {**results, **files, "page": f"rlhf-engine report {shlex.quote(str(output))}"}))
+
+
+def print_what_was_left_out(reports: Iterable[Any]) -> None:
+    """A line for each source of data of which not every row is used as it is."""
+    for report in reports:
+        if not report.is_plain:
+            print(report.text(), file=sys.stderr)

@@ -1,0 +1,122 @@
+"""The command line: `rlhf-engine demo | sft | reward | train | generate | report | plan | doctor | bench`.
+
+Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped
+by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rlhf_engine import __version__
+from rlhf_engine.distributed.launch import launched, launched_rank
+from rlhf_engine.errors import ConfigError, EngineError, notes
+
+_USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
+
+  demo       train and judge a small model from scratch in a minute or two on a CPU
+  sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
+  reward     a reward model: --lora on a slot of the frozen base, --full for comparison
+  train      RL: actor, critic, reference and reward on one frozen backbone
+  generate   answers of a model, with or without an adapter
+  report     a page of one run or several, for a browser: report RUN… [--out report.html]
+  plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
+  doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
+  bench      time, memory and error of the kernels: bench [OP] [--quick]
+
+rlhf-engine COMMAND --help lists a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"rlhf-engine {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in _COMMANDS:
+        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
+        return 2
+    try:
+        if name in _ALONE and launched() > 1:
+            raise ConfigError(f"{name}: expected one process, got {launched()}; train is what several can share")
+        code: int = importlib.import_module(_COMMANDS[name]).run(rest)
+        return code
+    except KeyboardInterrupt:
+        print(
+            f"rlhf-engine {name}: stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto",
+            file=sys.stderr,
+        )
+        return 130
+    except ConfigError as error:
+        return _fail(name, error, 2)
+    except (EngineError, OSError) as error:  # a disk that is full or fails, a file that cannot be read
+        return _fail(name, error, 1)
+
+
+_THREADS_END_WITHIN = 5.0
+"""Seconds that threads of other libraries or of a reward function have, once a command is done."""
+
+
+def run_and_exit() -> NoReturn:
+    """Run the command of this process and end it with the command's exit code.
+
+    A thread that somebody's code has left running does not keep the process: it has a few seconds to end.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code = 1
+
+    def end() -> None:
+        own = (threading.main_thread(), threading.current_thread())
+        left = sorted(t.name for t in threading.enumerate() if not t.daemon and t not in own)
+        print(f"rlhf-engine: done, but {', '.join(left)} still ran and was left behind", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(code)
+
+    last = threading.Timer(_THREADS_END_WITHIN, end)
+    last.daemon = True
+    try:
+        code = main()
+    finally:
+        last.start()
+    sys.exit(code)
+
+
+def _fail(name: str, error: Exception, code: int) -> int:
+    rank = f", rank {launched_rank()}" if launched() > 1 else ""
+    text = "; ".join([str(error), *notes(error)])
+    print(f"rlhf-engine {name}{rank}: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+_COMMANDS = {
+    "demo": "rlhf_engine.commands.demo.command",
+    "sft": "rlhf_engine.commands.sft",
+    "reward": "rlhf_engine.commands.reward",
+    "train": "rlhf_engine.commands.train",
+    "generate": "rlhf_engine.commands.generate",
+    "report": "rlhf_engine.commands.report",
+    "plan": "rlhf_engine.commands.plan",
+    "doctor": "rlhf_engine.commands.doctor",
+    "bench": "rlhf_engine.commands.bench",
+}
+"""Command → module, whose `run` takes the arguments and returns the exit code."""
+
+
+_ALONE = ("sft", "reward", "generate", "demo", "bench")
+"""Commands that several processes would only do several times, into the same files."""
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {list(names)}"

@@ -1,0 +1,22 @@
+"""`rlhf-engine plan`: memory and time of a run before it is begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_engine.commands.common import as_request_errors, prepare
+from rlhf_engine.config import PlanConfig, parse_config
+
+
+def run(argv: Sequence[str]) -> int:
+    config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
+    prepare("auto")
+    from rlhf_engine.planning.report import run_plan
+    from rlhf_engine.planning.time_report import run_time_plan
+
+    with as_request_errors():
+        if config.time:
+            run_time_plan(config)
+        else:
+            run_plan(config)
+    return 0

@@ -1,0 +1,320 @@
+"""Options of the algorithm that trains the policy; names as in TRL where TRL has the option."""
+
+# ruff: noqa: RUF009 - `option` returns dataclasses.field(...), which ruff cannot see
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config.parser import Options, option
+from rlhf_engine.errors import ConfigError
+
+Algorithm = Literal["ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmFacts:
+    """What the options have to know of an algorithm; its equations are in `rlhf_engine.algorithms.<name>`."""
+
+    summary: str
+    """For --help."""
+    reads: tuple[str, ...]
+    """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
+    generations: int = 4
+    """Default of `num_generations`, a greedy answer included."""
+    with_greedy: bool = False
+    """Whether one answer to each prompt is the greedy one, and one is drawn."""
+    least_drawn: int = 2
+    """Scored answers that a prompt needs to be learned from."""
+    one_unit_per_prompt: bool = False
+    """Whether an answer or a pair is chosen for each prompt, so that minibatches are made of prompts."""
+    sums_per_answer: bool = False
+    """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length."""
+    adapts_beta: bool = False
+    """Whether beta weighs the KL and nothing else, so that `kl_target` may adapt it."""
+    maximises_reward: bool = True
+    """Whether a sum of the reward and beta times the KL is maximised. Answers can then be weighed by a ratio."""
+    has_token_ratio: bool = False
+    """Whether its loss has the ratio of two policies for each token."""
+    answers_together: int = 1
+    """Answers that go through the model together, whatever the micro-batch."""
+    loss_types: tuple[str, ...] = ()
+    """Values of `loss_type`; the first is the default."""
+    repeats: int = 1
+    """Default of `num_mini_batches` and of `num_ppo_epochs`."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learned."""
+        return "vf_coef" in self.reads
+
+    def reads_option(self, name: str) -> bool:
+        """Whether it reads an option of those that not every algorithm reads."""
+        return (
+            name in self.reads
+            or (name == "loss_type" and bool(self.loss_types))
+            or (name in ("kl_target", "kl_horizon") and self.adapts_beta)
+        )
+
+
+_CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
+ALGORITHMS: dict[str, AlgorithmFacts] = {
+    "ppo": AlgorithmFacts(
+        summary="ppo",
+        reads=(
+            *("beta", "gamma", "lam", "kl_estimator", "cliprange", "cliprange_value"),
+            *("whiten_rewards", "whiten_advantages", *_CRITIC),
+        ),
+        generations=1,
+        least_drawn=1,
+        adapts_beta=True,
+        has_token_ratio=True,
+        repeats=4,
+    ),
+    "remax": AlgorithmFacts(
+        summary="remax (greedy answer as baseline)",
+        reads=("beta", "gamma", "kl_estimator", "kl_in", "advantage_clip", "divide_by_own_length"),
+        generations=2,
+        with_greedy=True,
+        least_drawn=1,
+        one_unit_per_prompt=True,
+        sums_per_answer=True,
+        adapts_beta=True,
+    ),
+    "rloo": AlgorithmFacts(
+        summary="rloo (the other answers to the prompt)",
+        reads=("beta", "kl_estimator", "cliprange"),
+        sums_per_answer=True,
+        adapts_beta=True,
+        loss_types=("proximal", "vanilla"),
+    ),
+    "reinforce": AlgorithmFacts(
+        summary="reinforce: with a learned value baseline (PERL)",
+        reads=("beta", "gamma", "kl_estimator", *_CRITIC),
+        generations=1,
+        least_drawn=1,
+        sums_per_answer=True,
+    ),
+    "grpo": AlgorithmFacts(
+        summary="grpo",
+        reads=("beta", "cliprange", "scale_rewards"),
+        adapts_beta=True,
+        has_token_ratio=True,
+        loss_types=("grpo", "bnpo", "dr_grpo"),
+    ),
+    "online_dpo": AlgorithmFacts(
+        summary="online_dpo (best against worst)",
+        reads=("beta",),
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+        answers_together=2,
+        loss_types=("sigmoid", "ipo"),
+    ),
+    "best_of_n": AlgorithmFacts(
+        summary="best_of_n (learn the best)",
+        reads=(),
+        least_drawn=1,
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+    ),
+}
+"""By name, in the order of `Algorithm`."""
+_READ_BY_SOME = (
+    *dict.fromkeys(name for facts in ALGORITHMS.values() for name in facts.reads),
+    "kl_target",
+    "kl_horizon",
+    "loss_type",
+)
+
+
+def _named(is_true: Callable[[AlgorithmFacts], bool]) -> tuple[str, ...]:
+    """Names of the algorithms of which something is true."""
+    return tuple(name for name, facts in ALGORITHMS.items() if is_true(facts))
+
+
+def _readers(option_name: str) -> tuple[str, ...]:
+    return _named(lambda facts: facts.reads_option(option_name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmOptions(Options):
+    """What the policy learns from its answers, and by which objective."""
+
+    algorithm: Algorithm = option(
+        "ppo",
+        "; ".join(ALGORITHMS[name].summary for name in _named(lambda facts: facts.has_critic))
+        + "; without a critic: "
+        + ", ".join(ALGORITHMS[name].summary for name in _named(lambda facts: not facts.has_critic)),
+    )
+    num_generations: int | None = option(
+        None, "answers per prompt; none: 1 for ppo and reinforce, 2 for remax (drawn, greedy), 4 for the others", ge=1
+    )
+    beta: float = option(
+        0.05,
+        "KL coefficient: of -beta * KL in a token's reward, for grpo (and kl_in loss) of a term of the loss; "
+        "reinforce: the reward counts 1-beta; online_dpo: temperature of its loss",
+        ge=0,
+    )
+    kl_target: float | None = option(
+        None, "KL to the reference, nats per answer, that beta is adapted to after each step; none: beta stays", gt=0
+    )
+    kl_horizon: int = option(10_000, "answers over which a KL of twice its target would double beta", ge=1)
+    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL in the reward, per token")
+    gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
+    lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
+    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
+    cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
+    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    entropy_coef: float = option(
+        0.0,
+        "weight of the entropy bonus, a mean per token; the loss of remax, rloo and reinforce is a sum per answer",
+        ge=0,
+    )
+    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
+    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
+    loss_type: Literal["proximal", "vanilla", "grpo", "bnpo", "dr_grpo", "sigmoid", "ipo"] | None = option(
+        None,
+        "; ".join(f"{name}: {', '.join(facts.loss_types)}" for name, facts in ALGORITHMS.items() if facts.loss_types)
+        + "; none: the first of them",
+    )
+    scale_rewards: Literal["group", "none"] = option(
+        "group", "grpo: divide advantages by the standard deviation of the prompt's scores, or not"
+    )
+    kl_in: Literal["to_go", "local", "loss"] = option(
+        "to_go", "remax: a token answers for its KL and that of all after it, or its own alone, or the loss has a term"
+    )
+    advantage_clip: float | None = option(
+        None, "remax: largest difference, up or down, to the greedy answer's score; none: any", gt=0
+    )
+    divide_by_own_length: bool = option(False, "remax: divide an answer's loss by its own length, which is biased")
+    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
+
+    generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
+    num_mini_batches: int | None = option(
+        None,
+        "optimizer steps per epoch over the batch; none: 4 for ppo, 1 for the others: remax, reinforce and vanilla "
+        "rloo have no ratio that would correct the steps after the first",
+        ge=1,
+    )
+    num_ppo_epochs: int | None = option(
+        None, "epochs over each batch; none: 4 for ppo, 1 for the others, for the same reason", ge=1
+    )
+    per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
+
+    @property
+    def facts(self) -> AlgorithmFacts:
+        """Of the algorithm."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learned."""
+        return self.facts.has_critic
+
+    @property
+    def sums_per_answer(self) -> bool:
+        """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length.
+
+        One that is scaled down whenever it is greater than a constant is another estimate, and a biased one.
+        """
+        return self.facts.sums_per_answer
+
+    @property
+    def generations(self) -> int:
+        """Answers per prompt, a greedy one included."""
+        return self.num_generations or self.facts.generations
+
+    @property
+    def least_drawn(self) -> int:
+        """Scored answers that a prompt needs to be learned from."""
+        return self.facts.least_drawn
+
+    @property
+    def reward_weight(self) -> float | None:
+        """What the score counts beside beta times the KL; None where no such sum is maximised."""
+        if not self.facts.maximises_reward:
+            return None
+        return 1 - self.beta if self.algorithm == "reinforce" else 1.0
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a step."""
+        return self.generation_batch_size // self.generations
+
+    @property
+    def units_per_step(self) -> int:
+        """What minibatches are made of: drawn answers, or prompts where an answer or a pair is chosen for each."""
+        return self.prompts_per_step if self.facts.one_unit_per_prompt else self.generation_batch_size
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps per epoch."""
+        return self.num_mini_batches or self.facts.repeats
+
+    @property
+    def epochs(self) -> int:
+        """Epochs over each batch."""
+        return self.num_ppo_epochs or self.facts.repeats
+
+    @property
+    def chosen_loss_type(self) -> str:
+        """`loss_type`, or the algorithm's first; empty where it has none."""
+        return self.loss_type or (*self.facts.loss_types, "")[0]
+
+    def check_algorithm(self) -> None:
+        """Raise ConfigError for options that contradict the algorithm or that it does not read."""
+        name = self.algorithm
+        least = 1 if self.has_critic else 2
+        if self.generations < least:
+            raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
+        if self.facts.with_greedy and self.generations != 2:
+            raise ConfigError(
+                f"num_generations: expected 2 for {name}, a drawn answer and the greedy one, got {self.generations}"
+            )
+        if self.generation_batch_size % self.generations:
+            raise ConfigError(
+                f"generation_batch_size: expected a multiple of num_generations ({self.generations}), "
+                f"got {self.generation_batch_size}"
+            )
+        if self.units_per_step % self.mini_batches:
+            of = "" if self.units_per_step == self.generation_batch_size else f", {self.units_per_step} to learn from"
+            raise ConfigError(
+                f"generation_batch_size: expected a multiple of num_mini_batches ({self.mini_batches}), "
+                f"got {self.generation_batch_size}{of}"
+            )
+        known = self.facts.loss_types
+        if self.loss_type is not None and known and self.loss_type not in known:
+            raise ConfigError(f"loss_type: expected one of {', '.join(known)} for {name}, got {self.loss_type!r}")
+        if name == "reinforce" and self.beta > 1:
+            raise ConfigError(
+                f"beta: expected at most 1 for reinforce, which maximises (1-beta) reward - beta KL, got {self.beta}"
+            )
+        if name == "online_dpo" and self.beta == 0:
+            raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.kl_target is not None and self.beta == 0:
+            raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
+        if self.kl_target is None and self.kl_horizon != defaults["kl_horizon"]:
+            raise ConfigError(f"kl_horizon: expected it unset without kl_target, got {self.kl_horizon}")
+        if self.kl_target is not None and 5 * self.kl_horizon <= self.generation_batch_size:
+            raise ConfigError(
+                f"kl_horizon: expected more than a fifth of generation_batch_size ({self.generation_batch_size}), or a "
+                f"step could take beta below 0, got {self.kl_horizon}"
+            )
+        readers = {
+            option_name: (self.facts.reads_option(option_name), _readers(option_name)) for option_name in _READ_BY_SOME
+        }
+        if self.chosen_loss_type == "vanilla":
+            readers["cliprange"] = (False, ("ppo", "proximal rloo", "grpo"))
+        if self.kl_in == "loss":
+            readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
+        for option_name, (is_read, algorithms) in readers.items():
+            value = getattr(self, option_name)
+            if not is_read and value != defaults[option_name]:
+                raise ConfigError(
+                    f"{option_name}: expected it unset for {name}, which does not read it "
+                    f"({', '.join(algorithms)}), got {value!r}"
+                )

@@ -1,0 +1,58 @@
+"""Options of how data are read; names as in TRL where TRL has the option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config.parser import Options, option, required
+from rlhf_engine.errors import ConfigError
+
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+"""Names of files with rows end so."""
+
+SOURCES = (
+    "a file or folder of JSON, JSONL (either also .gz) or Parquet, a folder of save_to_disk, or "
+    "hub:owner/name[:split], which alone uses the network"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(Options):
+    """What becomes of rows that are too long or cannot be used."""
+
+    max_bad_rows: float = option(
+        0.0, "rows that may be unusable before the run stops: a share below 1, or a whole number of rows", ge=0
+    )
+    truncation: Literal["error", "drop", "keep_end", "keep_start"] = option(
+        "error",
+        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go) or keep_start (the "
+        "answer's last tokens go)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_bad_rows > 1 and not self.max_bad_rows.is_integer():
+            raise ConfigError(
+                f"max_bad_rows: expected a share below 1 or a whole number of rows, got {self.max_bad_rows:g}"
+            )
+
+    def check_prompts_kept(self) -> None:
+        """Raise ConfigError for a truncation that prompts do not bear."""
+        if self.truncation == "keep_start":
+            raise ConfigError(
+                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
+                "answered, got 'keep_start'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(RowOptions):
+    """Where training rows come from."""
+
+    dataset_name: str = required(f"training data: {SOURCES}")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset_name:
+            raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")

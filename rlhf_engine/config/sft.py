@@ -1,0 +1,30 @@
+"""Options of `rlhf-engine sft`: joint language-model and reward training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_engine.config.parser import option, required
+from rlhf_engine.config.training import (
+    SupervisedOptions,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(SupervisedOptions):
+    """Supervised training of language model and reward head together.
+
+    Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
+    """
+
+    mode: Literal["full", "lora"] = required(
+        "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
+    )
+    gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
+    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none", ge=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "full":
+            self.check_no_adapter()

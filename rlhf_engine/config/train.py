@@ -1,0 +1,213 @@
+"""Options of `rlhf-engine train`: RL by any algorithm and method, Hydra-PPO by default.
+
+Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
+"""
+
+# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlhf_engine.config.algorithm import AlgorithmOptions
+from rlhf_engine.config.asynchronous import AsyncOptions, Correction
+from rlhf_engine.config.parser import option
+from rlhf_engine.config.rollout import RolloutOptions
+from rlhf_engine.config.training import (
+    TrainingOptions,
+    not_empty,
+)
+from rlhf_engine.errors import ConfigError
+
+Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOptions):
+    """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
+
+    method: Method = option(
+        "hydra_ppo",
+        "hydra_ppo: critic on an adapter of its own; j_hydra_ppo: on the actor's; dynamic_lora_ppo: on a second "
+        "backbone, the reward model's; lora_ppo: four backbones, adapters on two; full_ppo: four, two trained whole",
+    )
+    actor_adapter: str | None = option(None, "PEFT folder the actor starts from; none: a fresh adapter")
+    reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
+    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
+    reward_model_path: str | None = option(
+        None,
+        "folder of a whole reward model (AutoModelForSequenceClassification); on the base's weights it costs a head",
+    )
+    critic_init: Literal["base", "actor", "reward"] = option(
+        "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
+    )
+    load_in_8bit: bool = option(False, "frozen backbones in 8 bits through bitsandbytes")
+    load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
+
+    eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
+    dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
+    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
+
+    reward_funcs: list[str] = option(
+        ["reward_model"],
+        "reward sources: reward_model (the learned reward head), module:function or path/file.py:function",
+    )
+    reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
+    reward_timeout: float | None = option(
+        1800.0, "seconds after which a call of a reward function is given up; none: never", gt=0
+    )
+    missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
+    missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
+
+    max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
+    learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
+    critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
+    critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
+    max_grad_norm: float | None = option(
+        None,
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for remax, "
+        "rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        ge=0,
+    )
+    token_budget: int | None = option(
+        None, "most tokens of all lanes together in one backbone forward; none: by device and model", ge=1
+    )
+
+    eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
+    num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
+    ddp_timeout: float = option(
+        1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
+    )
+
+    shard_base: bool = option(
+        False, "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score"
+    )
+
+    @property
+    def largest_grad_norm(self) -> float | None:
+        never = self.max_grad_norm is None and self.sums_per_answer
+        return None if never else super().largest_grad_norm
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty("reward_funcs", self.reward_funcs)
+        for source in self.reward_funcs:
+            if source != "reward_model" and not all(source.rpartition(":")[::2]):
+                expected = "reward_model, module:function or path/file.py:function"
+                raise ConfigError(f"reward_funcs: expected {expected}, got {source!r}")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ConfigError(
+                f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
+                f"got {len(self.reward_weights)}"
+            )
+        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
+            raise ConfigError(
+                f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
+            )
+        self.check_prompts_kept()
+        self._check_method()
+        self.check_algorithm()
+        self._check_correction()
+        self.check_async(
+            algorithm=self.algorithm,
+            loss_type=self.chosen_loss_type,
+            method=self.method,
+            rollout_backend=self.rollout_backend,
+        )
+        if self.warmup_steps > self.max_steps:
+            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
+        if self.critic_warmup_steps >= self.max_steps:
+            raise ConfigError(
+                f"critic_warmup_steps: expected less than max_steps ({self.max_steps}), got {self.critic_warmup_steps}"
+            )
+        if self.eval_steps and self.eval_dataset_name is None:
+            raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
+
+    @property
+    def correction(self) -> Correction:
+        """`off_policy_correction`, or the algorithm's default."""
+        return self.off_policy_correction or self.corrections(self.algorithm, self.chosen_loss_type)[0]
+
+    def _check_method(self) -> None:
+        """What a method needs and what it cannot do, before any weights are read."""
+        for name in ("reward_adapter", "reward_model_path"):
+            if getattr(self, name) is not None and "reward_model" not in self.reward_funcs:
+                raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
+        if self.reward_adapter is not None and self.reward_model_path is not None:
+            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if "reward_model" not in self.reward_funcs and self.method == "dynamic_lora_ppo":
+            raise ConfigError(
+                "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the "
+                f"reward model's, got {self.reward_funcs}"
+            )
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if self.shard_base and getattr(self, name):
+                raise ConfigError(
+                    f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
+                )
+        if self.method == "full_ppo":
+            if self.rollout_backend != "local":
+                raise ConfigError(
+                    "rollout_backend: expected 'local' for full_ppo, whose actor is a whole backbone, where only "
+                    f"adapters are sent elsewhere, got {self.rollout_backend!r}"
+                )
+            for name in ("load_in_8bit", "load_in_4bit", "actor_adapter", "reference_adapter"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name}: expected it unset for full_ppo, which trains whole backbones from the base on, "
+                        f"got {getattr(self, name)!r}"
+                    )
+        if self.critic_init == "reward":
+            self._check_start_as_reward()
+        if self.critic_init == "actor" and self.method == "dynamic_lora_ppo":
+            raise ConfigError(
+                "critic_init: expected 'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than "
+                "the actor, got 'actor'"
+            )
+
+    def _check_correction(self) -> None:
+        """Whether the algorithm can learn from the answers of another engine as configured."""
+        if self.rollout_backend != "local" and self.facts.with_greedy and self.temperature != 1:
+            raise ConfigError(
+                f"temperature: expected 1 for {self.algorithm} with rollout_backend 'vllm', which reports the "
+                f"log-probs of greedy tokens at that temperature alone, got {self.temperature:g}"
+            )
+        if self.rollout_backend == "local" or not self.vllm_importance_sampling_correction:
+            return
+        if not self.facts.maximises_reward:
+            raise ConfigError(
+                f"vllm_importance_sampling_correction: expected false for {self.algorithm}, whose loss has no place "
+                "for a ratio of two engines, got true"
+            )
+        mode = self.vllm_importance_sampling_mode
+        if self.chosen_loss_type == "proximal" and mode != "sequence_truncate":
+            raise ConfigError(
+                "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo, whose loss weighs "
+                f"whole answers, got {mode!r}"
+            )
+
+    def _check_start_as_reward(self) -> None:
+        """Where the critic has no slot of its own, its hidden states have to be the reward model's all the same."""
+        if "reward_model" not in self.reward_funcs:
+            raise ConfigError(
+                "critic_init: expected 'reward_model' among reward_funcs to start as the reward model, got "
+                f"{self.reward_funcs}"
+            )
+        start = self.actor_adapter or self.reference_adapter  # of the actor's slot, which J-Hydra's critic reads
+        apart = {
+            "full_ppo": self.reward_adapter is not None,
+            "j_hydra_ppo": (start and Path(start).resolve())
+            != (self.reward_adapter and Path(self.reward_adapter).resolve()),
+        }
+        if apart.get(self.method, False):
+            raise ConfigError(
+                f"critic_init: expected 'base' for {self.method} here, whose critic has no slot of its own and starts "
+                f"on {start or 'the base'!r}, where the reward head reads {self.reward_adapter or 'the base'!r}; got "
+                "'reward'"
+            )

@@ -1,0 +1,1 @@
+"""Processes of a run: what a launcher started, and the exchanges between ranks."""

@@ -1,0 +1,109 @@
+"""From a configuration to what the training loop gets its answers from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.generators.policy_store import VersionStore
+from rlhf_engine.generators.scheduler import Scheduler
+from rlhf_engine.generators.sources import Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker, Source
+from rlhf_engine.generators.staleness import StalenessRule
+from rlhf_engine.generators.thread import GeneratorThread
+from rlhf_engine.generators.transport import Transport
+from rlhf_engine.generators.work import StepOrders
+from rlhf_engine.generators.worker import OrderDrawer
+from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.policy.build import BEHAVIOUR
+from rlhf_engine.rollout import EngineOptions
+from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.scoring.score import FrozenScores, score_frozen
+
+Connect = Callable[[HydraModel], Transport]
+"""Starts generators in other processes, for the learner's model."""
+
+
+def make_source(
+    config: TrainConfig,
+    model: HydraModel,
+    rollouts: Rollouts,
+    orders: StepOrders,
+    past: PastState,
+    *,
+    step: int,
+    policy_version: int,
+    reward: bool,
+    world: World = ALONE,
+    connect: Connect | None = None,
+) -> Source:
+    """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores;
+    world: ranks that draw a share each.
+
+    connect: for async_mode 'ray'. Raises ConfigError where it is missing.
+    """
+    if not config.is_async:
+        return OwnPolicy(rollouts, orders, world)
+    if config.async_mode == "ray" and connect is None:
+        raise ConfigError(
+            "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray.connect, got none"
+        )
+    store, tracker = VersionStore(), PolicyTracker(model, past, done=step, version=policy_version)
+    rule = StalenessRule.of(config)
+    in_flight = config.async_policy == "in_flight"
+
+    def score(batch: PackedBatch) -> FrozenScores | None:
+        return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
+
+    options = EngineOptions.of(config)
+    device = model.role_backbone(BEHAVIOUR).device
+    threads = _generator_threads(config, device)
+    if config.async_mode in ("off", "replay"):
+        draw = OrderDrawer(model, store, options, score=score)
+        return PastPolicies(draw, store, tracker, orders, rule, world, threads=threads)
+    hurry, stop = threading.Event(), threading.Event()
+
+    def start() -> Transport:
+        if config.async_mode == "ray" and connect is not None:
+            return connect(model)
+        # who asks the frozen lanes must not show in their bits
+        alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
+        draw = OrderDrawer(
+            model,
+            store,
+            options,
+            in_flight=in_flight,
+            score=score,
+            hurry=hurry.is_set if alike else lambda: False,
+            stopped=stop.is_set,
+        )
+        return GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads)
+
+    n_shares = config.ray_generators if config.async_mode == "ray" else 1
+
+    def begin() -> Scheduler:
+        return Scheduler(
+            start(),
+            orders.orders,
+            rule,
+            tracker.after,
+            step=step,
+            total_steps=config.max_steps,
+            n_shares=n_shares,
+            timeout=config.async_timeout,
+            drawn_by=past.drawn_by,
+            hurry=hurry,
+        )
+
+    return Concurrent(begin, store, tracker, drawn_by=past.drawn_by, n_shares=n_shares, mixed=in_flight)
+
+
+def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
+    """Threads of the CPU that are a generator's; None where it takes none from the learner."""
+    if device.type != "cpu" or config.async_mode not in ("replay", "overlap"):
+        return None
+    return config.generator_threads or max(1, torch.get_num_threads() // 2)

@@ -1,0 +1,1 @@
+"""Generators in other processes, on this machine or a cluster, through Ray."""

@@ -1,0 +1,127 @@
+"""Policies, orders and answers as bytes and plain values, for generators in other processes.
+
+A policy goes over as the bytes of a safetensors file beside its version and its digest, which the receiver checks,
+and answers beside a digest of their own; nothing is pickled here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.generators.policy_store import Snapshot, digest
+from rlhf_engine.generators.work import Answered, Order, put_together, take_apart
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra.roles import LM_HEAD, OFF
+from rlhf_engine.rollout import SamplingConfig
+from rlhf_engine.scoring.score import FrozenScores
+
+
+class Parcel(NamedTuple):
+    """A policy on its way."""
+
+    version: int
+    digest: str
+    """SHA-256 over names and bytes of its tensors, see `versions.digest`."""
+    data: bytes
+    """A safetensors file."""
+
+
+def pack_policy(snapshot: Snapshot) -> Parcel:
+    """Waits for the tensors where a device still makes them."""
+    if snapshot.ready is not None:
+        snapshot.ready.synchronize()
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in snapshot.tensors.items()}
+    return Parcel(snapshot.version, digest(tensors), save(tensors))
+
+
+def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapshot:
+    """Raises EngineError for one that is not what was sent."""
+    try:
+        tensors = load(parcel.data)
+    except SafetensorError as error:
+        raise EngineError(f"policy version {parcel.version} arrived damaged: {error}") from error
+    found = digest(tensors)
+    if found != parcel.digest:
+        raise EngineError(
+            f"policy version {parcel.version} arrived damaged: expected tensors of digest {parcel.digest[:12]}…, got "
+            f"{found[:12]}…"
+        )
+    return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def pack_order(order: Order) -> dict[str, Any]:
+    """Numbers, texts and tuples of them by name."""
+    return dataclasses.asdict(order)
+
+
+def unpack_order(values: Mapping[str, Any]) -> Order:
+    """What `pack_order` was given."""
+    return Order(**{**values, "sampling": SamplingConfig(**values["sampling"])})
+
+
+def pack_answers(answered: Answered) -> dict[str, Any]:
+    """Plain values by name; tensors as the bytes of one safetensors file under `tensors`, and a digest of it all."""
+    rollout, frozen = answered
+    plain, tensors = take_apart(rollout)
+    for name, tensor in zip(FrozenScores._fields, frozen or (), strict=False):
+        if tensor is not None:
+            tensors[name] = tensor
+    values = {
+        "tensors": save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}),
+        "scored": frozen is not None,
+        **plain,
+    }
+    return {**values, "digest": _digest(values)}
+
+
+def unpack_answers(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Answered:
+    """What `pack_answers` was given, on a device. Raises EngineError for answers that are not what was sent."""
+    found = _digest(values)
+    if found != values.get("digest"):
+        expected = str(values.get("digest"))[:12]
+        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {found[:12]}…")
+    tensors = {name: tensor.to(device) for name, tensor in load(values["tensors"]).items()}
+    frozen = FrozenScores(*map(tensors.get, FrozenScores._fields)) if values["scored"] else None
+    return Answered(put_together(values, tensors), frozen)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what `pack_answers` makes."""
+    plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
+    found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    found.update(values["tensors"])
+    return found.hexdigest()
+
+
+def frozen_digests(model: HydraModel) -> dict[str, str]:
+    """SHA-256 of what no update of a run changes, by part: backbones, frozen slots and frozen heads."""
+    found = {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
+    for role in model.roles.values():
+        if role.trainable or role.transient:
+            continue
+        if role.slot is not OFF:
+            slot = model.backbone(role.backbone).slot(role.slot)
+            found[f"slot {role.slot}"] = digest(dict(slot.named_parameters()))
+        if role.head != LM_HEAD:
+            found[f"head {role.head}"] = digest(model.heads[role.head].state_dict())
+    return found
+
+
+def require_same_frozen(ours: Mapping[str, str], learners: Mapping[str, str]) -> None:
+    """Raise ConfigError, naming the part, where a generator's frozen weights are not the learner's."""
+    for part, found in ours.items():
+        if learners.get(part) != found:
+            expected = learners.get(part, "none")
+            raise ConfigError(
+                f"model_name_or_path: expected weights on the generator's machine that are the learner's, got a {part} "
+                f"of hash {found[:12]}…, not {expected[:12]}…"
+            )

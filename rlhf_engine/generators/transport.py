@@ -1,0 +1,78 @@
+"""What carries orders and policies to generators, and answers back.
+
+The scheduler talks to generators through a `Transport` alone, wherever they are: a thread beside the learner, processes
+on this machine or on others. Generators draw one order at a time. Whatever becomes of one is an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Answered, Order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """A generator has drawn the answers of an order."""
+
+    worker: str
+    order: Order
+    answered: Answered
+    seconds: float
+    """That it took."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lost:
+    """A generator is no more; its order, if it had one, is nobody's."""
+
+    worker: str
+    cause: BaseException
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined:
+    """A generator takes orders from now on, and has every policy that is held."""
+
+    worker: str
+
+
+Event = Drawn | Lost | Joined
+
+
+class Transport(Protocol):
+    """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
+
+    def publish(self, snapshot: Snapshot) -> int:
+        """Let every generator draw by that policy, and those that join later as well. Returns the bytes it sends."""
+        ...
+
+    def keep(self, versions: frozenset[int]) -> None:
+        """No order will ask for policies of other versions any more."""
+        ...
+
+    def submit(self, worker: str, order: Order) -> None:
+        """Have an idle generator draw an order."""
+        ...
+
+    def next_event(self, timeout: float) -> Event | None:
+        """What happened next, or None after so many seconds. May be called while other methods are."""
+        ...
+
+    def silent_for(self, worker: str) -> float:
+        """Seconds since a generator with an order has last shown that it is at work."""
+        ...
+
+    def expects_more(self) -> bool:
+        """Whether a generator is on its way, so that a `Joined` or one more `Lost` will come."""
+        ...
+
+    def give_up(self, worker: str, cause: BaseException) -> None:
+        """Stop a generator for good, as far as that can be done; it is `Lost`."""
+        ...
+
+    def close(self) -> None:
+        """Stop all generators and wait until they have; without effect the second time."""
+        ...

@@ -1,0 +1,204 @@
+"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.block`, with the bits of the modules' own.
+
+A module whose class computes what an op computes gets a subclass of that class, with another `forward`; parameters and
+their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
+nothing but the attributes the op knows of, and has to give the op's bits. A class that fails keeps its `forward`.
+
+Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
+kernel table prefers the reference, the modules run their own code. Outputs never change; gradients are rounded once
+instead of at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.block import reference, rms_norm, rotary, swiglu
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from rlhf_engine.hydra.eager import is_eager
+
+_ROTARY = "apply_rotary_pos_emb"
+"""What the modelling files call the function that turns queries and keys."""
+
+
+def fuse_llama_ops(model: nn.Module) -> int:
+    """Exchange the `forward` of every module that one of the ops can serve; how many that were."""
+    fused = 0
+    for module in model.modules():
+        found = _fused_class(type(module))
+        if found is not None and _gated_by_silu(module):
+            module.__class__ = found
+            fused += 1
+    return fused
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}
+"""What became of the classes met so far: a subclass, or None."""
+
+
+def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    if getattr(cls, "fused_forward", False):
+        return None
+    if cls not in _FUSED:
+        with unset_fake_temporarily():
+            candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
+            forward = next((found for found in candidates if found is not None), None)
+        members = {
+            "forward": forward,
+            "fused_forward": True,
+            "__reduce__": lambda self: (_remake, (cls,), self.__dict__),  # no module holds a class made here
+        }
+        _FUSED[cls] = None if forward is None else type(cls.__name__, (cls,), members)
+    return _FUSED[cls]
+
+
+def _remake(cls: type[nn.Module]) -> nn.Module:
+    """An empty module of what became of a class, for copies and pickles."""
+    found = _fused_class(cls) or cls
+    made: nn.Module = found.__new__(found)
+    return made
+
+
+def _serves(op: str, *tensors: Tensor) -> bool:
+    """Whether the kernel runs: for these tensors, in this process, now."""
+    x = tensors[0]
+    return (
+        is_eager()
+        and registry.default_backend() in ("auto", "cpu")
+        and registry.unsupported(op, "cpu", x.device.type, x.dtype) is None
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(other.dtype == x.dtype for other in tensors)
+        and registry.resolve(op, "auto", x, (x.shape[-1],)) == "cpu"
+    )
+
+
+# ---- recognising a class and giving it another forward ---------------------------------------------------------------
+
+
+def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    own: Callable[..., Tensor] = cls.forward
+    if not cls.__name__.endswith("RMSNorm"):
+        return None
+
+    def same(dtype: torch.dtype) -> bool:
+        x, weight = _random((3, 40), (40,), dtype=dtype)
+        stand_in = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
+        return torch.equal(own(stand_in, x), reference.rms_norm(x, weight, 1e-3))
+
+    if not _agrees(same):
+        return None
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if _serves("rms_norm", hidden_states, self.weight):
+            return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, backend="cpu")
+        return own(self, hidden_states)
+
+    return forward
+
+
+def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    own: Callable[..., Tensor] = cls.forward
+    if not cls.__name__.endswith("MLP"):
+        return None
+
+    def same(dtype: torch.dtype) -> bool:
+        (x,) = _random((3, 40), dtype=dtype)
+        stand_in = SimpleNamespace(
+            gate_proj=lambda x: x, up_proj=lambda x: x.flip(-1), down_proj=lambda x: x + 1, act_fn=nn.functional.silu
+        )
+        return torch.equal(own(stand_in, x), reference.swiglu(x, x.flip(-1)) + 1)
+
+    if not _agrees(same):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not is_eager():
+            return own(self, x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gated = swiglu(gate, up, backend="cpu") if _serves("swiglu", gate, up) else self.act_fn(gate) * up
+        y: Tensor = self.down_proj(gated)
+        return y
+
+    return forward
+
+
+def _gated_by_silu(module: nn.Module) -> bool:
+    """The activation is the instance's, not the class's; True for a module without one."""
+    return type(getattr(module, "act_fn", nn.SiLU())).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """The class's own forward, reading one global differently: the function that turns queries and keys."""
+    inner = inspect.unwrap(cls.forward)
+    if not isinstance(inner, FunctionType) or _ROTARY not in {*inner.__code__.co_names} & {*inner.__globals__}:
+        return None
+    turn: Callable[..., tuple[Tensor, Tensor]] = inner.__globals__[_ROTARY]
+
+    def same(dtype: torch.dtype) -> bool:
+        q, k, cos, sin = _random((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8), dtype=dtype)
+        ours, theirs = reference.rotary(q, k, cos, sin), turn(q, k, cos, sin)
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    if not _agrees(same):
+        return None
+
+    def turned(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if len(arguments) == 4 and not named:
+            q, k, cos, sin = arguments
+            whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not cos.requires_grad
+            if whole and _serves("rotary", q, k, cos, sin):
+                return rotary(q, k, cos, sin, backend="cpu")
+        return turn(*arguments, **named)
+
+    return _with_global(cls.forward, _ROTARY, turned)
+
+
+def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
+    """The same function under the same decorators, which reads one global differently.
+
+    None for a function with variables of an enclosing one, and for a decorator that does not hold what it decorates in
+    such a variable.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    decorated, closure, names = getattr(function, "__wrapped__", None), None, function.__globals__
+    if decorated is not None:
+        made = _with_global(decorated, name, value)
+        cells = function.__closure__ or ()
+        if made is None or not any(cell.cell_contents is decorated for cell in cells):
+            return None
+        closure = tuple(CellType(made) if cell.cell_contents is decorated else cell for cell in cells)
+    elif function.__closure__:
+        return None
+    else:
+        # without __name__: torch.compile would look the globals up in the module of that name
+        names = {known: own for known, own in names.items() if known != "__name__"} | {name: value}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__, copied.__doc__ = function.__annotations__, function.__doc__
+    if decorated is not None:
+        copied.__wrapped__ = made  # type: ignore[attr-defined]
+    return copied
+
+
+def _agrees(same: Callable[[torch.dtype], bool]) -> bool:
+    """Whether the trial passes in both dtypes; it also fails where a class wants attributes or arguments of its own."""
+    try:
+        return same(torch.float32) and same(torch.bfloat16)
+    except (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError):
+        return False
+
+
+def _random(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of which no two agree."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    return [draw(shape).to(dtype) for shape in shapes]

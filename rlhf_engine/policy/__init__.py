@@ -1,0 +1,1 @@
+"""Policies: from a configuration to roles, slots and heads on one backbone."""

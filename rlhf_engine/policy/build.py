@@ -1,0 +1,265 @@
+"""From a configuration to a model: which roles, which backbones, which slots, and what each starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.training import TrainingOptions
+from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.distributed.process_group import World
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
+from rlhf_engine.hydra.adapters import ALL_LINEAR
+from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
+from rlhf_engine.hydra.model import default_token_budget
+from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.hydra.roles import OFF
+from rlhf_engine.hydra.sharding import ShardedBase
+
+BEHAVIOUR = "behaviour"
+"""Role and slot that draw answers beside the learner: a copy of the actor's slot, which the learner does not touch."""
+PAST = "past"
+"""Role and slot of the policy that drew the answers of a step."""
+
+
+def slot_config(config: TrainingOptions) -> SlotConfig:
+    """The shape of a fresh slot."""
+    named = config.lora_target_modules
+    targets: str | tuple[str, ...] = tuple(named) if isinstance(named, list) else (named,)
+    if named == ALL_LINEAR:
+        targets = ALL_LINEAR
+    return SlotConfig(r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, target_modules=targets)
+
+
+def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
+    """The role table of the configured method; critic and reward role only where they are asked for."""
+    roles = METHODS[config.method](
+        reference_slot="sft" if config.reference_adapter else OFF,
+        reward_slot="reward" if config.reward_adapter else OFF,
+    )
+    if "reward_model" not in config.reward_funcs:
+        del roles["reward"]
+    if not config.has_critic:
+        del roles["critic"]
+    return roles
+
+
+def build_policy_model(config: TrainConfig) -> HydraModel:
+    """Backbones, slots and heads of an RL run. Raises ConfigError, where possible before any weights are read.
+
+    With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
+    the base model, not the policy that supervised training made.
+    """
+    roles = ppo_roles(config)
+    if config.is_async:
+        roles |= _copies_of_the_actor(roles["actor"])
+    model = _load(config, roles, list(roles))
+    require_savable(model)
+    if config.critic_init == "reward":
+        _start_critic_as_reward(model)
+    if config.gradient_checkpointing:
+        for name in {role.backbone for role in model.roles.values() if role.trainable}:
+            model.backbone(name).enable_gradient_checkpointing()
+    return model
+
+
+def shard_base(model: HydraModel, config: TrainConfig, world: World) -> ShardedBase:
+    """Share a model's frozen backbones out among the ranks, onto their devices."""
+    group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
+    base = ShardedBase(model, group, world.device)
+    if config.token_budget is None:
+        model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
+    return base
+
+
+def build_generator_model(config: TrainConfig) -> HydraModel:
+    """Of a generator in a process of its own: a slot for the policy that draws, fresh, and the frozen roles it asks."""
+    roles = ppo_roles(config)
+    roles |= _copies_of_the_actor(roles["actor"])
+    kept = [BEHAVIOUR, *(["reference"] if config.kl_estimator != "exact" else [])]
+    return _load(config, roles, [*kept, "reward"] if "reward" in roles else kept)
+
+
+def _load(config: TrainConfig, table: dict[str, RoleSpec], names: list[str]) -> HydraModel:
+    """The named roles of a role table, with the slots and backbones that they need."""
+    check_sources(config)
+    roles = {name: table[name] for name in names}
+    head = _reward_head(config, roles)
+    used = {role.slot for role in roles.values()}
+    slots = {name: slot for name, slot in _slots(config, table).items() if name in used}
+    if "actor" not in roles:  # what starts as a copy of its slot gets its weights later
+        for role in roles.values():
+            if role.transient and role.slot is not None:
+                slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
+    quantization = _quantization(config)
+    dtype = DTYPES[config.dtype]
+    # a base that is to be sharded need not fit into the memory of one device
+    device = torch.device("cpu") if config.shard_base else resolve_device(config.device)
+    sources = _sources(config, roles, dtype, device, quantization)
+    roles = sources.roles
+    model = HydraModel.from_pretrained(
+        sources.base,
+        roles=roles,
+        slots=slots,
+        backbones=sources.others,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        token_budget=config.token_budget,
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        seed=config.seed,
+    )
+    if head is not None:
+        reward_model.load_reward_head(_head(model, "reward"), head, "reward_funcs: 'reward_model'")
+        model.trained_heads.add("reward")
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    """Where each backbone comes from, and the role table that fits what was found."""
+
+    base: str | PreTrainedModel
+    others: dict[str, str | PreTrainedModel]
+    roles: dict[str, RoleSpec]
+
+
+def _sources(
+    config: TrainConfig,
+    roles: dict[str, RoleSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> _Sources:
+    base = config.model_name_or_path
+    reward = config.reward_model_path
+    # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
+    names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
+    # a backbone without a folder of its own starts as another copy of the base
+    found: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
+    if reward is None:
+        return _Sources(base=base, others=found, roles=roles)
+    if "reward" in names:
+        found["reward"] = reward
+        if "critic" in names and config.critic_init == "reward":
+            found["critic"] = reward
+        return _Sources(base=base, others=found, roles=roles)
+    # one backbone: it serves the reward model as well if that has the same backbone
+    plain, other = reward_model.load_beside(base, reward, dtype=dtype, device=device, quantization=quantization)
+    if other is None:
+        return _Sources(base=plain, others={}, roles=roles)
+    if config.critic_init == "reward":
+        raise ConfigError(
+            f"critic_init: expected 'base' or 'actor' for {config.method}, whose critic runs on the base, where the "
+            f"reward model {reward!r} has other weights than the base; got 'reward'"
+        )
+    roles = {**roles, "reward": dataclasses.replace(roles["reward"], backbone="reward")}
+    return _Sources(base=plain, others={"reward": other}, roles=roles)
+
+
+def _slots(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, SlotConfig]:
+    """Shapes and origins of the slots that the role table uses."""
+    slots: dict[str, SlotConfig] = {}
+    if config.reference_adapter is not None:
+        slots["sft"] = peft_io.read_slot_config(config.reference_adapter)
+    if config.reward_adapter is not None:
+        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
+    if roles["actor"].slot == "actor":
+        slots["actor"] = slot_config(config)
+        origin = config.actor_adapter or config.reference_adapter
+        if config.actor_adapter is not None:
+            slots["actor"] = peft_io.read_slot_config(config.actor_adapter)
+        elif origin is not None:
+            # from its folder rather than from the slot, which may be on another backbone
+            slots["actor"] = dataclasses.replace(peft_io.read_slot_config(origin), dropout=config.lora_dropout)
+    if "critic" in roles and roles["critic"].slot == "critic":
+        slots["critic"] = slot_config(config)
+        if config.critic_init == "actor":
+            same_backbone = roles["critic"].backbone == roles["actor"].backbone
+            origin = "actor" if same_backbone else slots["actor"].init_from
+            slots["critic"] = dataclasses.replace(slots["actor"], init_from=origin)
+        elif config.critic_init == "reward" and "reward" in slots:
+            # its folder again, because the reward slot may be on another copy of the backbone
+            slots["critic"] = dataclasses.replace(slots["reward"], dropout=config.lora_dropout)
+    for role in roles.values():
+        if role.transient and role.slot is not None:
+            slots[role.slot] = dataclasses.replace(slots["actor"], init_from="actor")
+    return slots
+
+
+def _copies_of_the_actor(actor: RoleSpec) -> dict[str, RoleSpec]:
+    """Roles of policies as they were: the one that draws, and the one whose answers are learned from."""
+    copy = dataclasses.replace(actor, trainable=False, transient=True)
+    return {name: dataclasses.replace(copy, slot=name) for name in (BEHAVIOUR, PAST)}
+
+
+def _reward_head(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, torch.Tensor] | None:
+    """The trained reward head that the learned reward needs; None if the learned reward is not asked for."""
+    if "reward" not in roles:
+        return None
+    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    return reward_model.require_reward_head(source, "reward_funcs: 'reward_model'")
+
+
+def _start_critic_as_reward(model: HydraModel) -> None:
+    """Copy the reward head's numbers into the value head: two tensors, of which one is trained."""
+    value, reward = _head(model, "value"), _head(model, "reward")
+    if value.weight.shape != reward.weight.shape:
+        raise ConfigError(
+            f"critic_init: expected a reward head of the critic's width {tuple(value.weight.shape)}, got "
+            f"{tuple(reward.weight.shape)}"
+        )
+    value.load_state_dict(reward.state_dict())
+
+
+def _head(model: HydraModel, name: str) -> ScalarHead:
+    head = model.heads[name]
+    assert isinstance(head, ScalarHead)
+    return head
+
+
+def _quantization(config: TrainConfig) -> Quantization:
+    if config.load_in_4bit:
+        return "4bit"
+    return "8bit" if config.load_in_8bit else "none"
+
+
+def check_sources(config: TrainConfig) -> None:
+    """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
+    base = read_config(config.model_name_or_path)
+    require_lm_head(base, config.model_name_or_path)
+    if config.method == "full_ppo" and getattr(base, "quantization_config", None) is not None:
+        raise ConfigError(
+            "model_name_or_path: expected a base that is not quantised for full_ppo, which trains whole backbones, got "
+            f"{config.model_name_or_path!r} whose config has a quantization_config"
+        )
+    _check_adapters(config)
+
+
+def _check_adapters(config: TrainConfig) -> None:
+    """Adapters must all be of one base: by its hash where they have recorded one, else by the last part of its name."""
+    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter", "reward_adapter")}
+    recorded = {option: peft_io.recorded_base(folder) for option, folder in given.items() if folder is not None}
+    hashes = {option: digest for option, (_, digest) in recorded.items() if digest}
+    if len(set(hashes.values())) > 1:
+        listed = ", ".join(f"{option} of hash {digest[:12]}…" for option, digest in hashes.items())
+        raise ConfigError(f"{next(iter(hashes))}: expected adapters of one base, got {listed}")
+    names = {option: Path(name).name for option, (name, _) in recorded.items() if name}
+    one_base = {names[option] for option in hashes if option in names}  # equal hashes say that these are one
+    for option in names.keys() - hashes.keys():
+        if one_base and names[option] not in one_base:
+            listed = ", ".join(f"{other} of {name!r}" for other, name in names.items())
+            raise ConfigError(
+                f"{next(iter(names))}: expected adapters of one base, got {listed}; if these are one and the same, "
+                f"correct base_model_name_or_path in {peft_io.CONFIG_FILE}"
+            )
+        one_base.add(names[option])

@@ -1,0 +1,76 @@
+"""From a configuration to what draws a run's answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.rollout import EngineOptions
+from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
+from rlhf_engine.rollout.engine import check_options
+from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base
+from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.client import ServedModel, VllmClient
+
+ADAPTER_FOLDER = "vllm"
+"""Sub-folder of output_dir that adapters are written to unless another folder is asked for."""
+_CANARIES = 4
+"""Prompts that are scored on both sides after every sync."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that is there and holds the base."""
+
+    client: VllmClient
+    base: ServedModel
+
+
+def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]]) -> Server | None:
+    """The configured server, before any weights are read; None for local rollouts.
+
+    prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
+    serves something else.
+    """
+    if config.rollout_backend == "local" or config.vllm_server_base_url is None:
+        return None
+    client = VllmClient(config.vllm_server_base_url, timeout=config.vllm_server_timeout)
+    most = max(len(prompt) for prompt in prompts) + config.max_completion_length
+    return Server(client=client, base=find_base(client, config.model_name_or_path, config.vllm_model_name, most))
+
+
+def make_rollouts(
+    config: TrainConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
+) -> Rollouts:
+    """What draws the run's answers. prompts: of the training data; a few of them become canaries."""
+    if server is None:
+        options = EngineOptions.of(config)
+        most = max(len(prompt) for prompt in prompts) + config.max_completion_length
+        check_options(options, model.role_backbone("actor"), most)
+        return LocalRollouts(model, options)
+    different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    canary = Canary(
+        model,
+        server.client,
+        different[:_CANARIES],
+        temperature=config.temperature,
+        max_tokens=config.max_completion_length,
+        bound=config.vllm_canary_bound,
+        seed=config.seed,
+    )
+    output = Path(config.output_dir).resolve()
+    # folders of the same name are different runs
+    run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+    return VllmRollouts(
+        model,
+        server.client,
+        server.base,
+        canary,
+        run=run,
+        folder=Path(config.vllm_adapter_dir) if config.vllm_adapter_dir else output / ADAPTER_FOLDER,
+        server_folder=config.vllm_server_adapter_dir,
+    )

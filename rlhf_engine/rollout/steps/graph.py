@@ -1,0 +1,208 @@
+"""Decoding steps as CUDA graphs: transformers' forward and the sampling, captured once per number of rows.
+
+A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
+not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
+drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k or
+top-p, and rows that may not end yet go through the forward itself, and so do the last tokens of rows for which no
+graph is there yet: a capture takes as long as many steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from rlhf_engine.errors import EngineError
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.kv_cache import KVCache
+from rlhf_engine.rollout.rows import LiveRows, RowState, SampleGroup
+from rlhf_engine.rollout.sampler import NextTokens, Sampler
+from rlhf_engine.rollout.steps.transformers import TransformersStep
+
+Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]
+"""What to run again and again → tensors that hold its results from then on, and its replay. May run it before."""
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WARM_UP = 3
+"""Eager steps before a capture."""
+WORTH = 32
+"""Tokens that are left to sample at least, for a capture to pay."""
+_IDLE_SHARE = 4
+"""A graph also serves fewer rows, down to one in so many of its places."""
+
+
+class CaptureError(EngineError):
+    """A decoding step that cannot be captured."""
+
+
+class GraphStep(TransformersStep):
+    """`TransformersStep` with captured decoding."""
+
+    name = "graph"
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        cache: KVCache,
+        columns: int,
+        idle_block: int,
+        capture: Capture,
+        *,
+        required: bool,
+    ) -> None:
+        """columns: blocks of the longest table. idle_block: a block of the cache that no row has.
+
+        required: a step that cannot be captured raises CaptureError; otherwise it is said in a warning and in `name`,
+        and the model's own forward goes on.
+        """
+        super().__init__(backbone, cache)
+        self._columns, self._idle_block = columns, idle_block
+        self._capture: Capture | None = capture
+        self._required = required
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+
+    def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
+        graph = self._graph_for(live, sampler)
+        return super().decode_many(live, n, sampler) if graph is None else graph.run(live, n)
+
+    def _graph_for(self, live: LiveRows, sampler: Sampler) -> _Graph | None:
+        """The graph that serves these rows; None for the forward itself."""
+        if self._capture is None or not _captures(live):
+            return None
+        slot, group, rows = live.rows[0].slot, live.groups[0], len(live)
+        kind = (slot, group.slot, group.temperature)
+        sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
+        if sizes:
+            return self._graphs[(sizes[0], *kind)]
+        if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < WORTH:
+            return None
+        size = bucket(rows)
+        try:
+            made = self._make(self._capture, size, slot, group, sampler)
+        except CaptureError as error:
+            if self._required:
+                raise
+            self._capture, self.name = None, TransformersStep.name
+            warnings.warn(f"decoding without CUDA graphs: {error}", stacklevel=2)
+            return None
+        self._graphs[(size, *kind)] = made
+        return made
+
+    def _make(self, capture: Capture, size: int, slot: str | None, group: SampleGroup, sampler: Sampler) -> _Graph:
+        idle = RowState.idle(size, self._columns, self.backbone.device, block=self._idle_block)
+        state = RowState.idle(size, self._columns, self.backbone.device, block=self._idle_block)
+        fixed = {f.name: getattr(state, f.name) for f in fields(state)}
+        table, longest = SlotTable.uniform(slot, size), self._columns * self.cache.block
+
+        def step() -> NextTokens:
+            hidden = self.decode(state, table, longest)
+            state.lengths_N += 1
+            drawn = sampler.sample_group(hidden, state, group, any_short=False)
+            state.tokens_N.copy_(drawn[0])
+            return drawn
+
+        drawn, replay = capture(step)
+        if any(getattr(state, name) is not tensor for name, tensor in fixed.items()):
+            raise AssertionError("a captured step has to write where its tensors are")
+        return _Graph(state, idle, drawn, replay)
+
+
+class _Graph:
+    """One captured step."""
+
+    def __init__(self, state: RowState, idle: RowState, drawn: NextTokens, replay: Callable[[], None]) -> None:
+        self._state, self._idle, self._drawn, self._replay = state, idle, drawn, replay
+
+    def run(self, live: LiveRows, n: int) -> list[NextTokens]:
+        """n tokens for the live rows."""
+        rows = len(live)
+        self._state.load(self._idle)
+        self._state.load(live.state)
+        found = []
+        for _ in range(n):
+            self._replay()
+            tokens, logprobs = self._drawn
+            found.append((tokens[:rows].clone(), logprobs[:rows].clone()))
+        live.state.tokens_N = found[-1][0]
+        live.state.lengths_N += n
+        live.longest += n
+        return found
+
+
+def bucket(rows: int) -> int:
+    """Places of the smallest graph that has room for so many rows."""
+    return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
+
+
+def _sizes_for(rows: int) -> list[int]:
+    """Places that a graph for so many rows may have, fewest first."""
+    sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)]
+    return sizes or [bucket(rows)]
+
+
+def _captures(live: LiveRows) -> bool:
+    """Whether one graph serves these rows."""
+    if len(live.groups) > 1 or len(live.slot_table.slots) > 1 or any(row.too_short for row in live.rows):
+        return False
+    group = live.groups[0]
+    return group.temperature is not None and group.top_k is None and (group.top_p or 1.0) >= 1.0
+
+
+class CudaCapture:
+    """Captures steps of one device; their graphs share one pool of memory, since one replays at a time.
+
+    `torch.cuda.graph` waits for the device, collects garbage and empties the cache first, while a learner beside works
+    on. Here a stream of its own captures, which waits for the current one alone. Kernels of a graph keep the priority
+    of the stream that captured them, so it is a high one: a step of decoding is short, and others wait for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def __call__(self, step: Callable[[], NextTokens]) -> tuple[NextTokens, Callable[[], None]]:
+        """Raises CaptureError if something in the step waits for the device."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                for _ in range(WARM_UP):  # what is compiled or uploaded at first calls cannot be captured
+                    step()
+                try:
+                    drawn = _captured(graph, step, self._pool)
+                except RuntimeError as error:
+                    raise CaptureError(
+                        f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
+                    ) from error
+        finally:
+            current.wait_stream(self._stream)  # what it has written is read, and its memory used again, on this one
+        return drawn, graph.replay
+
+
+def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], NextTokens], pool: Any) -> NextTokens:
+    """What a step gave that the graph has captured on the current stream."""
+    collects = gc.isenabled()
+    gc.disable()  # an event or a graph that dies now would end the capture
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            drawn = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the stream has to leave the capture; the step's own error counts
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return drawn

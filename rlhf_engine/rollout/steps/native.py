@@ -1,0 +1,382 @@
+"""Decoding steps of Llama-like backbones on the CPU, a whole model in one call of `rlhf_kernels.decode_step`.
+
+A backbone qualifies by what it is made of, and by a trial: some tokens go through transformers' forward and through the
+kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
+scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
+
+Prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from rlhf_kernels import registry
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.eager import eager
+from torch import nn
+
+from rlhf_engine.hydra.adapters import AdapterSlot
+from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.backbone import Backbone, head_logits
+from rlhf_engine.hydra.eager import is_eager
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.gated_linear import GatedLinear
+from rlhf_engine.hydra.kv_cache import KVCache
+from rlhf_engine.rollout.rows import RowState
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, Step, TransformersStep
+
+_LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone."""
+_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Largest error of a hidden state in the trial, relative to what the layers add to the embedding; figures in
+docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs time only."""
+_LATEST = 2**16
+"""Positions up to which the trial looks at a late one."""
+_TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
+_LONG_PROMPT = 320
+"""Tokens of a prompt beyond which transformers' forward is faster, measured on 41 M parameters; the figures are in
+docs/decisions."""
+_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}
+"""Tokens of shorter prompts together, the same."""
+_ROWS = 512
+"""Most prompt tokens of one call of the kernel."""
+
+
+class NativeStep(Step):
+    """Prompts and rows through the kernel; long prompts through the model's own forward."""
+
+    name = "native"
+    invariant = True
+    wait_share = 1000
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        decoder: Decoder,
+        cache: KVCache,
+        slots: Sequence[str],
+        positions: int,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row.
+
+        batch_invariant: long prompts go through the model one at a time. All else has its bits alone anyway.
+        """
+        self.backbone, self.cache = backbone, cache
+        self._plain = TransformersStep(backbone, cache)
+        self._one_by_one = batch_invariant
+        self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
+        self._cos, self._sin = _angles(backbone, positions)
+        self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
+        self._n_layers = len(decoder.layers)
+        self._like = torch.empty(0, decoder.n_kv_heads, decoder.head_dim, dtype=backbone.dtype)
+        self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        hidden: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        short, long = self._split(prompts)
+        for prefill, calls in ((self._prefill_rows, short), (self._plain.prefill, long)):
+            for places in calls:
+                for i, state in zip(places, prefill([prompts[i] for i in places]), strict=True):
+                    hidden[i] = state
+        return torch.stack(hidden)
+
+    def _split(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
+        """Places of the prompts of each call of the kernel, and of each call of the model's own forward."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
+        long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
+        if self._one_by_one:
+            return _calls(short, lengths), [[i] for i in long]
+        if sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
+            return [], [list(range(len(prompts)))]
+        return _calls(short, lengths), [long] if long else []
+
+    def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Every token of the prompts as a row of one call."""
+        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
+        columns = max(len(prompt.blocks) for prompt in prompts)
+        tables = torch.tensor([prompt.blocks + [0] * (columns - len(prompt.blocks)) for prompt in prompts])
+        slots = torch.tensor([self._numbers[prompt.slot] for prompt in prompts])
+        hidden = self._rows(
+            torch.tensor([token for prompt in prompts for token in prompt.tokens]),
+            torch.cat([torch.arange(len(prompt.tokens)) for prompt in prompts]),
+            slots.repeat_interleave(lengths),
+            tables.repeat_interleave(lengths, 0),
+        )
+        return hidden.index_select(0, lengths.cumsum(0) - 1)
+
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        return self._rows(state.tokens_N, state.lengths_N, state.slots_N, state.table_NB)
+
+    def _rows(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor, table_NB: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states [N, H] of tokens at these positions, which enter the cache."""
+        if self._caches is None:
+            for layer in range(self._n_layers):
+                self.cache.allocate(layer, self._like, self._like)
+            pairs = [self.cache.read(layer) for layer in range(self._n_layers)]
+            self._caches = [keys for keys, _ in pairs], [values for _, values in pairs]
+        return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
+
+
+def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Places in their order, as many together as one call of the kernel takes."""
+    calls: list[list[int]] = []
+    tokens = _ROWS
+    for i in places:
+        if tokens + lengths[i] > _ROWS:
+            calls.append([])
+            tokens = 0
+        calls[-1].append(i)
+        tokens += lengths[i]
+    return calls
+
+
+# ---- which backbones -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """What became of a backbone, for as long as its weights are of this dtype."""
+
+    dtype: torch.dtype
+    decoder: Decoder | None
+    reason: str | None
+
+
+_found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
+
+
+def unsupported(backbone: Backbone) -> str | None:
+    """Why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
+    if not is_eager():
+        return "the CPU stands in for another device, or a graph is being compiled"
+    if registry.default_backend() not in ("auto", "cpu"):
+        return f"the kernels of {registry.default_backend()!r} were asked for"
+    if not eager(next(backbone.model.parameters())):
+        return "its weights are not tensors with memory of their own"
+    if torch.is_autocast_enabled(backbone.device.type):
+        return "autocast is on"
+    reason = registry.unsupported("decode_step", "cpu", backbone.device.type, backbone.dtype)
+    if reason is not None:
+        return reason
+    return _examine(backbone).reason
+
+
+def looks_servable(backbone: Backbone, device_type: str) -> bool:
+    """Whether kinds and names speak for the native step, for a backbone without weights; its trial may say no."""
+    reason = registry.unsupported("decode_step", "cpu", device_type, backbone.dtype)
+    return reason is None and _differs(backbone) is None and preferred(backbone, device_type)
+
+
+def preferred(backbone: Backbone, device_type: str) -> bool:
+    """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.registry`."""
+    base_model: Any = backbone.base_model
+    shape = base_model.layers[0].get_submodule(_LINEARS["gate"]).weight.shape
+    return registry.resolve_for("decode_step", "auto", device_type, backbone.dtype, shape) == "cpu"
+
+
+def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:
+    """Tokens that go through a layer at once, of so many prompts of one length that are admitted together."""
+    tokens = prompt_length * prompts
+    if not takes_prompts(dtype, prompt_length, prompts):
+        return tokens
+    return min(tokens, _ROWS // prompt_length * prompt_length)
+
+
+def takes_prompts(dtype: torch.dtype, prompt_length: int, prompts: int) -> bool:
+    """Whether the kernel takes so many prompts of one length that are admitted together."""
+    return prompt_length <= _LONG_PROMPT and prompt_length * prompts <= _MANY_TOKENS[dtype]
+
+
+def decoder_of(backbone: Backbone) -> Decoder:
+    """The weights of a backbone that is not `unsupported`, as the kernel takes them."""
+    decoder = _examine(backbone).decoder
+    assert decoder is not None
+    return decoder
+
+
+def _examine(backbone: Backbone) -> _Found:
+    known = _found.get(backbone)
+    if known is None or known.dtype != backbone.dtype:
+        reason, decoder = _differs(backbone), None
+        if reason is None:
+            decoder = _decoder(backbone)
+            reason = _try(backbone, decoder)
+        _found[backbone] = known = _Found(dtype=backbone.dtype, decoder=decoder, reason=reason)
+    return known
+
+
+def _differs(backbone: Backbone) -> str | None:
+    """How a backbone's modules differ from what the kernel computes; None where names and kinds agree."""
+    base_model: Any = backbone.base_model
+    parts = {name for name, _ in base_model.named_children()}
+    if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return f"its backbone is made of {sorted(parts)}"
+    if type(base_model.embed_tokens) is not nn.Embedding:
+        return f"its embedding is a {type(base_model.embed_tokens).__name__}"
+    if getattr(base_model.rotary_emb, "rope_type", None) not in _FIXED_ANGLES:
+        return f"its rotary embedding is of the kind {getattr(base_model.rotary_emb, 'rope_type', None)!r}"
+    for i, layer in enumerate(base_model.layers):
+        parts = {name for name, _ in layer.named_children()}
+        if parts != _NORMS | {"self_attn", "mlp"}:
+            return f"layer {i} is made of {sorted(parts)}"
+        inside = {f"self_attn.{name}" for name, _ in layer.self_attn.named_children()}
+        inside |= {f"mlp.{name}" for name, _ in layer.mlp.named_children()}
+        others = inside - set(_LINEARS.values()) - {"self_attn.q_norm", "self_attn.k_norm", "mlp.act_fn"}
+        missing = set(_LINEARS.values()) - inside
+        if others or missing:
+            return f"layer {i} has {sorted(others)} and lacks {sorted(missing)}"
+        if any(type(layer.get_submodule(path)) is not GatedLinear for path in _LINEARS.values()):
+            return f"linears of layer {i} are not plain ones"
+        if not isinstance(getattr(layer.self_attn, "head_dim", None), int):
+            return f"the attention of layer {i} does not say how large its heads are"
+        if type(getattr(layer.mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
+            return f"the activation of layer {i} is a {type(getattr(layer.mlp, 'act_fn', None)).__name__}"
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [norm for norm in (getattr(layer.self_attn, f"{x}_norm", None) for x in "qk") if norm is not None]
+        if not all(isinstance(getattr(norm, "weight", None), torch.Tensor) for norm in (*norms, base_model.norm)):
+            return f"a norm of layer {i} has no weight"
+    return None
+
+
+def _decoder(backbone: Backbone) -> Decoder:
+    base_model: Any = backbone.base_model
+    first = base_model.layers[0]
+    head_dim = first.self_attn.head_dim
+    return Decoder(
+        embedding=base_model.embed_tokens.weight,
+        layers=[_layer(layer, window) for layer, window in zip(base_model.layers, _windows(backbone), strict=True)],
+        final_norm=base_model.norm.weight,
+        eps=_eps(base_model.norm),
+        n_heads=first.self_attn.q_proj.out_features // head_dim,
+        n_kv_heads=first.self_attn.k_proj.out_features // head_dim,
+        head_dim=head_dim,
+        scale=float(getattr(first.self_attn, "scaling", head_dim**-0.5)),
+    )
+
+
+def _layer(layer: Any, window: int | None) -> DecoderLayer:
+    projections = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
+    attention = layer.self_attn
+    norms = {f"{x}_norm": getattr(attention, f"{x}_norm", None) for x in "qk"}
+    return DecoderLayer(
+        input_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        q_norm=None if norms["q_norm"] is None else norms["q_norm"].weight,
+        k_norm=None if norms["k_norm"] is None else norms["k_norm"].weight,
+        window=window,
+        **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
+    )
+
+
+def _eps(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+
+
+def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:
+    """A slot's pairs by layer and name; what it adapts elsewhere, such as the head, is not the step's."""
+    n_layers = backbone.model.config.get_text_config().num_hidden_layers
+    pairs = dict(slot.items())
+    return StepAdapter(
+        pairs=[
+            {
+                name: (pairs[path].A, pairs[path].B)
+                for name, path in ((name, f"{backbone.blocks_prefix}{i}.{end}") for name, end in _LINEARS.items())
+                if path in pairs
+            }
+            for i in range(n_layers)
+        ],
+        scale=slot.config.scale,
+    )
+
+
+def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, D] as the model's own rotary embedding makes them."""
+    base_model: Any = backbone.base_model
+    like = torch.empty(0, dtype=backbone.dtype, device=backbone.device)
+    with torch.no_grad():
+        cos, sin = base_model.rotary_emb(like, torch.arange(positions, device=backbone.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _try(backbone: Backbone, decoder: Decoder) -> str | None:
+    """How the kernel's steps differ from those of transformers' forward, or None where they agree."""
+    cache = KVCache(blocks=2)
+    late = min(backbone.context_length, _LATEST) - 1
+    try:
+        plain = _trial_steps(TransformersStep(backbone, cache), cache, backbone, late)
+        ours = _trial_steps(NativeStep(backbone, decoder, cache, (), late + 1), cache, backbone, late)
+    except (ValueError, TypeError) as error:  # shapes and dtypes that the kernel does not take
+        return f"the kernel refuses it: {error}"
+    base_model: Any = backbone.base_model
+    tokens = _trial_tokens(backbone)
+    added = plain - base_model.norm(base_model.embed_tokens(tokens))  # what the layers make of a token
+    error_N = (ours - plain).float().norm(dim=-1) / added.float().norm(dim=-1).clamp_min(1e-30)
+    if not error_N.max() <= _TRIAL_TOLERANCE[backbone.dtype]:
+        return f"its steps differ by {float(error_N.max()):.2g} of what its layers add"
+    if backbone.has_lm_head:
+        expected, found = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
+        behind = expected.max(-1).values - expected.gather(1, found.argmax(-1, keepdim=True))[:, 0]
+        if (
+            behind > 2 * (found - expected).abs().max(-1).values
+        ).any():  # rounding may swap tokens that are nearly tied
+            return "its steps choose other tokens"
+    return None
+
+
+def _trial_tokens(backbone: Backbone) -> torch.Tensor:
+    return (31 * torch.arange(_TRIAL_STEPS + 1, device=backbone.device) + 7) % backbone.vocabulary
+
+
+def _trial_steps(step: Step, cache: KVCache, backbone: Backbone, late: int) -> torch.Tensor:
+    """Hidden states [steps + 1, H] of a few tokens after a prompt, and of one at the end of the context."""
+    tokens = _trial_tokens(backbone)
+    prompt = tuple(token % backbone.vocabulary for token in _TRIAL_PROMPT)
+    step.prefill([Prompt(tokens=prompt, slot=None, blocks=[0])])
+    table, columns = SlotTable.uniform(None, 1), late // cache.block + 1
+    state = RowState.idle(1, columns, backbone.device)
+    states = []
+    for i, token in enumerate(tokens[:-1]):
+        state.tokens_N[:], state.lengths_N[:] = token, len(prompt) + i
+        states.append(step.decode(state, table, len(prompt) + i))
+    # all blocks of a long row are one and the same, whose numbers are any
+    generator = torch.Generator().manual_seed(0)
+    for layers in (cache.keys, cache.values):
+        for x in layers.values():
+            x.copy_(torch.randn(x.shape, generator=generator))
+    state.table_NB[:, -1] = 1
+    state.tokens_N[:], state.lengths_N[:] = tokens[-1], late
+    states.append(step.decode(state, table, late))
+    return torch.cat(states)
+
+
+@torch.no_grad()
+def _windows(backbone: Backbone) -> list[int | None]:
+    """The sliding window that each layer asks its attention for."""
+    tokens = torch.zeros(1, dtype=torch.int64, device=backbone.device)
+    windows: list[int | None] = []
+    backbone.run(tokens, tokens, SlotTable.uniform(None, 1), plan_packed([1], backbone.device), windows=windows)
+    return windows

@@ -1,0 +1,93 @@
+"""What runs prompts and decoding steps: hidden states of the next token, with keys and values kept in the cache.
+
+`TransformersStep` goes through the model's own forward under the gate, which serves every backbone. `native_step` and
+`graph_step` do the same faster where they can.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_engine.hydra.attention import Linears, plan_decode, plan_packed
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
+from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
+from rlhf_engine.rollout.sampler import NextTokens, Sampler
+
+PREFILL_TOKENS = 8192
+"""Most prompt tokens that are admitted in one call; a longer prompt is a call of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens that go into the cache in one call."""
+
+    tokens: tuple[int, ...]
+    slot: str | None
+    blocks: list[int]
+
+
+class Step(ABC):
+    """Runs rows through a backbone."""
+
+    name: str
+    invariant: bool
+    """Whether prompts and rows can be made to have the same bits whatever they are batched with."""
+    wait_share: int
+    """One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
+
+    @abstractmethod
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Put prompts into their blocks of the cache; hidden states [N, H] of the last tokens."""
+
+    @abstractmethod
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        """Put every row's last token into the cache at its length; its hidden states [N, H].
+
+        longest: no row has more tokens in the cache before.
+        """
+
+    def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
+        """n tokens more for every live row, one after another, without waiting for the device in between."""
+        found = []
+        any_short = any(row.too_short for row in live.rows)
+        for _ in range(n):
+            hidden = self.decode(live.state, live.slot_table, live.longest)
+            live.state.lengths_N += 1
+            live.longest += 1
+            found.append(sampler(hidden, live.state, live.groups, any_short=any_short))
+            live.state.tokens_N = found[-1][0]
+        return found
+
+
+class TransformersStep(Step):
+    """Through the model's own forward: prompts packed, then one token per row."""
+
+    name = "transformers"
+    invariant = False  # products round by the number of their rows
+    wait_share = 8
+
+    def __init__(self, backbone: Backbone, cache: KVCache) -> None:
+        self.backbone, self.cache = backbone, cache
+        self._linears: Linears = {}
+        self._table: SlotTable | None = None
+
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        batch = PackedBatch.from_lists([p.tokens for p in prompts], [[]] * len(prompts), device=self.backbone.device)
+        new = NewTokens.of_prompts(self.cache, [p.blocks for p in prompts], batch.lengths, batch.device)
+        plan = plan_packed(batch.lengths, batch.device, new=new)
+        table = slot_table([p.slot for p in prompts], batch.lengths)
+        hidden = self.backbone.run(batch.tokens_T, batch.positions_T, table, plan)
+        return hidden.index_select(0, batch.last_rows_N)
+
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        if table != self._table:
+            self._linears, self._table = {}, table
+        plan = plan_decode(self.cache, state.table_NB, state.lengths_N, longest + 1, self._linears)
+        return self.backbone.run(state.tokens_N, state.lengths_N, table, plan)

@@ -1,0 +1,324 @@
+"""Rollouts from a vLLM server that holds the same base: only the actor's adapter goes there, after every update.
+
+A version is written as a PEFT folder that both sides see, loaded under a name of its own, compared with the training
+forward on canary prompts, and only then drawn from; the versions before it are unloaded last. Names hold the version
+and a digest of weights and scale, because the server keeps keys and values of prompts by adapter name: a run that goes
+back to a checkpoint and makes another version 7 must not meet those of the first.
+
+One request per answer, each with its own seed. The server is a process of its own (`vllm serve`); nothing here imports
+vllm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from rlhf_engine.errors import ConfigError, RolloutServerError
+from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.peft_export import write_adapter
+from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
+from rlhf_engine.io import put_in_place
+from rlhf_engine.rollout.request import (
+    FinishReason,
+    Rollout,
+    RolloutStats,
+    SamplingConfig,
+    check_prompts,
+    row_seed,
+)
+from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
+from rlhf_engine.rollout.vllm.http import RequestGroup
+
+CONNECTIONS = 256
+"""Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
+_HIGHEST_RANK = 512
+"""The largest --max-lora-rank that vLLM knows."""
+_PARTING_SECONDS = 10.0
+"""Longest wait for a server at a run's end, where it may be what has ended the run."""
+_DIGEST = 8
+"""Hexadecimal digits of the digests in names."""
+
+
+def find_base(client: VllmClient, model_name_or_path: str, name: str | None, most_tokens: int) -> ServedModel:
+    """The base that the server holds, looked up by its served name, or by the last part of its name or path.
+
+    most_tokens: of the longest prompt with its answer. Raises RolloutServerError where no server answers, ConfigError
+    where it serves another base or less context.
+    """
+    client.health()
+    bases = [model for model in client.models() if model.parent is None]
+    if name is not None:
+        found = [model for model in bases if model.name == name]
+    else:
+        ours = Path(model_name_or_path).resolve().name
+        found = [model for model in bases if ours in (_last_part(model.name), _last_part(model.root or model.name))]
+    if len(found) != 1:
+        wanted = f"{name!r} (vllm_model_name)" if name is not None else f"one called {ours!r} (or a vllm_model_name)"
+        listed = [f"{model.name} of {model.root}" if model.root else model.name for model in bases]
+        raise ConfigError(f"vllm_server_base_url {client.url}: expected it to serve {wanted}, got {listed}")
+    limit = found[0].max_model_len
+    if limit is not None and limit < most_tokens:
+        raise ConfigError(
+            f"vllm_server_base_url {client.url}: expected a --max-model-len of at least {most_tokens}, the longest "
+            f"prompt and max_completion_length, got {limit}"
+        )
+    return found[0]
+
+
+def _last_part(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+def require_servable(model: HydraModel) -> None:
+    """Raise ConfigError for an actor that vLLM's LoRA cannot serve."""
+    spec = require_role(model.roles, "actor")
+    if spec.slot is OFF:
+        raise ConfigError(
+            "method: expected an actor on an adapter for rollout_backend 'vllm', to which only adapters are sent, got "
+            "one that trains its whole backbone"
+        )
+    backbone = model.role_backbone("actor")
+    slot = backbone.slot(spec.slot)
+    heads = [path for path, _ in slot.items() if isinstance(backbone.linears[path], GatedHead)]
+    if heads:
+        raise ConfigError(
+            "lora_target_modules: expected no LM head for rollout_backend 'vllm', where LoRA on it is not served, got "
+            f"{heads}"
+        )
+    if backbone.transposed:
+        raise ConfigError(
+            "model_name_or_path: expected a model with plain linears for rollout_backend 'vllm', got a "
+            f"{type(backbone.model).__name__}, whose Conv1D it does not serve LoRA on"
+        )
+    if slot.config.r > _HIGHEST_RANK:
+        raise ConfigError(f"lora_r: expected at most {_HIGHEST_RANK} for rollout_backend 'vllm', got {slot.config.r}")
+
+
+class VllmRollouts:
+    """`Rollouts` from a vLLM server."""
+
+    def __init__(
+        self,
+        model: HydraModel,
+        client: VllmClient,
+        base: ServedModel,
+        canary: Canary,
+        *,
+        run: str,
+        folder: Path,
+        server_folder: str | None = None,
+    ) -> None:
+        """run: what adapters are called, of one run alone. folder: where they are written; server_folder: the same one
+        as the server sees it, None: by the same path. Raises ConfigError for an actor that vLLM cannot serve.
+        """
+        require_servable(model)
+        self.model, self.client, self.base, self.canary = model, client, base, canary
+        self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
+        self.folder = folder.resolve()
+        self.server_folder = str(self.folder) if server_folder is None else server_folder.rstrip("/")
+        self.policy_version: int | None = None
+        self.name = ""
+        """Adapter that is drawn from."""
+        self._stuck: set[str] = set()
+        self._metrics: dict[str, float] = {}
+
+    # ---- the adapter goes there ------------------------------------------------------------------------------------
+
+    def sync(self, policy_version: int) -> dict[str, float]:
+        """Serve the actor's present weights as this version.
+
+        Raises RolloutServerError where the server fails, MismatchError where it then serves something else, ConfigError
+        where the folder cannot be written to. Until all is well, the version before stays loaded and on disk.
+        """
+        if policy_version == self.policy_version:
+            return self._metrics
+        name = self._write(policy_version)
+        served = {model.name for model in self.client.models()}
+        if name not in served:  # a run that was killed may have left the very same weights there
+            self.client.load_adapter(name, f"{self.server_folder}/{name}")
+        measured = self.canary.check(name)
+        self._forget_others(name, served, self.client)
+        self.policy_version, self.name = policy_version, name
+        self._metrics = {
+            **measured,
+            "vllm/adapters_left": float(len(self._stuck)),
+        }
+        return self._metrics
+
+    def _write(self, policy_version: int) -> str:
+        """Write the actor's slot as a PEFT folder, whole or not at all; its name."""
+        backbone = self.model.role_backbone("actor")
+        slot = self.model.roles["actor"].slot
+        assert slot is not OFF
+        temporary = self.folder / f".{self.run}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
+        write_adapter(backbone.slot(slot), temporary, backbone=backbone, base_name=self.base.name)
+        name = f"{self.run}-v{policy_version}-{_digest(temporary)}"
+        put_in_place(temporary, self.folder / name)
+        return name
+
+    def _forget_others(self, name: str, served: set[str], client: VllmClient) -> None:
+        """Unload and remove this run's other versions, those of a run that was killed included."""
+        ours = re.compile(rf"{re.escape(self.run)}-v\d+-[0-9a-f]{{{_DIGEST}}}")
+        for other in sorted(served - self._stuck):
+            if other != name and ours.fullmatch(other) and not client.unload_adapter(other):
+                self._stuck.add(other)
+        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
+            if folder.name != name and ours.fullmatch(folder.name):
+                shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Unload and remove this run's adapters. A server that does not answer any more is left as it is.
+
+        A version that the server would not unload is warned of, so that somebody can.
+        """
+        client = VllmClient(self.client.url, timeout=min(self.client.timeout, _PARTING_SECONDS))
+        try:
+            self._forget_others("", {model.name for model in client.models()}, client)
+        except RolloutServerError as error:
+            warnings.warn(f"adapters of this run may still be loaded there: {error}", stacklevel=2)
+            self._forget_others("", set(), client)
+        if self._stuck:
+            warnings.warn(f"{client.url} has kept these adapters of this run: {sorted(self._stuck)}", stacklevel=2)
+        with contextlib.suppress(OSError):  # another run's adapters are in it, or it never was
+            self.folder.rmdir()
+        self.policy_version, self.name = None, ""
+
+    # ---- answers come back -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        role: str = "actor",
+        sample_ids: Sequence[int] | None = None,
+        greedy: Sequence[bool] | None = None,
+    ) -> Rollout:
+        """One answer per prompt from the version of the last `sync`, or from the base for a role without an adapter.
+
+        Raises ValueError as `rollout.generate` does and for what the server cannot draw, RolloutServerError where it
+        fails; then no answer of the batch is kept.
+        """
+        n = len(prompts)
+        backbone = self.model.role_backbone(role)
+        check_prompts(prompts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
+        ids = tuple(sample_ids) if sample_ids is not None else tuple(range(n))
+        flags = tuple(greedy) if greedy is not None else (False,) * n
+        for argument, given in (("greedy", flags), ("sample_ids", ids)):
+            if len(given) != n:
+                raise ValueError(f"{argument}: expected {n} entries like prompts, got {len(given)}")
+        name = self._served_name(role)
+        bodies = [
+            sampling_body(sampling, seed=row_seed(sampling.seed, i), greedy=flag)
+            for i, flag in zip(ids, flags, strict=True)
+        ]
+        began = time.perf_counter()
+        answers = self._complete(name, prompts, bodies, backbone.vocabulary)
+        seconds = time.perf_counter() - began
+        reasons = tuple(finish_reason(answer, sampling) for answer in answers)
+        batch = PackedBatch.from_lists(
+            prompts, [answer.tokens for answer in answers], device=self.model.device, sample_ids=ids
+        )
+        logprobs = [x for answer in answers for x in answer.logprobs]
+        stats = RolloutStats(
+            prompts=n,
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            tokens=len(logprobs),
+            decode_seconds=seconds,
+            most_rows=min(n, CONNECTIONS),
+            step="vllm",
+        )
+        return Rollout(
+            batch=batch,
+            logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=self.model.device),
+            finish_reasons=reasons,
+            versions_M=torch.full((len(logprobs),), self.policy_version or 0, device=self.model.device),
+            filtered=sampling.filters,
+            stats=stats,
+        )
+
+    def _complete(
+        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]], vocabulary: int
+    ) -> list[Completion]:
+        """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
+        group = RequestGroup()
+        # no `with`: that would wait for the requests under way
+        pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS), thread_name_prefix="vllm")
+        try:
+            futures = [
+                pool.submit(self.client.complete, name, prompt, body, vocabulary=vocabulary, group=group)
+                for prompt, body in zip(prompts, bodies, strict=True)
+            ]
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            group.end()
+
+    def _served_name(self, role: str) -> str:
+        """What a role's policy is called on the server."""
+        spec, actor = require_role(self.model.roles, role), self.model.roles["actor"]
+        if spec.head != LM_HEAD:
+            raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
+        if spec.slot is OFF and self.model.role_backbone(role).frozen:
+            return self.base.name
+        if (spec.backbone, spec.slot) != (actor.backbone, actor.slot):
+            raise ValueError(f"role: expected the actor's adapter or none for a vLLM server, got slot {spec.slot!r}")
+        if not self.name:
+            raise ValueError("sync: expected one before the actor's answers, got none so far")
+        return self.name
+
+
+def _digest(folder: Path) -> str:
+    """Of a PEFT folder's weights and configuration, which holds their scale."""
+    config = json.loads((folder / peft_io.CONFIG_FILE).read_text())
+    # PEFT writes sets as lists, in an order that is another one in every process
+    config = {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in config.items()}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    digest.update((folder / peft_io.WEIGHTS_FILE).read_bytes())
+    return digest.hexdigest()[:_DIGEST]
+
+
+def finish_reason(answer: Completion, sampling: SamplingConfig) -> FinishReason:
+    """Why an answer ended, in our words. Raises RolloutServerError for an end that the request did not ask for."""
+    ends = [i for i, token in enumerate(answer.tokens) if token in sampling.eos_token_ids]
+    last = len(answer.tokens) - 1
+    if last < sampling.max_completion_length and ends in ([], [last]):
+        if ends:
+            return "eos"  # also as the last token that fits, where servers differ in what they call it
+        if (
+            answer.finish_reason == "stop"
+            and isinstance(answer.stop_reason, str)
+            and answer.stop_reason in sampling.stop
+        ):
+            return "stop"
+        if answer.finish_reason == "length" and last + 1 == sampling.max_completion_length:
+            return "length"
+    raise RolloutServerError(
+        f"rollout_backend 'vllm': expected an answer that ends with one of the tokens {sampling.eos_token_ids}, with a "
+        f"text of {sampling.stop}, or at {sampling.max_completion_length} tokens, got one of {last + 1} tokens with "
+        f"finish_reason {answer.finish_reason!r}, stop_reason {answer.stop_reason!r} and ending tokens at {ends}; "
+        "a server's --max-model-len, or max_new_tokens in its generation config, cuts answers short"
+    )

@@ -1,0 +1,134 @@
+"""Does the server compute what we compute at the same weights? A few prompts, scored on both sides after every sync.
+
+Two kinds of log-probs are compared. Those of the *given* prompt tokens, at temperature 1, tell a wrong base or adapter.
+Those of a few tokens that the server *draws* after them, at the run's temperature, also tell a server that reports
+log-probs of another distribution than it draws from; ours for the same tokens come from `HydraModel.score`.
+
+The mean |difference| is bounded by dtype. One update moves log-probs by less than bf16 rounds, so an adapter that is
+one version old hides below that bound. It is found in another way: the server's numbers for the same given tokens are,
+to the last bit, those of the version before, although ours have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_engine.errors import MismatchError
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.rollout.request import SamplingConfig, row_seed
+from rlhf_engine.rollout.vllm.client import VllmClient, sampling_body
+
+CANARY_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Largest mean |log-prob difference| per token, by the backbone's dtype. Another engine rounds in other places: on a
+real server with the story model the mean was 1.3e-6 in float32 and 0.016 in bf16."""
+
+_DRAWN = 16
+"""Most tokens drawn after each prompt."""
+_MOVED = 0.02
+"""Share of the bound by which our own log-probs must have moved for equal ones of the server to count as stale."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """Log-probs of the given tokens [G] at one version."""
+
+    server: torch.Tensor
+    ours: torch.Tensor
+
+
+class Canary:
+    """Compares a served adapter with the model's actor."""
+
+    def __init__(
+        self,
+        model: HydraModel,
+        client: VllmClient,
+        prompts: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        max_tokens: int,
+        bound: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype."""
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one canary prompt, got none")
+        base = model.role_backbone("actor")
+        self.bound = CANARY_BOUND[torch.bfloat16 if base.quantized else base.dtype] if bound is None else bound
+        self.model, self.client, self.seed = model, client, seed
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.sampling = SamplingConfig(
+            max_completion_length=min(_DRAWN, max_tokens), eos_token_ids=(), temperature=temperature
+        )
+        self._last: _Given | None = None
+
+    def check(self, name: str) -> dict[str, float]:
+        """Compare the adapter served under a name; mean and largest |difference|.
+
+        Raises MismatchError if it is not the actor, RolloutServerError if the server does not say.
+        """
+        found = [
+            self.client.complete(
+                name,
+                prompt,
+                sampling_body(self.sampling, seed=row_seed(self.seed, i)),
+                vocabulary=self.model.role_backbone("actor").vocabulary,
+                prompt_logprobs=True,
+            )
+            for i, prompt in enumerate(self.prompts)
+        ]
+        drawn = torch.tensor([x for answer in found for x in answer.logprobs])
+        tokens = [answer.tokens for answer in found]
+        gap = (drawn - self._score(self.prompts, tokens, self.sampling.temperature)).abs()
+        gaps = [gap]
+        long = [prompt for prompt in self.prompts if len(prompt) > 1]
+        if long:
+            given = _Given(
+                server=torch.tensor([x for answer in found for x in answer.prompt_logprobs]),
+                ours=self._score([prompt[:1] for prompt in long], [prompt[1:] for prompt in long], 1.0),
+            )
+            self._require_new(name, given)
+            gaps.append((given.server - given.ours).abs())
+            self._last = given
+        means = [float(gap.mean()) for gap in gaps]
+        if not max(means) <= self.bound:  # also catches NaN
+            raise MismatchError(self._message(name, means, drawn, tokens))
+        return {"mismatch/canary_mean": max(means), "mismatch/canary_max": max(float(gap.max()) for gap in gaps)}
+
+    def _score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> torch.Tensor:
+        batch = PackedBatch.from_lists(prompts, completions, device=self.model.device)
+        logprobs_M = self.model.score(batch, ("actor",), temperature=temperature).logprobs_M
+        assert logprobs_M is not None
+        return logprobs_M.float().cpu()
+
+    def _require_new(self, name: str, given: _Given) -> None:
+        """The server's numbers must not be those of the version before if ours are not."""
+        if self._last is None or not torch.equal(given.server, self._last.server):
+            return
+        moved = float((given.ours - self._last.ours).abs().mean())
+        if moved > _MOVED * self.bound:
+            raise MismatchError(
+                f"vllm_server_base_url {self.client.url}: expected new log-probs from adapter {name!r}, got those of "
+                f"the version before, bit for bit, where the actor's have moved by {moved:.3g} on average: the server "
+                "still serves the old adapter, or none"
+            )
+
+    def _message(self, name: str, means: Sequence[float], drawn: torch.Tensor, tokens: Sequence[Sequence[int]]) -> str:
+        listed = f"{means[0]:.3g} for drawn tokens" + (f", {means[1]:.3g} for given ones" if len(means) > 1 else "")
+        text = (
+            f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
+            f"{self.bound:g} on average (vllm_canary_bound), got ones that differ by {listed}"
+        )
+        temperature = self.sampling.temperature
+        if temperature != 1 and float((drawn - self._score(self.prompts, tokens, 1.0)).abs().mean()) <= self.bound:
+            return (
+                f"{text}; those of drawn tokens are of temperature 1, not of {temperature:g}: start the server with "
+                "--logprobs-mode processed_logprobs"
+            )
+        return f"{text}; does it serve the same base, in the same dtype?"

@@ -1,0 +1,358 @@
+"""Checkpoints: adapters, heads, optimizer, counters and kernel choices, written whole or not at all.
+
+Randomness, data order and schedules are functions of (seed, step), so the step is all there is to remember of them.
+A checkpoint is written to a temporary folder, flushed to disk and renamed; what has the final name is complete. Its
+manifest has the SHA-256 of every file, and none is read that differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from rlhf_kernels import cores, registry, tuning
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
+from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
+from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.io import finish_replacement, finish_replacements, put_in_place, remove
+from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
+from rlhf_engine.policy.optimizer import RoleOptimizer
+
+_NAME = re.compile(r"checkpoint-\d+")
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_STATE_FILE = "trainer_state.json"
+_POLICIES_FILE = "policies.safetensors"
+_KERNELS_FILE = "kernels.json"
+
+
+class Counters(Protocol):
+    """What a run has to remember of itself: a dataclass of plain values, of which every trainer has its own.
+
+    One with a field `best_step` refers to the checkpoint of that step, which is kept as long as the one that refers.
+    """
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed that every random number of the run is a function of."""
+        ...
+
+
+C = TypeVar("C", bound=Counters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Counters of an RL run."""
+
+    step: int
+    """Steps done."""
+    seed: int
+    """Seed that every random number of the run is a function of."""
+    algorithm: str | None = None
+    """That trains the policy; None in checkpoints written before it was recorded."""
+    samples: int
+    """Answers generated so far; the next one gets this id."""
+    policy_version: int
+    """Updates of the policy so far."""
+    micro_batch_size: int | None = None
+    """Sequences per forward and backward after running out of memory; None: as configured."""
+    token_budget: int | None = None
+    """Tokens per backbone forward after running out of memory; None: as configured."""
+    beta: float | None = None
+    """KL coefficient of the next step where it adapts; None: as configured."""
+    begun_with_beta: float | None = None
+    """The configured one, where it adapts; None in checkpoints written before it was recorded."""
+    best_step: int | None = None
+    """Step of the best evaluation so far, by reward."""
+    best_reward: float | None = None
+    """Its reward."""
+    judged_by: str | None = None
+    """A digest of the rewards and held-out prompts that the best evaluation is the best by."""
+    prompts: str | None = None
+    """A digest of the prompts, in their order."""
+    generation_batch_size: int | None = None
+    """Answers of a step, by which the place in the data is found again."""
+    num_generations: int | None = None
+    """Answers to a prompt, likewise."""
+    policies_after: dict[str, int] = field(default_factory=dict)
+    """Steps done → version, of past policies that later steps may ask for."""
+    drawn_by: dict[str, int] = field(default_factory=dict)
+    """Step → version of the policy, of later steps whose answers had been begun."""
+
+
+def save_checkpoint(
+    output_dir: str | os.PathLike[str],
+    model: HydraModel,
+    optimizer: RoleOptimizer,
+    state: Counters,
+    *,
+    keep: int | None,
+    policies: Mapping[int, Snapshot] | None = None,
+) -> Path:
+    """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder.
+
+    policies: past ones, by version, that the run needs to go on. Raises CheckpointWriteError where the disk is full or
+    fails; every checkpoint that there was is whole then, and nothing of the new one is left.
+    """
+    root = Path(output_dir)
+    final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        _write(temporary, model, optimizer, state, policies or {})
+        put_in_place(temporary, final)
+        _drop_all_but(keep, root)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk would stay full
+        raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
+    return final
+
+
+@contextlib.contextmanager
+def saved_on_error(
+    output: Path, optimizer: RoleOptimizer, step: Callable[[], int], save: Callable[[], object]
+) -> Iterator[None]:
+    """Save a checkpoint of the last whole step where the block fails without having changed a weight since.
+
+    An error thus costs no step that was done. Weights that are not finite are never written: checkpoints from before
+    they went bad stay the newest.
+
+    Args:
+        output: folder of the run's checkpoints.
+        step: number of whole steps done.
+        save: writes the checkpoint of that step.
+    """
+    try:
+        yield
+    except BaseException as error:
+        trained = (p for group in optimizer.groups.values() for p in group.values())
+        is_there = (output / f"checkpoint-{step()}").is_dir()
+        if optimizer.is_whole and step() > 0 and not is_there and all(bool(p.isfinite().all()) for p in trained):
+            try:
+                save()
+                error.add_note(f"checkpoint of step {step()} written, --resume_from_checkpoint auto goes on")
+            except CheckpointWriteError as failed:
+                error.add_note(f"no checkpoint of step {step()}: {failed}")
+        raise
+
+
+def _write(
+    folder: Path, model: HydraModel, optimizer: RoleOptimizer, state: Counters, policies: Mapping[int, Snapshot]
+) -> None:
+    save_pretrained(model, folder)
+    save_file(optimizer.state_tensors(), folder / _OPTIMIZER_FILE)
+    if policies:
+        tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
+    (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
+    chosen = [choice._asdict() for choice in registry.choices()] + [row.to_dict() for row in tuning.choices()]
+    (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
+    write_manifest(folder)
+
+
+def _drop_all_but(keep: int | None, root: Path) -> None:
+    """Nothing is dropped while one of those to keep cannot be read: what it refers to is not known."""
+    found = list_checkpoints(root)
+    kept = found if keep is None else found[-keep:]
+    try:
+        states = [json.loads((folder / _STATE_FILE).read_text()) for folder in kept]
+    except (FileNotFoundError, ValueError):
+        return
+    needed = {root / f"checkpoint-{state['best_step']}" for state in states if state.get("best_step") is not None}
+    for old in found:
+        if old not in kept and old not in needed:
+            remove(old)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: HydraModel,
+    optimizer: RoleOptimizer,
+    kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+) -> C:
+    """Load into a model and optimizer built from the same configuration; its counters, as `kind`.
+
+    Raises CorruptCheckpointError for one that is not as it was written, ConfigError for a folder that is no checkpoint
+    or one of another kind of run; model and optimizer are then as they were. ConfigError also where they are others
+    than the checkpoint's, of which parts may have been loaded by then.
+    """
+    folder = Path(folder)
+    state = read_counters(folder, kind)
+    check(folder)
+    try:
+        load_into(model, folder)
+        optimizer.load_state_tensors(load_file(folder / _OPTIMIZER_FILE))
+    except ValueError as error:
+        raise ConfigError(f"resume_from_checkpoint: {error}") from error
+    return state
+
+
+def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
+    """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
+
+    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
+    tuned settings that change bits; a checkpoint without any is of a run on the defaults. All is process-wide: the run
+    that began last has it. So is the number of threads, which is lowered to what a CPU quota allows
+    (`rlhf_kernels.cores`).
+
+    Args:
+        resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
+        exact: take the defaults of all settings that change bits.
+
+    Raises:
+        ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name; a tuned setting
+            of the run is none of this version; the table that the environment names cannot be used.
+    """
+    lowered = cores.limit_threads()
+    if lowered is not None:
+        warnings.warn(lowered, stacklevel=3)
+    path = None if resume is None else resume / _KERNELS_FILE
+    if path is None or not path.is_file():
+        registry.begin_run()
+        _begin_tuning(None if resume is None else [], exact)
+        return
+    check(path.parent, [_KERNELS_FILE])
+    backends, tuned = [], []
+    for i, given in enumerate(json.loads(path.read_text())):
+        if "backend" in given:
+            shape = None if given["shape"] is None else tuple(given["shape"])
+            backends.append(registry.Choice(given["op"], given["dtype"], shape, given["backend"]))
+        else:
+            try:
+                tuned.append(tuning.row_of(f"{_KERNELS_FILE}[{i}]", given))
+            except tuning.TunedTableError as error:
+                raise ConfigError(f"resume_from_checkpoint: {error}") from error
+    try:
+        registry.begin_run(backends)
+    except registry.BackendUnavailableError as error:
+        raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
+    _begin_tuning(tuned, exact)
+
+
+def _begin_tuning(held: list[tuning.Row] | None, exact: bool) -> None:
+    try:
+        tuning.begin_run(held, exact=exact)
+    except tuning.TunedTableError as error:
+        raise ConfigError(str(error)) from error
+
+
+def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
+    """Past policies of a checkpoint, by version; none where it has none."""
+    path = Path(folder) / _POLICIES_FILE
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in (load_file(path) if path.is_file() else {}).items():
+        version, _, name = key.partition("|")
+        tensors.setdefault(int(version), {})[name] = tensor
+    return {version: Snapshot(version=version, tensors=found) for version, found in tensors.items()}
+
+
+def read_counters(
+    folder: Path,
+    kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+) -> C:
+    """A checkpoint's counters alone. Raises ConfigError as `load_checkpoint` does."""
+    fields = _fields(_require_checkpoint(folder))
+    known = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
+    needed = {
+        x.name for x in known.values() if x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
+    }
+    if not needed <= set(fields) <= set(known):
+        raise ConfigError(
+            f"resume_from_checkpoint: expected a checkpoint of this command, with {sorted(known)}, got one with "
+            f"{sorted(fields)} in {str(folder)!r}"
+        )
+    return kind(**fields)
+
+
+def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
+    """Raise ConfigError, naming the option, where a checkpoint's counters record another value than the run's.
+
+    None is of a checkpoint written before the value was recorded, which is taken to be the same.
+    """
+    for name, value in now.items():
+        before = getattr(recorded, name)
+        if before is not None and before != value:
+            raise ConfigError(f"{name}: expected {before!r} as in {checkpoint}, got {value!r}")
+
+
+def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int) -> None:
+    """Raise ConfigError where a step took another number of rows: the place in the data would be another.
+
+    None is of a checkpoint written before it was recorded.
+    """
+    if recorded is not None and recorded != now:
+        raise ConfigError(
+            f"per_device_train_batch_size: expected {recorded} rows per step with gradient_accumulation_steps, as in "
+            f"{checkpoint}, got {now}"
+        )
+
+
+def digest(value: Any) -> str:
+    """A name for plain values, such as the rows of a run: equal ones have the same."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def check(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Raise CorruptCheckpointError for a checkpoint that is not as it was written. names: compare these files alone."""
+    try:
+        check_manifest(folder, names)
+    except CorruptCheckpointError as error:
+        others = [other.name for other in list_checkpoints(folder.parent) if other.name != folder.name]
+        instead = f"; beside it {'are' if others[1:] else 'is'} {', '.join(others)}" if others else ""
+        raise CorruptCheckpointError(f"resume_from_checkpoint: {error}{instead}") from error
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    check(folder, [_STATE_FILE])
+    found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
+    return found
+
+
+def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    root = Path(output_dir)
+    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` means: None, a folder, or with `auto` the newest (None if none)."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        finish_replacements(Path(output_dir), "checkpoint-*")
+        found = list_checkpoints(output_dir)
+        return found[-1] if found else None
+    finish_replacement(Path(resume).resolve())
+    if not Path(resume).is_dir():
+        raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")
+    return _require_checkpoint(Path(resume))
+
+
+def _require_checkpoint(folder: Path) -> Path:
+    if (folder / MANIFEST_FILE).is_file():
+        check(folder, [])  # whether files were lost
+    for name in (_STATE_FILE, _OPTIMIZER_FILE, peft_io.ENGINE_FILE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"resume_from_checkpoint: expected {name} in {str(folder)!r}, which is not there")
+    return folder

@@ -1,0 +1,111 @@
+"""The output folder of a run that writes checkpoints: what its files are called, and what may be in it at the start."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.io import finish_replacements, remove
+from rlhf_engine.runs.checkpoint import list_checkpoints
+
+METRICS_FILE = "metrics.jsonl"
+RECORD_FILE = "run.json"
+CURVES_FILE = "curves.png"
+SAMPLES_FILE = "samples.md"
+SAMPLES_LOG = "samples.jsonl"
+FINAL_FOLDER = "final"
+LOCK_FILE = ".lock"
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Make the output folder, and keep other processes from running in it. However the process ends, the lock does.
+
+    Raises ConfigError where another process runs there, and for a folder that cannot be made or written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / LOCK_FILE).open("a+")
+    except OSError as error:
+        place = f"output_dir: expected a folder that can be written, got {str(output)!r}"
+        raise ConfigError(f"{place}: {error.strerror}") from error
+    with file as lock:
+        _lock(lock.fileno(), fcntl.LOCK_EX, output)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def require_unlocked(output: Path) -> None:
+    """Raise ConfigError where another process runs in an output folder."""
+    if not (output / LOCK_FILE).exists():
+        return
+    with (output / LOCK_FILE).open() as lock:
+        _lock(lock.fileno(), fcntl.LOCK_SH, output)  # the ranks of a run may ask at the same time
+
+
+def _lock(descriptor: int, kind: int, output: Path) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (output / LOCK_FILE).read_text().strip()
+        raise ConfigError(
+            f"output_dir: expected a folder that no other process writes, got {output}, where process {holder} runs"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(
+            f"output_dir: {output} is on a file system without locks ({error.strerror}); another process that runs "
+            "there will not be noticed",
+            stacklevel=4,
+        )
+
+
+def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, overwrite: bool) -> None:
+    """Raise ConfigError for an output folder with a run that is neither gone on with nor to be overwritten.
+
+    resume: what `resume_from_checkpoint` says; checkpoint: the folder that it means, if any.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
+    if resume == "auto" and checkpoint is None and not overwrite and (output / FINAL_FOLDER).is_dir():
+        raise ConfigError(
+            f"output_dir: expected checkpoints to go on from beside {FINAL_FOLDER}/ in {output}, got none; use "
+            "--overwrite_output_dir to start afresh"
+        )
+    # `auto` without a checkpoint starts afresh: the run was stopped before its first one
+    goes_on = resume == "auto" or (checkpoint is not None and checkpoint.resolve().parent == output.resolve())
+    if not goes_on and not overwrite:
+        held = [p.name for p in list_checkpoints(output)]
+        if held or (output / METRICS_FILE).exists():
+            raise ConfigError(
+                f"output_dir: expected one without a run, got {output} with {held or [METRICS_FILE]}; "
+                "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
+            )
+
+
+def clear_later_steps(output: Path, *, step: int, total_steps: int) -> None:
+    """Drop what an overwritten run, or the steps after the checkpoint gone back to, left: it is not this run's."""
+    drop_later_checkpoints(output, step)
+    if step < total_steps:
+        remove(output / FINAL_FOLDER)
+
+
+def drop_later_checkpoints(output: Path, step: int) -> None:
+    """Drop the checkpoints of later steps, and what stops have left of files and folders that were being written."""
+    for names in ("checkpoint-*", FINAL_FOLDER):
+        finish_replacements(output, names)
+    for unfinished in output.glob(".*.tmp"):
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+    for checkpoint in list_checkpoints(output):
+        if int(checkpoint.name.rpartition("-")[2]) > step:
+            remove(checkpoint)

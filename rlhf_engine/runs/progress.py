@@ -1,0 +1,109 @@
+"""Progress of a run while it lasts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, ClassVar
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from rlhf_engine.runs.dashboard import WATCHED, Dashboard
+from rlhf_engine.runs.text import format_value
+
+ASYNC_SHOWN = {
+    "staleness/max": "age",
+    "async/ready_steps": "ready",
+    "async/generator_utilisation": "generator",
+    "async/learner_utilisation": "learner",
+    "async/speedup": "speed-up",
+    "async/speedup_bound": "of at most",
+}
+"""What a run's progress shows as well where answers are drawn beside the updates."""
+_FACTS = {"tokens_per_second": "tokens/s"}
+"""Shown by a dashboard in its last line anyway."""
+
+
+class _Console(Console):
+    """One that a run outlives: whoever read it may have gone, as `| tee` goes with Ctrl-C."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class TrainingProgress:
+    """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
+
+    SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s"}
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "training",
+        console: Console | None = None,
+        step: int = 0,
+        shown: Mapping[str, str] | None = None,
+    ) -> None:
+        """step: how many steps are done already (after a resume). shown: metric → label, in place of `SHOWN`."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps: expected an integer >= 1, got {total_steps}")
+        self.total_steps, self.title = total_steps, title
+        self.shown = dict(self.SHOWN if shown is None else shown)
+        # standard output belongs to results (--json), so progress goes to standard error
+        self.console = console or _Console(file=sys.stderr)
+        self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
+        self._began, self._first_step = time.monotonic(), step
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task(title, total=total_steps, completed=step)
+        # what a run shows beyond the usual comes first: it is why it was asked for
+        self._dashboard = Dashboard(
+            {**{name: label for name, label in self.shown.items() if name not in WATCHED | _FACTS}, **WATCHED}
+        )
+        self._live = Live(
+            Group(self._dashboard, self._bar),
+            console=self.console,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """`step` steps are done; those metrics that are to be shown and are there are shown."""
+        if not self.plain:
+            self._dashboard.update(metrics)
+            self._bar.update(self._task, completed=step)
+            return
+        shown = [f"{label} {format_value(metrics[name])}" for name, label in self.shown.items() if name in metrics]
+        rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
+        line = f"{self.title} {step}/{self.total_steps}  {'  '.join(shown)}  {rate:.2f} s/step"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> TrainingProgress:
+        if not self.plain:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.plain:
+            self._live.stop()

@@ -1,0 +1,1 @@
+"""Scores of answers, from reward functions, reward model, actor and reference, and the experience made of them."""

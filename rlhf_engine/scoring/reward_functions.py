@@ -1,0 +1,312 @@
+"""Reward functions written by users: found, tried before any time is spent, called, checked, and summed.
+
+    r_i = Σ_k w_k · f_k(prompts, completions, completion_ids, **columns)_i        i: row, k: reward source
+
+* The signature is TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
+  one entry per row.
+* `None` from any function leaves the row out: its total is None. NaN and ±inf are errors, because one such
+  value turns every weight of the policy into NaN; the message says which prompt did it.
+* Sums and means are taken in float64.
+* A learned reward (`reward_model`) is one more column of numbers: `weighted_total` sums it with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import math
+import numbers
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhf_engine.errors import ConfigError, RewardError
+
+RewardFunction = Callable[..., Any]
+_RESERVED = ("prompts", "completions", "completion_ids")
+_LARGEST = torch.finfo(torch.float32).max
+_EXPECTED = "module:function or path/file.py:function"
+
+
+class FunctionRewards(NamedTuple):
+    """What `score_with_functions` returns, for n rows."""
+
+    totals: list[float | None]  # [n] weighted sum over the functions; None where any function gave None
+    means: dict[str, float | None]  # by function's name: mean over its rows that are not None; None if there are none
+    columns: dict[str, list[float | None]]  # by function's name: [n] its own unweighted rewards
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """The function that `spec` names: `package.module:function` or `path/to/file.py:function`."""
+    place, _, attribute = spec.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}")
+    module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            raise ConfigError(f"reward_funcs: {place!r} has no {attribute!r}; it has {functions}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"reward_funcs: expected a function at {spec!r}, got a {type(found).__name__}")
+    return found
+
+
+def reward_name(function: RewardFunction) -> str:
+    """How metrics and messages call a reward function."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """`reward_name` of each; the second function of a name becomes `name_2`, and so on."""
+    names: list[str] = []
+    for function in functions:
+        base = name = reward_name(function)
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
+    return names
+
+
+def score_with_functions(
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float] | None,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    timeout: float | None = None,
+) -> FunctionRewards:
+    """Call every function on all rows and sum their rewards.
+
+    weights: one per function, None for all 1. completion_ids: token ids of each answer without padding.
+    columns: the data's other columns, one entry per row, handed to the functions by name.
+    timeout: seconds after which one call is given up, see `_time_limit`; None for never.
+    Raises ValueError or TypeError for a wrong result, `RewardError` from what a function raised.
+    """
+    if not functions:
+        raise ValueError("functions: expected at least one reward function, got none")
+    n = len(prompts)
+    columns = dict(columns or {})
+    for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
+        if len(values) != n:
+            raise ValueError(f"{name}: expected {n} entries, one per prompt, got {len(values)}")
+    for name in _RESERVED:
+        if name in columns:
+            raise ValueError(f"columns: {name!r} is taken by the signature of reward functions; rename that column")
+    by_name: dict[str, list[float | None]] = {}
+    for name, function in zip(unique_names(functions), functions, strict=True):
+        # each function gets its own lists, so that one that sorts or extends them cannot harm the next
+        arguments = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
+        copies = {key: list(values) for key, values in arguments.items()}
+        by_name[name] = _checked(name, _call(name, function, copies, timeout), prompts)
+    means: dict[str, float | None] = {}
+    for name, column in by_name.items():
+        present = [r for r in column if r is not None]
+        means[name] = math.fsum(present) / len(present) if present else None
+    totals = weighted_total(list(by_name.values()), weights)
+    return FunctionRewards(totals=totals, means=means, columns=by_name)
+
+
+def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[float] | None) -> list[float | None]:
+    """Row by row Σ_k w_k · columns[k][i]; None where any column has None. weights: None for all 1."""
+    if weights is None:
+        weights = [1.0] * len(columns)
+    if len(weights) != len(columns):
+        raise ValueError(f"weights: expected {len(columns)} numbers, one per reward source, got {len(weights)}")
+    for weight in weights:
+        if not math.isfinite(weight):
+            raise ValueError(f"weights: expected finite numbers, got {weight}")
+    totals: list[float | None] = []
+    for row in zip(*columns, strict=True):
+        present = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
+        totals.append(math.fsum(present) if len(present) == len(row) else None)
+        if totals[-1] is not None and not abs(totals[-1]) <= _LARGEST:
+            raise ValueError(f"weights: expected sums of rewards that are finite in float32, got {totals[-1]:g}")
+    return totals
+
+
+def check_reward(
+    function: RewardFunction,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    timeout: float | None = None,
+) -> None:
+    """A dry run on two rows, so that a broken function is found before the model is loaded.
+
+    prompts: at least one example of the data; columns: the other columns of the same rows. One of the two
+    answers is empty: a policy may end at once, and a function that divides by the number of words must not fail.
+    """
+    if not prompts:
+        raise ValueError("prompts: expected at least one example, got none")
+    rows = [0, min(1, len(prompts) - 1)]
+    two_columns = {name: [values[i] for i in rows] for name, values in (columns or {}).items()}
+    two_prompts = [prompts[i] for i in rows]
+    score_with_functions(
+        [function], None, two_prompts, ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]], two_columns, timeout
+    )
+
+
+def _load_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"reward_funcs: there is no file {str(path)!r} (from {spec!r})")
+    path = path.resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"_reward_{path.stem}_{digest}"  # two files called reward.py must not be one module
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise ConfigError(f"reward_funcs: {str(path)!r} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
+    try:
+        with _settings_kept(f"importing {str(path)!r}"):
+            found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and passed on
+        del sys.modules[name]
+        raise RewardError(f"importing {str(path)!r} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(name: str, spec: str) -> ModuleType:
+    try:
+        with _settings_kept(f"importing {name!r}"):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # only if the named module or a parent of it is missing; one that it imports is a failure of its own
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            hint = "for a file write its path with .py"
+            raise ConfigError(f"reward_funcs: no module named {error.name!r} (from {spec!r}); {hint}") from error
+        raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # as for files
+        raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+}
+"""Settings of torch that belong to the run: name → (getter, setter)."""
+
+
+@contextlib.contextmanager
+def _settings_kept(name: str) -> Iterator[None]:
+    """Put torch's process-wide settings back after the block, with a warning where it changed one.
+
+    A function that loads a model of its own often sets some, which is no reason to stop a run. Random numbers are left
+    alone: the run draws none from torch's own generator, and put back it would give a function the same ones each time.
+    """
+    before = {setting: get() for setting, (get, _) in _SETTINGS.items()}
+    try:
+        yield
+    finally:
+        for setting, (get, put_back) in _SETTINGS.items():
+            found = get()
+            if found != before[setting]:
+                put_back(before[setting])
+                warnings.warn(
+                    f"{name} changed torch's {setting} from {before[setting]} to {found}; it was put back",
+                    stacklevel=4,
+                )
+
+
+class _TookTooLong(BaseException):
+    """Raised inside a function whose time is over; no Exception, which the function might handle itself."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `_TookTooLong` within the block after so many seconds, and again each second until the block ends.
+
+    By a timer's signal, which Python handles in the main thread alone: in another thread, and on Windows, there is no
+    limit. Nor is there one for code that never comes back to the interpreter, or that sets the timer itself.
+    """
+    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # it may have gone off right here
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], timeout: float | None) -> Any:
+    try:
+        with _settings_kept(f"reward function {name!r}"), _time_limit(timeout):
+            return function(**arguments)
+    except _TookTooLong as error:
+        raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is named and passed on
+        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | None]:
+    """What a function returned, as one finite float or None per prompt."""
+    place = f"reward function {name!r}"
+    if isinstance(result, torch.Tensor):
+        if result.dim() != 1:
+            raise ValueError(f"{place}: expected a tensor of one dimension, got {tuple(result.shape)}")
+        result = result.detach().cpu().tolist()
+    if not isinstance(result, (list, tuple)):
+        raise TypeError(f"{place}: expected a list, tuple or tensor, got {type(result).__name__}")
+    if len(result) != len(prompts):
+        raise ValueError(f"{place}: expected {len(prompts)} rewards, got {len(result)}")
+    rewards: list[float | None] = []
+    for row, value in enumerate(result):
+        where = f"at row {row} (prompt {_excerpt(prompts[row])!r})"
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if value is None:
+            rewards.append(None)
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{place}: expected numbers or None, got {value!r} {where}")
+        try:
+            number = float(value)
+        except OverflowError as error:  # a huge integer, whose digits nobody would read
+            raise ValueError(f"{place}: expected numbers of float32, got an integer beyond float64 {where}") from error
+        if not math.isfinite(number):
+            raise ValueError(f"{place}: expected finite numbers, got {number} {where}")
+        if abs(number) > _LARGEST:
+            raise ValueError(f"{place}: expected numbers of float32, got {number} {where}")
+        rewards.append(number)
+    return rewards
+
+
+def _excerpt(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,154 @@
+"""How ranks share the steps of an RL run, so that its floats are those of one process but for rounding.
+
+    draw, ask the lanes, call reward functions    each rank for its share of the prompts
+    advantages, whitening, minibatches, metrics   every rank over all answers: they are gathered, a few numbers a token
+    gradients of a minibatch                      each rank for its share of the units, whoever drew them; then summed
+
+Means over a minibatch are taken over the whole of it, because every rank knows all of it. A rank without a share of a
+small minibatch adds zeros. The same sums of gradients go into the same optimizer on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlhf_engine.algorithms.objective import Measured
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.process_group import World, balanced
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.training.update import Schedule, StepPlan
+
+# ---- before the first step -------------------------------------------------------------------------------------------
+
+_PATHS = (
+    "model_name_or_path",
+    "actor_adapter",
+    "reference_adapter",
+    "reward_adapter",
+    "reward_model_path",
+    "dataset_name",
+    "eval_dataset_name",
+    "output_dir",
+    "resume_from_checkpoint",
+)
+"""Options that machines may spell differently; what is found there is compared instead."""
+
+
+def require_served(config: TrainConfig, world: World) -> None:
+    """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
+    if world.size == 1:
+        if config.shard_base:
+            raise ConfigError("shard_base: expected several processes to share the base, got one")
+        return
+    options = {name: value for name, value in config.to_dict().items() if name not in _PATHS}
+    everyone = world.gather(options)
+    for name in options:
+        values = [other.get(name) for other in everyone]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ConfigError(
+                    f"{name}: expected the same on every rank, got {values[0]!r} on rank 0 and {value!r} on rank {rank}"
+                )
+    where = f"in a run of {world.size} processes"
+    if config.method == "full_ppo":
+        raise ConfigError(
+            f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
+            f"{config.method!r}"
+        )
+    if config.rollout_backend != "local":
+        raise ConfigError(f"rollout_backend: expected 'local' {where}, got {config.rollout_backend!r}")
+    if config.async_mode in ("overlap", "ray"):
+        raise ConfigError(f"async: expected 'off' or 'replay' {where}, got {config.async_mode!r}")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")
+    if config.prompts_per_step < world.size:
+        raise ConfigError(
+            f"generation_batch_size: expected at least {world.size * config.generations} {where}, a prompt of "
+            f"{config.generations} answers for each, got {config.generation_batch_size}"
+        )
+
+
+def require_same_start(world: World, *, weights: str, prompts: Sequence[Sequence[int]], step: int) -> None:
+    """Raise ConfigError where ranks have found other weights, data or checkpoints."""
+    if world.size == 1:
+        return
+    digest = hashlib.sha256(repr([list(ids) for ids in prompts]).encode()).hexdigest()[:16]
+    found = {
+        "model_name_or_path": ("weights of model and adapters", weights),
+        "dataset_name": ("prompts", digest),
+        "resume_from_checkpoint": ("steps done", step),
+    }
+    for rank, other in enumerate(world.gather(found)):
+        for option, (what, value) in found.items():
+            if other[option][1] != value:
+                raise ConfigError(
+                    f"{option}: expected the same {what} on every rank, got {value} on rank {world.rank} and "
+                    f"{other[option][1]} on rank {rank}"
+                )
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks as `training.update` sees them."""
+
+    world: World
+    in_step: bool
+    """Whether every call of the model is one of all ranks, as with a sharded base."""
+
+    def own(self, sizes: Sequence[int]) -> list[int]:
+        """This rank's share of units of these sizes."""
+        return balanced(sizes, self.world.size)[self.world.rank]
+
+    def agree(self, plan: StepPlan) -> StepPlan:
+        """Most calls of any rank, and terms jointly where they are so on all of them."""
+        everyone = self.world.gather((plan.calls, plan.joint))
+        return StepPlan(calls=max(calls for calls, _ in everyone), joint=all(joint for _, joint in everyone))
+
+    def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
+        """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
+        measured, schedule = (
+            self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks("the update", work)
+        )
+        own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
+        total, size = Measured(), schedule.micro_batch_size
+        for sums, most, fitted in self.world.gather(own):
+            total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
+            size = min(size, fitted)
+        return total, dataclasses.replace(schedule, micro_batch_size=size)
+
+
+def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
+    """Of a minibatch's shares. A parameter without a gradient on any rank stays without one, as in one process."""
+    if world.size == 1:
+        return
+    held = world.gather([p.grad is not None for p in parameters])
+    chosen = [p for p, flags in zip(parameters, zip(*held, strict=True), strict=True) if any(flags)]
+    for p in chosen:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+    world.sum([p.grad for p in chosen if p.grad is not None])
+
+
+def require_same_weights(world: World, found: str, step: int) -> None:
+    """Raise EngineError where ranks no longer hold the same parameters. found: fingerprint of this rank's."""
+    others = world.gather(found)
+    apart = [rank for rank, other in enumerate(others) if other != others[0]]
+    if apart:
+        raise EngineError(f"step {step}: expected the same parameters on every rank, ranks {apart} differ from rank 0")
+
+
+def _floats(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in tensors.items()}
+
+
+def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}

@@ -1,0 +1,155 @@
+"""Looking at a policy: answers with their scores, the KL to the reference, evaluations, and samples for the eye."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.data import PromptSet
+from rlhf_engine.distributed.process_group import World, share
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
+from rlhf_engine.runs.samples import SampleLog, Samples
+from rlhf_engine.runs.text import samples_markdown
+from rlhf_engine.scoring.experience import decode_answers
+from rlhf_engine.scoring.rewards import mean_or_none
+from rlhf_engine.training.rl_inputs import RlInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers with what they scored, for samples and evaluation."""
+
+    prompts: list[str]
+    completions: list[str]
+    scores: list[float | None]
+    rollout: Rollout
+
+
+class Evaluation:
+    """Answers of the present policy, outside of its training.
+
+    Args:
+        config: of the run.
+        inputs: prompts and reward sources.
+        model, rollouts: what draws answers, and scores them.
+        sampling: how answers are drawn, by seed.
+        world: ranks, of which each answers a share of the held-out prompts.
+        whole_base: within it, all of the base is on every rank.
+        output: the run's folder, for samples.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: RlInputs,
+        model: HydraModel,
+        rollouts: Rollouts,
+        sampling: Callable[[int], SamplingConfig],
+        world: World,
+        whole_base: Callable[[], contextlib.AbstractContextManager[None]],
+        output: Path,
+    ) -> None:
+        self._config, self._inputs, self._model, self._rollouts = config, inputs, model, rollouts
+        self._sampling, self._world, self._whole_base, self._output = sampling, world, whole_base, output
+        self._samples = SampleLog(output / SAMPLES_LOG)
+
+    def answer(
+        self,
+        prompts: PromptSet,
+        indices: list[int],
+        *,
+        policy_version: int,
+        role: str = "actor",
+        seed: int = 0,
+        sample_ids: list[int] | None = None,
+    ) -> Answers:
+        """Sample one answer per prompt from a role and score it, without penalties for a missing end.
+
+        With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own.
+
+        Args:
+            policy_version: of the policy now, which a server has to hold.
+            sample_ids: of the answers, from 0 on unless given. An answer's draws are a function of seed and id.
+        """
+        self._rollouts.sync(policy_version)
+        token_ids = [prompts.ids[i] for i in indices]
+        with self._whole_base():
+            rollout = self._rollouts.generate(token_ids, self._sampling(seed), role=role, sample_ids=sample_ids)
+            learned = self._inputs.scorer.uses_reward_model
+            rewards_N = self._model.score(rollout.batch, ("reward",)).rewards_N if learned else None
+        texts, ids = decode_answers(self._inputs.tokenizer, rollout.batch)
+        finished = (True,) * len(indices)
+        scored = self._inputs.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), finished, rewards_N)
+        return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
+
+    def kl_to_reference(self, rollout: Rollout) -> float:
+        """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
+        return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
+
+    def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
+        with self._whole_base():
+            scores = self._model.score(
+                rollout.batch, ("actor", "reference"), temperature=self._config.temperature, exact_kl=True
+            )
+        assert scores.kl_M is not None
+        return scores.kl_M.sum()
+
+    def evaluate(self, policy_version: int) -> dict[str, float]:
+        """Mean score and exact KL per answer on the held-out prompts, of which each rank answers a share."""
+        assert self._inputs.eval_set is not None
+        world, n = self._world, len(self._inputs.eval_set.rows)
+        own = list(share(n, world.rank, world.size))
+        with self._whole_base():
+            shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own, policy_version)))
+        reward = mean_or_none([score for scores, _ in shares for score in scores])
+        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
+        return metrics if reward is None else {**metrics, "eval/reward": reward}
+
+    def _evaluate(self, indices: list[int], policy_version: int) -> tuple[list[float | None], float]:
+        """Scores of answers to held-out prompts, and the sum of their KL."""
+        assert self._inputs.eval_set is not None
+        if not indices:  # fewer prompts than ranks
+            return [], 0.0
+        answers = self.answer(
+            self._inputs.eval_set,
+            indices,
+            policy_version=policy_version,
+            seed=self._config.seed,
+            sample_ids=indices,
+        )
+        return answers.scores, float(self._kl_sum(answers.rollout))
+
+    # ---- samples ---------------------------------------------------------------------------------------------------
+
+    def forget_samples_from(self, step: int) -> None:
+        """Drop what an earlier process has noted of this step and later ones."""
+        self._samples.drop_from(step)
+
+    def note_samples(self, step: int, policy_version: int) -> None:
+        """Answers of the present policy to the first few prompts, held-out ones if there are any, into the log."""
+        if self._config.num_samples == 0:
+            return
+        prompts = self._inputs.eval_set or self._inputs.train_set
+        indices = list(range(min(self._config.num_samples, len(prompts.rows))))
+        found = self.answer(prompts, indices, policy_version=policy_version, seed=self._config.seed)
+        self._samples.write(
+            Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
+        )
+
+    def write_samples(self) -> None:
+        """Write samples.md: answers before and after training, side by side, if any were noted."""
+        looks = self._samples.read()
+        if not looks:
+            return
+        after = looks[-1]
+        before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
+        text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
+        (self._output / SAMPLES_FILE).write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Training of reward models from preferences and thumbs."""

@@ -1,0 +1,148 @@
+"""The model that reward training trains, its loss, and what becomes of it: roles, packed rows, folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_engine.config import RewardConfig
+from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import (
+    OFF,
+    HydraModel,
+    PackedBatch,
+    PairwiseRewardLoss,
+    PointwiseRewardLoss,
+    RoleSpec,
+    peft_io,
+    reward_model,
+)
+from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.policy.build import slot_config
+from rlhf_engine.training.reward_model.data import RewardExample
+
+REWARD_SLOT = "reward"
+CLASSIFIER_FOLDER = "sequence_classification"
+
+
+def reward_roles(mode: str) -> dict[str, RoleSpec]:
+    """The reward role on a slot beside the plain base (`lora`), or on the base itself (`full`).
+
+    The plain base has an LM head that nothing here uses. It stays because the base's hash counts it: the slot is one of
+    the base that the policy will run on.
+    """
+    if mode == "full":
+        return {"reward": RoleSpec(head="reward", trainable=True)}
+    return {"reference": RoleSpec(slot=OFF), "reward": RoleSpec(slot=REWARD_SLOT, head="reward", trainable=True)}
+
+
+def build_reward_model(config: RewardConfig) -> HydraModel:
+    """The model to train, its head's bias fixed at 0. Raises ConfigError or ValueError for what does not fit."""
+    lora = config.mode == "lora"
+    model = HydraModel.from_pretrained(
+        config.model_name_or_path,
+        roles=reward_roles(config.mode),
+        slots={REWARD_SLOT: slot_config(config)} if lora else {},
+        dtype=DTYPES[config.dtype],
+        device=resolve_device(config.device),
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        seed=config.seed,
+    )
+    backbone = model.backbone()
+    if lora:
+        outside = [p for p, _ in backbone.slot(REWARD_SLOT).items() if not p.startswith(backbone.blocks_prefix)]
+        if outside:
+            raise ConfigError(
+                f"lora_target_modules: expected linears of the blocks, whose hidden states the reward head reads, got "
+                f"{outside}"
+            )
+    require_savable(model)
+    bias = model.heads["reward"].bias
+    assert isinstance(bias, nn.Parameter)
+    with torch.no_grad():
+        bias.zero_()
+    bias.requires_grad_(False)
+    if config.gradient_checkpointing:
+        backbone.enable_gradient_checkpointing()
+    return model
+
+
+def packed_batch(
+    examples: Sequence[RewardExample], device: torch.device, *, places: Sequence[int] | None = None
+) -> PackedBatch:
+    """Answers of some rows as one batch: all first answers, then all second ones (of pairs).
+
+    places: of the rows in their optimizer step, so that no micro-batch changes the dropout masks; default 0…n−1.
+    """
+    n_answers = len(examples[0].answers)
+    ids = range(len(examples)) if places is None else places
+    return PackedBatch.from_lists(
+        [e.prompt for _ in range(n_answers) for e in examples],
+        [e.answers[a] for a in range(n_answers) for e in examples],
+        device=device,
+        sample_ids=[2 * i + a for a in range(n_answers) for i in ids],
+    )
+
+
+def reward_loss(
+    model: HydraModel,
+    examples: Sequence[RewardExample],
+    *,
+    denom: float,
+    dropout_seed: int,
+    places: Sequence[int] | None = None,
+    pos_weight: float = 1.0,
+    center: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The module's loss of some rows of one kind and, without gradients, loss, accuracy and margin.
+
+    denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
+    """
+    n, batch = len(examples), packed_batch(examples, model.device, places=places)
+    output: PairwiseRewardLoss | PointwiseRewardLoss
+    if examples[0].label is None:
+        index = torch.arange(2 * n, device=model.device)
+        output = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center)
+    else:
+        labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
+        output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
+    (found,) = model(batch, (output,), dropout_seed=dropout_seed)
+    return found.loss, {
+        "reward_loss": found.loss.detach(),
+        "reward_accuracy": (found.n_correct + 0.5 * found.n_tied) / denom,
+        "reward_margin": found.sum_margin / denom,
+    }
+
+
+def write_reward_model(
+    model: HydraModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: RewardConfig
+) -> None:
+    """Write a new folder that `rlhf-engine train` takes.
+
+    lora: PEFT adapter and heads.safetensors (`--reward_adapter`), and what `export` asks for in a sub-folder. full: a
+    sequence classifier (`--reward_model_path`).
+    """
+    folder.mkdir(parents=True)
+    backbone, head = model.backbone(), model.heads["reward"]
+    assert isinstance(head, ScalarHead)
+    if config.mode == "full":
+        reward_model.save_classifier(backbone.model, head, folder, tokenizer=tokenizer)
+        return
+    name = str(Path(config.model_name_or_path).resolve())
+    save_slot(backbone, REWARD_SLOT, folder, base_name=name)
+    peft_io.save_heads(model.heads, {"reward"}, folder)
+    tokenizer.save_pretrained(folder)
+    classifier = folder / CLASSIFIER_FOLDER
+    if config.export == "adapter":
+        reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
+    elif config.export == "merged":
+        reward_model.save_merged_classifier(
+            backbone, REWARD_SLOT, head, classifier, base=config.model_name_or_path, tokenizer=tokenizer
+        )

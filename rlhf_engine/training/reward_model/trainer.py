@@ -1,0 +1,389 @@
+"""Reward models: a LoRA slot and a scalar head on the frozen base (PERL, arXiv 2403.10704); or all of it.
+
+    pairwise     L = mean[−log σ(r_w − r_l) + c (r_w + r_l)²]                      chosen w, rejected l
+    pointwise    L = −mean[w p log σ(r) + (1 − p) log(1 − σ(r))]                   label p ∈ {0, 1}
+
+(`PairwiseRewardLoss` and `PointwiseRewardLoss`). r is w·h at the last token, without a bias: transformers' sequence
+classifiers have none, so that a trained one could not leave this package. The head starts from the base's own reward
+head where it brings one, else at zero.
+
+Data order and dropout are functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
+The best step on held-out rows becomes the final model; its checkpoint is kept until then.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_engine.config import RewardConfig
+from rlhf_engine.data import Report, Tally, require_room, split_by_group
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
+from rlhf_engine.hydra import reward_model
+from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
+from rlhf_engine.hydra.persist import load_into
+from rlhf_engine.io import put_in_place
+from rlhf_engine.manifest import write_manifest
+from rlhf_engine.policy.adamw import require_optim
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.runs.checkpoint import (
+    begin_kernels,
+    check,
+    load_checkpoint,
+    read_counters,
+    require_same,
+    require_same_rows_per_step,
+    resolve_resume,
+)
+from rlhf_engine.runs.folder import (
+    FINAL_FOLDER,
+    RECORD_FILE,
+    check_output,
+    require_unlocked,
+)
+from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.reward_model import metrics as reward_metrics
+from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, load_examples
+from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
+from rlhf_engine.training.run import SupervisedRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardState:
+    """Counters of a run."""
+
+    step: int
+    """Optimizer steps done."""
+    seed: int
+    """Seed that every random number of the run is a function of."""
+    best_step: int | None = None
+    """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
+    best_metric: float | None = None
+    """Its value of `metric_for_best_model`."""
+    metric_for_best_model: str | None = None
+    """Which metric that is; None in checkpoints written before it was recorded."""
+    rows: str | None = None
+    """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
+    rows_per_step: int | None = None
+    """By which the place in the data is found again; None likewise."""
+
+
+class RewardTrainer(SupervisedRun):
+    """Training of a reward model. Construction finds what can be wrong with the request; `run` spends the time."""
+
+    config: RewardConfig
+    state: RewardState
+    rows: list[RewardExample]
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.output = Path(config.output_dir)
+        require_trackers(config.report_to)
+        require_optim(config.optim)
+        require_unlocked(self.output)
+        resume = resolve_resume(config.resume_from_checkpoint, self.output)
+        check_output(
+            self.output,
+            resume=config.resume_from_checkpoint,
+            checkpoint=resume,
+            overwrite=config.overwrite_output_dir,
+        )
+        base = read_config(config.model_name_or_path)
+        if config.mode == "lora":
+            require_lm_head(base, config.model_name_or_path)
+        if config.mode == "full" or config.export != "none":
+            hint = "; --export none leaves it out" if config.mode == "lora" else ""
+            try:
+                reward_model.require_classifier_class(config.model_name_or_path, "model_name_or_path")
+            except ValueError as error:
+                raise ConfigError(f"{error}{hint}") from error
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.reports: dict[str, Report] = {}
+        """What became of the rows of each source, by the option that names it."""
+        self.rows, self.eval_set = self._load_rows()
+        self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
+        self.pos_weight = self._check_objective()
+        self.best_metric = self._best_metric()
+        require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
+        self.state = RewardState(
+            step=0,
+            seed=config.seed,
+            metric_for_best_model=self.best_metric,
+            rows=digest(self.rows, self.eval_set),
+            rows_per_step=self.rows_per_step,
+        )
+        if resume is not None:
+            self._check_same_run(resume)
+        begin_kernels(resume)
+        self.notes = self._notes()
+        """What a person should know before the run starts, one sentence each."""
+        self.model = build_reward_model(config)
+        self.total_steps = self.count_steps()
+        self.optimizer = RoleOptimizer.configured(self.model, {"reward": config.learning_rate}, config)
+        self.model.eval()
+        if resume is not None:
+            self.state = replace(
+                load_checkpoint(resume, self.model, self.optimizer, RewardState),
+                metric_for_best_model=self.state.metric_for_best_model,
+                rows=self.state.rows,
+                rows_per_step=self.rows_per_step,
+            )
+            best = self.state.best_step
+            if best is not None and not self._checkpoint(best).is_dir():
+                raise ConfigError(
+                    f"resume_from_checkpoint: expected checkpoint-{best} in {self.output}, the best step so far by "
+                    f"{resume}, which is not there; copy it beside"
+                )
+            if best is not None:
+                check(self._checkpoint(best))  # now, not when it is to become the result
+
+    @property
+    def trained_parameters(self) -> int:
+        """Σ r (d_in + d_out) over the adapted linears (or the whole base) and the head's weight."""
+        own = self.model.trainable_parameters("reward").values()
+        return sum(p.numel() for p in own if p.requires_grad)
+
+    @property
+    def base_parameters(self) -> int:
+        """Parameters of the base, of which `trained_parameters` are a share."""
+        return sum(p.numel() for _, p in self.model.backbone().base_parameters())
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, float | None]:
+        """An evaluation after every `eval_steps` steps, and after the last one."""
+        every = self.config.eval_steps
+        if not self.eval_set or not (self._is_last() or (every and self.state.step % every == 0)):
+            return {}
+        found = self.evaluate()
+        self._note_best(found[f"eval/{self.best_metric}"])
+        return found
+
+    def saves_now(self) -> bool:
+        """After every `save_steps` steps, after the last one, and after the best evaluation so far."""
+        return super().saves_now() or self.state.best_step == self.state.step
+
+    def end(self) -> dict[str, Any]:
+        """Write the best step's model into final/, and the result into the record; the result.
+
+        Afterwards `model` is the one that was written, while `state` is that of the last step.
+        """
+        self.plot()
+        self._load_best()
+        self._save_final()
+        result = self.result()
+        self.write_record(result)
+        return result
+
+    def loss(
+        self, rows: Sequence[RewardExample], places: Sequence[int], *, dropout_seed: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`reward_loss` of some rows of a step."""
+        return reward_loss(
+            self.model,
+            [rows[i] for i in places],
+            denom=float(len(rows)),
+            dropout_seed=dropout_seed,
+            places=places,
+            pos_weight=self.pos_weight,
+            center=self.config.center_rewards_coefficient or 0.0,
+        )
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step."""
+        metrics = super().step()
+        self.model.trained_heads.add("reward")
+        return metrics
+
+    def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
+        """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
+
+        Raises NonFiniteError for one that is not finite.
+        """
+        self.model.eval()
+        size, parts = self.config.per_device_eval_batch_size, []
+        for start in range(0, len(examples), size):
+            some = examples[start : start + size]
+            found = self.model.score(packed_batch(some, self.model.device), ("reward",)).rewards_N
+            assert found is not None
+            parts.append(found.cpu().view(-1, len(some)).T)
+        rewards = torch.cat(parts)
+        bad = ~rewards.isfinite().all(1)
+        if bad.any():
+            raise NonFiniteError(
+                f"reward of row {int(bad.int().argmax())} is {rewards[bad][0].tolist()} at step {self.state.step}"
+            )
+        return rewards
+
+    def evaluate(self) -> dict[str, float | None]:
+        """`eval/…` metrics of the held-out rows, see `reward_metrics`; None where a metric is undefined."""
+        assert self.eval_set
+        rewards = self.rewards(self.eval_set)
+        if self.objective == "pairwise":
+            center = self.config.center_rewards_coefficient or 0.0
+            found = reward_metrics.pairwise_metrics(rewards[:, 0], rewards[:, 1], center=center)
+        else:
+            labels = torch.tensor([bool(e.label) for e in self.eval_set])
+            found = reward_metrics.pointwise_metrics(rewards[:, 0], labels, pos_weight=self.pos_weight)
+        return {f"eval/{name}": value for name, value in found.items()}
+
+    def finished(self) -> bool:
+        """Whether every step is done, and the final model and the record's result are written."""
+        if not self._is_last() or not (self.output / FINAL_FOLDER).is_dir():
+            return False
+        record = self.output / RECORD_FILE
+        return record.is_file() and "result" in json.loads(record.read_text())
+
+    def result(self) -> dict[str, Any]:
+        """What the record says in the end: steps done, the step of the final model, and its metric."""
+        best = self.state.best_step
+        final = best if best is not None else self.state.step
+        return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_same_run(self, checkpoint: Path) -> None:
+        """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
+        found = read_counters(checkpoint, RewardState)
+        require_same(checkpoint, found, seed=self.state.seed, metric_for_best_model=self.best_metric)
+        require_same_rows_per_step(checkpoint, found.rows_per_step, self.rows_per_step)
+        if found.rows is not None and found.rows != self.state.rows:
+            raise ConfigError(
+                f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
+            )
+
+    def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample]]:
+        """Training rows and held-out rows (none where none are asked for), of one kind."""
+        config = self.config
+        train = self._load_examples("dataset_name", config.dataset_name, config.objective)
+        if config.eval_share is not None:
+            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
+            return split.train, split.held_out
+        if config.eval_dataset_name is None:
+            return train, []
+        objective = "pairwise" if train[0].label is None else "pointwise"
+        return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective)
+
+    def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
+        """Tokenized rows of a data file."""
+        config = self.config
+        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
+        context = read_context_length(config.model_name_or_path)
+        found = load_examples(
+            path,
+            tally,
+            self.tokenizer,
+            objective,
+            max_length=min(config.max_length or context, context),
+            truncation=config.truncation,
+            end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
+            vocabulary=read_vocabulary(config.model_name_or_path),
+            group_column=config.group_column,
+        )
+        self.reports[argument] = tally.report()
+        return found
+
+    def _check_objective(self) -> float:
+        """The weight of label 1; ConfigError for options of the other objective and for one class only."""
+        config = self.config
+        if self.objective == "pairwise":
+            if config.pos_weight != "none":
+                raise ConfigError(f"pos_weight: expected 'none' for pairs, got {config.pos_weight!r}")
+            return 1.0
+        if config.center_rewards_coefficient is not None:
+            raise ConfigError(
+                "center_rewards_coefficient: expected it unset for pointwise rows, whose labels say where 0 is, got "
+                f"{config.center_rewards_coefficient:g}"
+            )
+        positives, negatives = count_labels(self.rows)
+        if positives == 0 or negatives == 0:
+            side = " left to train on" if config.eval_share is not None else ""
+            raise ConfigError(
+                f"dataset_name: expected rows with label true and rows with label false{side}, got {positives} true "
+                f"and {negatives} false: nothing tells them apart"
+            )
+        return negatives / positives if config.pos_weight == "balanced" else 1.0
+
+    def _best_metric(self) -> str:
+        pairs = self.objective == "pairwise"
+        known = reward_metrics.PAIRWISE_METRICS if pairs else reward_metrics.POINTWISE_METRICS
+        asked = self.config.metric_for_best_model
+        if asked is not None and asked not in known:
+            raise ConfigError(
+                f"metric_for_best_model: expected one of {known} for {self.objective} rows, got {asked!r}"
+            )
+        return asked or ("accuracy" if pairs else "auc")
+
+    def _notes(self) -> list[str]:
+        if not self.eval_set:
+            return ["no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
+        found = []
+        if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
+            positives, negatives = count_labels(self.eval_set)
+            found.append(
+                f"the held-out rows are of one class only ({positives} true, {negatives} false): AUC, balanced "
+                "accuracy and margin are undefined"
+            )
+            if self.best_metric in ("auc", "balanced_accuracy", "margin"):
+                found.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
+        both = {e.group for e in self.rows} & {e.group for e in self.eval_set}
+        if both:
+            found.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
+        return found
+
+    def _note_best(self, value: float | None) -> bool:
+        """Whether this evaluation is better than all before; of equal ones the first stays."""
+        if value is None:
+            return False
+        sign = -1.0 if self.best_metric in reward_metrics.LOWER_IS_BETTER else 1.0
+        best = self.state.best_metric
+        if best is not None and sign * value <= sign * best:
+            return False
+        self.state = replace(self.state, best_step=self.state.step, best_metric=value)
+        return True
+
+    def _load_best(self) -> None:
+        best = self.state.best_step
+        if best is None or best == self.state.step:
+            return
+        folder = self._checkpoint(best)
+        if not folder.is_dir():
+            raise EngineError(f"output_dir: expected the best step's checkpoint {str(folder)!r}, which is not there")
+        check(folder)
+        load_into(self.model, folder)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.output / f"checkpoint-{step}"
+
+    def _save_final(self) -> None:
+        """final/ appears whole or not at all, as checkpoints do."""
+        temporary = self.output / f".{FINAL_FOLDER}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_reward_model(self.model, self.tokenizer, temporary, self.config)
+        write_manifest(temporary)
+        put_in_place(temporary, self.output / FINAL_FOLDER)
+
+    def describe(self) -> dict[str, Any]:
+        """Objective, rows, notes, and how much is trained."""
+        rows: dict[str, Any] = {"train": len(self.rows), "eval": len(self.eval_set)}
+        if self.objective == "pointwise":
+            rows |= {"train_true": count_labels(self.rows)[0], "eval_true": count_labels(self.eval_set)[0]}
+        return {
+            # a base that is trained has no hash that would mean something later
+            "base_hash": self.model.backbone().base_hash() if self.config.mode == "lora" else None,
+            "objective": self.objective,
+            "metric_for_best_model": self.best_metric,
+            "pos_weight": self.pos_weight,
+            "rows": rows,
+            "notes": self.notes,
+            "trained_parameters": self.trained_parameters,
+            "base_parameters": self.base_parameters,
+            "trained_share": self.trained_parameters / self.base_parameters,
+        }

@@ -1,0 +1,341 @@
+"""The loop of every training run: steps, and what is written and decided between two of them.
+
+A kind of run says what a step is, when to look at what was learned, and what is left at the end. The loop does the
+rest, for one process or for several ranks: the lock of the output folder, the record, metrics, trackers, checkpoints,
+stops by signal, and a checkpoint of the last whole step where an error ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rlhf_kernels import registry
+
+from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
+from rlhf_engine.data import Report, batch_indices, pack
+from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.errors import NonFiniteError, RunStopped
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor, require_warm_up
+from rlhf_engine.runs.checkpoint import Counters, save_checkpoint, saved_on_error
+from rlhf_engine.runs.curves import plot_curves
+from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
+from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.trackers import Trackers
+
+OnStep = Callable[[int, dict[str, Any]], None]
+"""Called with the number of steps done and the step's metrics."""
+
+
+class Run(ABC):
+    """A training run in an output folder. A subclass's constructor finds everything that can be wrong with the request.
+
+    Attributes that a subclass sets:
+        config: options of the command.
+        output: the output folder.
+        model, optimizer: what is trained, and by what.
+        state: counters; its `step` is the number of steps done.
+        total_steps: number of steps after which the run is done.
+        reports: what became of the rows of each source, by the option that names it.
+        world: the ranks of the run, of which this process is one.
+    """
+
+    config: TrainingOptions
+    output: Path
+    model: HydraModel
+    optimizer: RoleOptimizer
+    state: Any
+    total_steps: int
+    reports: dict[str, Report]
+    world: World = ALONE
+    _saved_step: int | None = None
+    """Step of the newest checkpoint that this process has written."""
+    _record: dict[str, Any] | None = None
+    """What run.json holds of a run that has begun."""
+
+    # ---- what a kind of run is -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self) -> dict[str, Any]:
+        """One step; its metrics. Afterwards `state` counts it and `optimizer.is_whole` is true."""
+
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether every step is done and the result is written."""
+
+    @abstractmethod
+    def end(self) -> Any:
+        """Write the result of a run whose steps are done; what `run` returns. Called on the main rank alone."""
+
+    def steps_done(self) -> int:
+        """Number of steps of which the output folder holds the outcome."""
+        done: int = self.state.step
+        return done
+
+    def begin(self) -> None:
+        """Make the output folder ready. Called on the main rank alone, with the folder locked."""
+        clear_later_steps(self.output, step=self.state.step, total_steps=self.total_steps)
+        self.write_record()
+
+    def look(self) -> dict[str, Any]:
+        """Metrics of an evaluation, where one is due after the step that is done; called on all ranks."""
+        return {}
+
+    def saves_now(self) -> bool:
+        """Whether a checkpoint is due after the step that is done."""
+        return self._is_regular() or self._is_last()
+
+    def describe(self) -> dict[str, Any]:
+        """What the record says of the run beside its options and this machine."""
+        return {}
+
+    def counters(self) -> Counters:
+        """The counters that a checkpoint of this moment holds."""
+        found: Counters = self.state
+        return found
+
+    def make_saver(self) -> Callable[[], object]:
+        """A function that writes a checkpoint. It is made before each step, and called if the step fails."""
+        return self.save
+
+    def resources(self) -> contextlib.AbstractContextManager[None]:
+        """What is held open during the run."""
+        return contextlib.nullcontext()
+
+    def steps(self) -> contextlib.AbstractContextManager[None]:
+        """What is held open while steps are made."""
+        return contextlib.nullcontext()
+
+    def whole_base(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, all of the base is on every rank; all ranks enter it together."""
+        return contextlib.nullcontext()
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> Any:
+        """Make all remaining steps and write the result.
+
+        Writes run.json, metrics.jsonl, curves.png, checkpoints and the result into the output folder. An error leaves
+        all metrics so far and a checkpoint of the last whole step in place.
+
+        Args:
+            on_step: called after each step.
+            stop: called after each step, on each rank; true ends the run.
+
+        Returns:
+            What `end` returns, on the main rank.
+
+        Raises:
+            RunStopped: `stop` returned true on some rank. A checkpoint of the last step was written.
+        """
+        world = self.world
+        with contextlib.ExitStack() as stack:
+            world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
+            with self.resources():
+                with self.whole_base():
+                    world.on_main("the start of the run", self.begin)
+                self._remaining_steps(on_step, stop)
+                with self.whole_base():
+                    return world.on_main("the result", self._end)
+
+    def _end(self) -> Any:
+        """`end`, with a checkpoint of the last step if it fails, unless there is one."""
+        with saved_on_error(self.output, self.optimizer, lambda: self.state.step, self.save):
+            return self.end()
+
+    def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> None:
+        world = self.world
+        with self.steps(), contextlib.ExitStack() as stack:
+            trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
+            writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
+            while self.state.step < self.total_steps:
+                with self._saved_on_error(writer):
+                    metrics = self.step()
+                    found = self.look()
+                    # bound now: it runs before the loop goes on
+                    record = functools.partial(
+                        self._note, writer, trackers, {**metrics, **found}, on_step, looked=bool(found)
+                    )
+                    world.run_on_all_ranks("metrics and checkpoints", record)
+                if stop is not None and not self._is_last() and any(world.gather(stop())):
+                    world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
+                    raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
+
+    def _note(
+        self,
+        writer: MetricsWriter | None,
+        trackers: Trackers | None,
+        metrics: dict[str, Any],
+        on_step: OnStep | None,
+        *,
+        looked: bool,
+    ) -> None:
+        """Write what is known of a step that is done. writer, trackers: of the main rank."""
+        done = self.state.step
+        if writer is not None and (looked or self._is_last() or done % self.config.logging_steps == 0):
+            writer.write(done, metrics)
+            if trackers is not None:
+                trackers.log(done, metrics)
+        if on_step is not None:
+            on_step(done, metrics)
+        if self.saves_now():
+            self._save_after(writer, self.save)
+            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
+                self.plot()
+
+    def _is_last(self) -> bool:
+        done: int = self.state.step
+        return done >= self.total_steps
+
+    def _is_regular(self) -> bool:
+        return bool(self.config.save_steps) and self.state.step % self.config.save_steps == 0
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step, where this is the main rank; its folder."""
+        if not self.world.is_main:
+            return self.output / f"checkpoint-{self.state.step}"
+        keep = self.config.save_total_limit
+        folder = save_checkpoint(self.output, self.model, self.optimizer, self.counters(), keep=keep)
+        self._saved_step = self.state.step
+        return folder
+
+    def _save_once(self, writer: MetricsWriter | None) -> None:
+        """A checkpoint of the current step, unless there is one."""
+        if self._saved_step != self.state.step:
+            self._save_after(writer, self.save)
+
+    @staticmethod
+    def _save_after(writer: MetricsWriter | None, save: Callable[[], object]) -> None:
+        """A checkpoint, once the metrics of the steps before it are on the disk."""
+        if writer is not None:
+            writer.sync()
+        save()
+
+    def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
+        """`saved_on_error` of a step; a failing reward function or server costs the answers of that step."""
+        if writer is None:
+            return contextlib.nullcontext()
+        save = functools.partial(self._save_after, writer, self.make_saver())
+        return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
+
+    def _writer(self) -> MetricsWriter:
+        writer = MetricsWriter(self.output / METRICS_FILE)
+        writer.truncate_after(self.state.step)
+        return writer
+
+    def _trackers(self) -> Trackers:
+        return Trackers(self.config.report_to, self.output, self.config.to_dict(), step=self.state.step)
+
+    def plot(self) -> None:
+        """Draw the curves of the metrics so far."""
+        plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
+
+    def write_record(self, result: dict[str, Any] | None = None) -> None:
+        """Write run.json. result: what came out, of a run that is done."""
+        if self._record is None:
+            device = self.model.device
+            self._record = run_record(
+                config=self.config,
+                command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+                backends=registry.report(device.type, self.model.backbone().dtype),
+                device=device,
+            )
+            data = {argument: report.to_dict() for argument, report in self.reports.items()}
+            self._record |= {"resumed_at_step": self.state.step, "data": data, **self.describe()}
+        done = {} if result is None else {"result": result}
+        write_json_atomic(self.output / RECORD_FILE, {**self._record, **done})
+
+
+class HasTokens(Protocol):
+    """A tokenized row."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row that go through the model."""
+
+
+class SupervisedRun(Run):
+    """A run over epochs of rows. A step is one batch, with exact denominators over its micro-batches.
+
+    Attributes that a subclass sets, beside those of `Run`:
+        rows: what is trained on.
+    """
+
+    config: SupervisedOptions
+    rows: Sequence[Any]
+
+    @abstractmethod
+    def loss(
+        self, rows: Sequence[Any], places: Sequence[int], *, dropout_seed: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The part of a step's loss that some rows have, and the same part of its metrics.
+
+        Args:
+            rows: all rows of the step.
+            places: which of them this is about.
+            dropout_seed: of the step.
+        """
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step."""
+        return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
+
+    def count_steps(self) -> int:
+        """Steps of the whole run. Raises ConfigError for a warm-up that is longer."""
+        config = self.config
+        epochs = math.ceil(config.num_train_epochs * len(self.rows) / self.rows_per_step)
+        total = config.max_steps if config.max_steps is not None else max(1, epochs)
+        require_warm_up(config.warmup_steps, total)
+        return total
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step."""
+        config, step = self.config, self.state.step
+        began = time.perf_counter()
+        rows = [self.rows[i] for i in batch_indices(len(self.rows), self.rows_per_step, step, config.seed)]
+        totals: dict[str, torch.Tensor] = {}
+        self.model.train()
+        parts = pack(
+            [row.tokens for row in rows],
+            max_rows=config.per_device_train_batch_size,
+            max_tokens=config.max_tokens_per_micro_batch,
+        )
+        for part in parts:
+            loss, stats = self.loss(rows, part, dropout_seed=config.seed * 1_000_003 + step)
+            loss.backward()
+            for name, value in stats.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        self.model.eval()
+        metrics = {name: float(value) for name, value in totals.items()}
+        for name in ("lm_loss", "reward_loss"):
+            if name in metrics and not math.isfinite(metrics[name]):
+                self.model.zero_grad(set_to_none=True)
+                raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
+        factor = lr_factor(
+            step, kind=config.lr_scheduler_type, warmup_steps=config.warmup_steps, total_steps=self.total_steps
+        )
+        self.optimizer.set_lr_factor(factor)
+        metrics |= self.optimizer.step()
+        self.state = replace(self.state, step=step + 1)
+        self.optimizer.is_whole = True
+        seconds = time.perf_counter() - began
+        return {
+            **metrics,
+            "learning_rate": config.learning_rate * factor,
+            "tokens_per_second": sum(row.tokens for row in rows) / seconds,
+            "samples_per_second": len(rows) / seconds,
+            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
+        }

@@ -1,0 +1,317 @@
+"""An update: epochs over the answers of a rollout, in minibatches, each the sum of its micro-batches.
+
+What an update follows the gradient of is an `Objective`; every algorithm has one. Denominators are those of a whole
+minibatch, so that micro-batches add up to its exact gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
+from rlhf_engine.data import pack
+from rlhf_engine.devices import is_out_of_memory, release_memory
+from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
+from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How an update goes over its answers."""
+
+    num_epochs: int
+    num_mini_batches: int
+    """Optimizer steps per epoch."""
+    micro_batch_size: int
+    """Most answers per forward and backward."""
+    max_tokens: int | None = None
+    """Most tokens per forward and backward, prompts included; None for any number."""
+    max_mismatch: float | None = None
+    """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
+    target_kl: float | None = None
+    """A minibatch whose approximate KL to the policy before exceeds it is not applied, and ends the update."""
+
+
+class StepPlan(NamedTuple):
+    """How a process calls the model in a minibatch."""
+
+    calls: int
+    """Micro-batches."""
+    joint: bool
+    """Whether the terms of every micro-batch share a backbone forward."""
+
+
+class ProcessGroup(Protocol):
+    """Processes that share the work on each minibatch and know all answers of the rollout."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether each call of the model is one of all processes, as with a sharded base.
+
+        One that has fewer micro-batches then repeats a short one, to no effect, and none can try smaller ones.
+        """
+        ...
+
+    def own(self, sizes: Sequence[int]) -> list[int]:
+        """Which of a minibatch's units this process takes; every unit is some process's. sizes: tokens of each."""
+        ...
+
+    def agree(self, plan: StepPlan) -> StepPlan:
+        """The plan that all processes follow: that of the one that needs most calls."""
+        ...
+
+    def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
+        """What all processes measure of a minibatch, and the schedule to go on with; the same on all of them."""
+        ...
+
+
+def update(
+    model: HydraModel,
+    objective: Objective,
+    schedule: Schedule,
+    step: Callable[[], Mapping[str, float]],
+    *,
+    seed: int,
+    ranks: ProcessGroup | None = None,
+) -> dict[str, float]:
+    """All epochs over one rollout; returns metrics averaged over the minibatches.
+
+    step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. ranks: others that
+    do a share of each minibatch; `step` then sums the gradients.
+
+    A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
+    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises, before the
+    minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for `max_mismatch`, and
+    MemoryLimitError where not even one answer fits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    applied: list[dict[str, float]] = []
+    stopped = False
+    first_mismatch = 0.0
+    n_units, together = divmod(objective.batch.n_sequences, objective.answers_per_unit)
+    if together:
+        raise ValueError(
+            f"objective: expected answers in groups of {objective.answers_per_unit}, got {objective.batch.n_sequences}"
+        )
+    for epoch in range(schedule.num_epochs):
+        for number, units in enumerate(minibatches(n_units, schedule.num_mini_batches, generator)):
+            k = objective.answers_per_unit
+            indices = [unit * k + i for unit in units for i in range(k)]
+            dropout_seed = int(torch.randint(2**62, (), generator=generator))
+            measured, schedule = _Minibatch(model, objective, indices, dropout_seed).accumulate(schedule, ranks)
+            stats = objective.summarise(measured)
+            _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
+            if epoch == 0 and number == 0:
+                first_mismatch = stats.get("mismatch", 0.0)
+                _require_agreement(model, first_mismatch, schedule.max_mismatch)
+            if schedule.target_kl is not None and stats["approx_kl"] > schedule.target_kl:
+                model.zero_grad(set_to_none=True)
+                stopped = True
+                break
+            applied.append({**stats, **step()})
+        if stopped:
+            break
+    keys = [k for k in (applied[0] if applied else {}) if k != "mismatch"]
+    means = {k: sum(s[k] for s in applied) / len(applied) for k in keys}
+    return {
+        **means,
+        "optimizer_steps": float(len(applied)),
+        "stopped_by_target_kl": float(stopped),
+        "mismatch/update_max": first_mismatch,
+        "micro_batch_size": float(schedule.micro_batch_size),
+    }
+
+
+def nothing_learned(schedule: Schedule) -> dict[str, float]:
+    """Metrics of an update that had nothing to learn from."""
+    return {
+        "optimizer_steps": 0.0,
+        "stopped_by_target_kl": 0.0,
+        "mismatch/update_max": 0.0,
+        "micro_batch_size": float(schedule.micro_batch_size),
+    }
+
+
+def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
+    """A random partition of n into `count` minibatches of nearly equal size (fewer if n < count)."""
+    order = torch.randperm(n, generator=generator).tolist()
+    count = min(count, n)
+    bounds = [round(i * n / count) for i in range(count + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+class _Minibatch:
+    """The gradients of one minibatch, micro-batch by micro-batch."""
+
+    def __init__(self, model: HydraModel, objective: Objective, indices: Sequence[int], dropout_seed: int) -> None:
+        self.model, self.objective = model, objective
+        self.indices, self.dropout_seed = indices, dropout_seed
+        """Places of its answers; key of its dropout masks."""
+
+    def accumulate(self, schedule: Schedule, ranks: ProcessGroup | None) -> tuple[Measured, Schedule]:
+        """Add its gradients, or this process's share of them; what all measure, and the schedule to go on with."""
+        if ranks is None:
+            return self._in_memory(self.indices, schedule)
+        units = self._units(self.indices)
+        own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
+        if not ranks.in_step:
+            return ranks.together(functools.partial(self._in_memory, own, schedule))
+        parts = self._micro_batches(own, schedule)
+        plan = ranks.agree(StepPlan(calls=len(parts), joint=all(map(self._runs_together, parts))))
+        return ranks.together(lambda: (self._follow(plan, parts), schedule))
+
+    def _in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
+        """With smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
+        least = self.objective.answers_per_unit
+        while True:
+            parts = self._micro_batches(indices, schedule)
+            try:
+                return self._add_up(parts), schedule
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = max(map(len, parts))
+                if size <= least:
+                    self.model.zero_grad(set_to_none=True)  # of the answers before it
+                    single = "sequence" if least == 1 else f"group of {least} sequences"
+                    raise MemoryLimitError(
+                        f"the update of a single {single} does not fit into memory; shorten answers, lower "
+                        "token_budget or lora_r, or switch gradient_checkpointing on"
+                    ) from error
+            # here rather than above, where the error still holds the tensors of the failed pass
+            self.model.zero_grad(set_to_none=True)
+            release_memory(self.model.device)
+            schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
+
+    def _follow(self, plan: StepPlan, parts: Sequence[Sequence[int]]) -> Measured:
+        """With as many calls of the model as every other process makes."""
+        shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
+        spare = [shortest] * (plan.calls - len(parts))
+        try:
+            if spare:
+                self._add_up(spare, joint=plan.joint)
+                self.model.zero_grad(set_to_none=True)
+            return self._add_up(parts, joint=plan.joint)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLimitError(
+                f"the update of {max(map(len, parts), default=0)} sequences at a time does not fit into memory, and "
+                "processes that go in step cannot try fewer; lower per_device_train_batch_size or "
+                "max_tokens_per_micro_batch, or switch gradient_checkpointing on"
+            ) from error
+
+    def _micro_batches(self, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
+        """Answers by micro-batch; units stay whole."""
+        units = self._units(indices)
+        rows = max(1, schedule.micro_batch_size // self.objective.answers_per_unit)
+        parts = pack(self._lengths(units), max_rows=rows, max_tokens=schedule.max_tokens)
+        return [[i for unit in part for i in units[unit]] for part in parts]
+
+    def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        k = self.objective.answers_per_unit
+        return [indices[i : i + k] for i in range(0, len(indices), k)]
+
+    def _lengths(self, units: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each unit."""
+        return [sum(self.objective.batch.lengths[i] for i in unit) for unit in units]
+
+    def _micro(self, chosen: Sequence[int]) -> MicroBatch:
+        return MicroBatch(
+            batch=self.objective.batch.select(chosen),
+            indices=chosen,
+            rows_M=self.objective.batch.select_completion_rows(chosen),
+            minibatch=self.indices,
+        )
+
+    def _runs_together(self, chosen: Sequence[int]) -> bool:
+        """Whether the lanes of all terms share a backbone forward, for these answers."""
+        micro = self._micro(chosen)
+        return self.model.runs_together(micro.batch, _roles(self.objective.terms(micro)))
+
+    def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None) -> Measured:
+        """Gradients of micro-batches, one after another; what they tell.
+
+        joint: whether all terms of a micro-batch go through the model at once; None: where their lanes share a
+        backbone forward. One by one, only one graph is alive at a time; together they would cost memory for nothing.
+        """
+        total = Measured()
+        for chosen in parts:
+            micro = self._micro(chosen)
+            terms = self.objective.terms(micro)
+            together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
+            measured, results = self._backward(micro.batch, terms, together=together)
+            for role in self.objective.discarded_roles:
+                for p in self.model.trainable_parameters(role).values():
+                    p.grad = None
+            total.add(measured)
+            total.add(self.objective.measure(micro, results))
+        return total
+
+    def _backward(self, part: PackedBatch, terms: Sequence[Term], *, together: bool) -> tuple[Measured, list[Any]]:
+        """Add a micro-batch's gradients, of all terms at once or one by one; what they tell, and the terms' results."""
+        measured = Measured()
+        results: list[Any] = []
+        for group in [terms] if together else [[term] for term in terms]:
+            outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
+            found = self.model(part, outputs, dropout_seed=self.dropout_seed)
+            loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
+            loss.backward()
+            measured.add(Measured(sums={"loss": loss.detach()}))
+            for output in outputs:
+                if isinstance(output, _Watched):
+                    measured.add(Measured(sums=output.squares))
+            results.extend(found)
+        return measured, results
+
+
+class _Watched:
+    """An output that also measures the gradient of its loss at the hidden states it reads."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self.squares: dict[str, torch.Tensor] = {}
+        """Squared norm of that gradient by role, 0-d fp32, as `hidden_grad_sq/ROLE`; after the backward pass."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self._output.roles
+
+    def compute(self, states: HiddenStates) -> Any:
+        own = {role: hidden_T.view_as(hidden_T) for role, hidden_T in states.hidden_T.items() if role in self.roles}
+        for role, hidden_T in own.items():
+            if hidden_T.requires_grad:
+                hidden_T.register_hook(functools.partial(self._measure, role))
+        return self._output.compute(dataclasses.replace(states, hidden_T={**states.hidden_T, **own}))
+
+    def _measure(self, role: str, gradient_T: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
+        self.squares[f"hidden_grad_sq/{role}"] = norm.square()
+
+
+def _roles(terms: Sequence[Term]) -> list[str]:
+    return [role for term in terms for role in term.output.roles]
+
+
+def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:
+    for name in ("policy/loss", "value/loss", "loss"):
+        if name in stats and not math.isfinite(stats[name]):
+            model.zero_grad(set_to_none=True)  # nobody may step on what this minibatch left behind
+            raise NonFiniteError(f"{name} is {stats[name]} at {where}; nothing of this minibatch was applied")
+
+
+def _require_agreement(model: HydraModel, mismatch: float, bound: float | None) -> None:
+    if bound is not None and not mismatch <= bound:
+        model.zero_grad(set_to_none=True)
+        raise MismatchError(
+            f"log-probs of the update's first forward differ by up to {mismatch:.3g} from those that the answers were "
+            f"scored with, at equal weights; expected at most {bound:g} (rollout_mismatch_bound)"
+        )

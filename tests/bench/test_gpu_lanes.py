@@ -1,0 +1,374 @@
+"""The lane runner on a machine without a GPU: records, resuming, failures, timeouts."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "bench" / "gpu_lanes.py"
+
+spec = importlib.util.spec_from_file_location("gpu_lanes", SCRIPT)
+gpu_lanes = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = gpu_lanes  # dataclasses look their module up
+spec.loader.exec_module(gpu_lanes)
+
+
+def lane(name, code, **options):
+    return gpu_lanes.Lane(name=name, command=(sys.executable, "-c", code), **options)
+
+
+def counting(path, code=""):
+    """Code that leaves one more line in a file each time it runs."""
+    return f"print('x', file=open({str(path)!r}, 'a')); {code}"
+
+
+def run(lanes, folder, commit="c0ffee", sources="5"):
+    return gpu_lanes.run_lanes(lanes, folder, commit=commit, sources=sources)
+
+
+def record(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def assert_dead(pid):
+    """A killed process may stay a moment until it is reaped."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(50):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("a lane's child survived it")
+
+
+def test_records_what_a_lane_did(tmp_path):
+    assert run([lane("hello", "print('a' * 20_000 + 'end')")], tmp_path / "new") == 0
+    got = record(tmp_path / "new", "hello")
+    assert (got["lane"], got["state"], got["rc"], got["commit"], got["sources"]) == ("hello", "done", 0, "c0ffee", "5")
+    assert got["command"][0] == sys.executable
+    assert 0 <= got["seconds"] < 60
+    assert got["start"].endswith("+00:00")
+    assert got["output"].endswith("aend\n")
+    assert len(got["output"]) == gpu_lanes.TAIL
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["hello.json", gpu_lanes.ARCHIVE]
+    with tarfile.open(tmp_path / "new" / gpu_lanes.ARCHIVE) as archive:
+        assert archive.getnames() == ["hello.json"]
+
+
+def test_done_lanes_are_skipped_until_something_changes(tmp_path):
+    count = tmp_path / "count"
+    lanes = [lane("counts", counting(count))]
+
+    def runs():
+        return len(count.read_text().splitlines())
+
+    assert (run(lanes, tmp_path), runs()) == (0, 1)
+    assert (run(lanes, tmp_path), runs()) == (0, 1)
+    assert (run(lanes, tmp_path, commit="other"), runs()) == (0, 2)
+    assert (run(lanes, tmp_path, commit="other", sources="6"), runs()) == (0, 3)
+    changed = [lane("counts", counting(count, "pass"))]
+    assert (run(changed, tmp_path, commit="other", sources="6"), runs()) == (0, 4)
+
+
+def test_a_failure_is_recorded_stops_nothing_and_comes_again_last(tmp_path):
+    order = tmp_path / "order"
+    fails = lane("fails", f"print('fails', file=open({str(order)!r}, 'a')); raise SystemExit('broken on purpose')")
+    first = lane("first", f"print('first', file=open({str(order)!r}, 'a'))")
+    second = lane("second", f"print('second', file=open({str(order)!r}, 'a'))")
+    assert run([fails, first], tmp_path) == 1
+    assert record(tmp_path, "fails")["state"] == "failed"
+    assert record(tmp_path, "fails")["rc"] == 1
+    assert "broken on purpose" in record(tmp_path, "fails")["output"]
+    assert run([fails, first, second], tmp_path) == 1
+    assert order.read_text().split() == ["fails", "first", "second", "fails"]
+    assert run([first, second], tmp_path) == 0
+
+
+def test_a_lane_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    child = tmp_path / "child"
+    code = f"""
+import subprocess, sys, time
+print("started", flush=True)
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(child)!r}, "w").write(str(sleeper.pid))
+time.sleep(600)
+"""
+    assert run([lane("sleeps", code, limit_s=3.0), lane("next", "pass")], tmp_path) == 1
+    got = record(tmp_path, "sleeps")
+    assert (got["state"], got["rc"], got["output"]) == ("timeout", None, "started\n")
+    assert got["seconds"] < 60
+    assert record(tmp_path, "next")["state"] == "done"
+    assert_dead(child.read_text())
+
+
+def test_a_budget_leaves_out_what_cannot_end_and_cuts_what_does_not(tmp_path, capsys):
+    sleeps = lane("sleeps", "import time; time.sleep(600)", needs_s=1.0)
+    long = lane("long", "pass", needs_s=100.0)
+    began = time.monotonic()
+    budget = gpu_lanes.CLOSING_S + 4
+    lanes = [long, lane("first", "pass", needs_s=1.0), sleeps, lane("late", "pass", needs_s=1.0)]
+    assert gpu_lanes.run_lanes(lanes, tmp_path, commit="c", sources="5", budget_s=budget) == 1
+    assert time.monotonic() - began < budget
+    assert record(tmp_path, "first")["state"] == "done"
+    assert record(tmp_path, "sleeps")["state"] == "timeout"
+    assert not (tmp_path / "long.json").exists()
+    assert not (tmp_path / "late.json").exists()
+    assert "left out: it needs 100 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_child_and_what_is_missing_runs_later(tmp_path, number):
+    child, count, out = tmp_path / "child", tmp_path / "count", tmp_path / "out"
+    starts = f"""
+import pathlib, subprocess, sys, time
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(child)!r} + ".tmp").write_text(str(sleeper.pid))
+pathlib.Path({str(child)!r} + ".tmp").rename({str(child)!r})
+time.sleep(600)
+"""
+    lanes = f"[lane('counts', counting({str(count)!r})), lane('sleeps', {starts!r}), lane('never', 'pass')]"
+    code = f"""
+import pathlib, sys
+from tests.bench.test_gpu_lanes import counting, gpu_lanes, lane
+try:
+    with gpu_lanes.stopped_by_signals():
+        gpu_lanes.run_lanes({lanes}, pathlib.Path({str(out)!r}), commit="c0ffee", sources="5")
+except gpu_lanes.Stopped as stopped:
+    sys.exit(128 + stopped.number)
+"""
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        if child.exists() or runner.poll() is not None:
+            break
+        time.sleep(0.1)
+    runner.send_signal(number)
+    assert runner.wait(timeout=5) == 128 + number
+    assert_dead(child.read_text())
+    with tarfile.open(out / gpu_lanes.ARCHIVE) as archive:
+        assert archive.getnames() == ["counts.json"]
+    rest = [lane("counts", counting(count)), lane("sleeps", "pass"), lane("never", "pass")]
+    assert run(rest, out) == 0
+    assert count.read_text() == "x\n"
+    assert record(out, "never")["state"] == record(out, "sleeps")["state"] == "done"
+
+
+def test_a_signal_while_a_lane_is_started_leaves_no_child(tmp_path, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def start(*words, **options):
+        started.append(real(*words, **options))
+        os.kill(os.getpid(), signal.SIGTERM)  # before the caller has the process
+        return started[-1]
+
+    monkeypatch.setattr(gpu_lanes.subprocess, "Popen", start)
+    with pytest.raises(gpu_lanes.Stopped), gpu_lanes.stopped_by_signals():
+        run([lane("sleeps", "import time; time.sleep(600)")], tmp_path)
+    assert_dead(str(started[0].pid))
+    assert not (tmp_path / "sleeps.json").exists()
+
+
+def test_what_is_not_there_is_no_failure(tmp_path):
+    absent = lane("absent", "raise SystemExit(1)", missing="no such tool")
+    refused = lane("refused", "raise SystemExit('Device not supported')", unavailable="Device not supported")
+    broken = lane("broken", "raise SystemExit('something else')", unavailable="Device not supported")
+    assert run([absent, refused], tmp_path) == 0
+    assert record(tmp_path, "absent")["state"] == record(tmp_path, "refused")["state"] == "unavailable"
+    assert record(tmp_path, "absent")["output"] == "no such tool"
+    assert run([broken], tmp_path) == 1
+
+
+def test_rows_of_an_interrupted_lane_are_not_appended_to(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("half\n")
+    assert run([lane("rows", counting(rows), replaces=rows)], tmp_path) == 0
+    assert rows.read_text() == "x\n"
+
+
+def test_lanes_run_in_the_checkout_without_an_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = "import os, rlhf_kernels; print(os.getcwd(), os.environ.get('TRITON_INTERPRET'), rlhf_kernels.__file__)"
+    assert run([lane("where", code)], tmp_path) == 0
+    assert record(tmp_path, "where")["output"].split() == [
+        str(ROOT),
+        "None",
+        str(ROOT / "kernels/rlhf_kernels/__init__.py"),
+    ]
+
+
+def test_lanes_of_this_project(tmp_path):
+    lanes = gpu_lanes.gpu_lanes(tmp_path)
+    names = [item.name for item in lanes]
+    assert names[0] == "environment"
+    assert len(set(names)) == len(names)
+    expected = {"correct-gae", "correct-cuda", "correct-sample", "determinism", "graphs", "memcheck", "racecheck"}
+    assert expected | {"bench-gae", "bench-lora-mixed"} <= set(names)
+    assert all(item.limit_s <= 480 for item in lanes)
+    for item in lanes:
+        for word in item.command:
+            assert not word.startswith("tests/") or (ROOT / word).exists()
+    (gae,) = (item for item in lanes if item.name == "correct-gae")
+    assert {"tests/kernels/test_gae.py", "tests/kernels/test_whiten.py"} <= set(gae.command)
+    (bench,) = (item for item in gpu_lanes.gpu_lanes(tmp_path, "quick") if item.name == "bench-gae")
+    rows = str(tmp_path / "bench-gae.jsonl")
+    expected = ("-m", "rlhf_engine", "bench", "gae", "--device", "cuda", "--json", rows, "--quick")
+    assert bench.command[1:] == expected
+    assert bench.replaces == Path(rows)
+
+
+def test_a_rehearsal_has_every_lane_on_the_cpu_or_says_why_not(tmp_path):
+    real, rehearsed = gpu_lanes.gpu_lanes(tmp_path), gpu_lanes.gpu_lanes(tmp_path, "rehearsal")
+    steps = {f"step-{model}-{algorithm}" for model in ("llama-3.2-1b", "llama-8b") for algorithm in ("ppo", "grpo")}
+    shapes = {f"plan_check-{shape}" for shape in ("gpt2", "qwen3")}
+    names = {lane.name for lane in real} - steps - shapes | {"step-tiny-ppo", "step-tiny-grpo"}
+    assert {lane.name for lane in rehearsed} == names
+    for lane in rehearsed:
+        assert "cuda" not in lane.command
+        assert lane.rehearsed or lane.missing
+    how = {lane.rehearsed for lane in rehearsed}
+    assert how == {"on a CPU", "collected and not run: every test of it needs a CUDA device"}
+
+
+def test_a_rehearsed_lane_runs_interpreted_and_its_figures_say_so(tmp_path):
+    code = """
+from pathlib import Path
+import os, torch
+from rlhf_bench.timing import interleaved
+from rlhf_engine.runs.metrics import git_commit
+calls = []
+ms = interleaved({"a": lambda: calls.append(1)}, 20, torch.device("cpu"))
+print(os.environ["TRITON_INTERPRET"], git_commit(Path("README.md"))["rehearsed"], len(calls), len(ms["a"]))
+"""
+    assert run([lane("timed", code, rehearsed="on a CPU")], tmp_path) == 0
+    got = record(tmp_path, "timed")
+    assert got["rehearsed"] == "on a CPU"
+    assert got["output"].split() == ["1", "True", "2", "1"]  # one round after the one that is not counted
+    assert run([lane("plain", "import os; print(os.environ.get('RLHF_ENGINE_REHEARSAL'))")], tmp_path) == 0
+    got = record(tmp_path, "plain")
+    assert (got["output"], "rehearsed" in got) == ("None\n", False)
+
+
+def test_one_of_each_test_function_and_of_its_parameters_one_that_can_run(tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_configure\n")
+    (tmp_path / "test_some.py").write_text("""
+import pytest
+skipped = pytest.param(0, marks=pytest.mark.skip(reason="not here"))
+@pytest.mark.parametrize("x", [skipped, 1, 2])
+def test_one(x): pass
+def test_two(): pass
+@pytest.mark.parametrize("x", [skipped])
+def test_three(x): pass
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        tmp_path,
+        "--one-of-each",
+        "-v",
+        tmp_path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    words = re.findall(r"(test_some\.py::\S+) (\w+)", done.stdout)
+    assert words == [
+        ("test_some.py::test_one[1]", "PASSED"),
+        ("test_some.py::test_two", "PASSED"),
+        ("test_some.py::test_three[0]", "SKIPPED"),
+    ], done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_every_lane_is_rehearsed_in_the_gpu_machine_s_environment(tmp_path):
+    """Torch 2.11, Triton 3.6, transformers 5.17; no PEFT, no TRL, no compiled extension."""
+    python = ROOT / ".venv" / "gpu" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python.relative_to(ROOT)} is not there; make test-long makes it")
+    tree = tmp_path / "tree"  # what is not ignored, as it travels to another machine
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    out = tmp_path / "out"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python), "bench/gpu_lanes.py", "--rehearse", "--out", str(out)]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 20 * 60
+    found = json.loads(record(out, "environment")["output"])
+    assert found["torch"].startswith("2.11.")
+    assert (found["installed"]["triton"], found["installed"]["transformers"]) == ("3.6.0", "5.17.0")
+    assert {"peft", "trl"} <= set(found["baselines_not_installed"])
+    assert found["native_extension"].startswith("the native extension was not built")
+    records = [json.loads(path.read_text()) for path in out.glob("*.json")]
+    assert all(row["rehearsed"] for row in records)
+    unavailable = {row["lane"]: row["output"] for row in records if row["state"] != "done"}
+    others = {f"hydra_table-{method}" for method in gpu_lanes.METHODS[:-1]}
+    assert set(unavailable) == {"memcheck", "racecheck", "overlap"} | others
+    assert all(unavailable.values())
+    assert "taken up again" in done.stdout
+
+
+def test_sources_change_the_key_and_a_missing_repository_is_unknown(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    one = gpu_lanes.sources_of(tmp_path)
+    (tmp_path / "kernels" / "a.py").write_text("x = 1\n")
+    two = gpu_lanes.sources_of(tmp_path)
+    (tmp_path / "kernels" / "notes.txt").write_text("no code\n")
+    assert one != two == gpu_lanes.sources_of(tmp_path)
+    assert gpu_lanes.commit_of(tmp_path) == "unknown"
+
+
+def run_script(*arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_without_a_gpu_one_clear_line(tmp_path):
+    result = run_script("--out", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert result.stderr == f"gpu_lanes: no GPU: torch {torch.__version__} sees no CUDA device\n"
+    assert result.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_list_and_unknown_names():
+    listed = run_script("--list")
+    assert listed.returncode == 0
+    assert "correct-gae" in listed.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--lane", "correct-gae", "nothing"), "--lane: unknown nothing; --list names them all"),
+        (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
+        (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
+        (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
+    ],
+)
+def test_bad_requests_are_one_line(tmp_path, arguments, said):
+    done = run_script(*arguments, "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stderr) == (2, f"gpu_lanes: {said}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_lane_is_in_one_plan_and_times_come_before_sanitizers():
+    plans = {name: run_script("--plan", name, "--list").stdout.split() for name in gpu_lanes.PLANS}
+    assert {names[0] for names in plans.values()} == {"environment"}
+    together = [name for names in plans.values() for name in names[1:]]
+    assert sorted([*together, "environment"]) == sorted(run_script("--list").stdout.split())
+    assert plans["second"][-2:] == ["memcheck", "racecheck"]

@@ -1,0 +1,313 @@
+"""Options: types, bounds, flags, YAML, and errors that name the option."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+from rlhf_kernels import registry
+
+from rlhf_engine.config import (
+    DemoConfig,
+    GenerateConfig,
+    Kernels,
+    RewardConfig,
+    SFTConfig,
+    TrainConfig,
+    parse_config,
+)
+from rlhf_engine.errors import ConfigError
+
+REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
+ARGV = [part for name, value in REQUIRED.items() for part in (f"--{name}", value)]
+
+
+def parse(*argv: str) -> TrainConfig:
+    return parse_config(TrainConfig, [*ARGV, *argv])
+
+
+def test_defaults_and_flag_names_of_ppo() -> None:
+    # flag names are a promise to users: a renamed or lost option must be a decision, not an accident
+    values = parse().to_dict()
+    expected = dict(
+        REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
+        kl_in="to_go", advantage_clip=None, divide_by_own_length=False, max_bad_rows=0.0, truncation="error",
+        dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
+        critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
+        eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
+        max_completion_length=64, temperature=1.0, reward_funcs=["reward_model"], reward_weights=None,
+        reward_timeout=1800.0, missing_eos_penalty=None, missing_eos_score=None, beta=0.05, kl_target=None,
+        kl_horizon=10_000, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2,
+        cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, whiten_rewards=False, whiten_advantages=True,
+        target_kl=None, generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
+        per_device_train_batch_size=16, max_steps=100, learning_rate=1e-4, critic_learning_rate=None,
+        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
+        adam_epsilon=1e-8, optim="adamw", max_grad_norm=None, critic_warmup_steps=0, token_budget=None,
+        gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
+        max_tokens_per_micro_batch=None,
+        max_rows=None, kv_cache_memory=None, batch_invariant=False, decode_step="auto",
+        save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
+        overwrite_output_dir=False, device="auto", report_to=[],
+        rollout_backend="local", vllm_server_base_url=None, vllm_server_timeout=240.0, vllm_model_name=None,
+        vllm_adapter_dir=None, vllm_server_adapter_dir=None, vllm_canary_bound=None,
+        vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        async_mode="off", max_staleness=1, async_policy="fixed", async_timeout=600.0, generator_threads=None,
+        ray_generators=1, ray_address=None, ray_gpus_per_generator=None, ray_restarts=3,
+        batches_per_policy=1, off_policy_correction=None, off_policy_clip_max=2.0, ddp_timeout=1800.0, shard_base=False,
+    )  # fmt: skip
+    assert values == expected
+
+
+def test_defaults_and_flag_names_of_reward() -> None:
+    values = parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()
+    assert values == dict(
+        REQUIRED, mode="lora", objective="auto", pos_weight="none", center_rewards_coefficient=None,
+        eval_dataset_name=None, eval_share=None, group_column=None, per_device_eval_batch_size=16, eval_steps=50,
+        metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
+        max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,
+        max_bad_rows=0.0, truncation="error",
+        gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
+        weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,
+        gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
+        kernels="auto", seed=0, report_to=[],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("seed", str(2**70), r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
+        ("lora_r", "99999999", r"^lora_r: expected an integer .*16384, got 99999999"),
+        ("learning_rate", "1" + "0" * 400, "^learning_rate: expected a number"),
+    ],
+    ids=["seed", "lora_r", "learning_rate"],
+)
+def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--{option}", value)
+
+
+@pytest.mark.parametrize(
+    "text", ["seed: 1\nbeta: 0.1\nseed: 2\n", "seed: 1\n'seed': 1\n", "{seed: 1,\n beta: 0.1, seed: 2}"]
+)
+def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"config: .*yaml is not valid YAML: expected each key once, got 'seed' in lines 1"
+    ):
+        parse("--config", str(path))
+
+
+def test_an_option_with_a_name_that_python_keeps(tmp_path: Path) -> None:
+    assert parse("--async", "overlap") == parse("--async_mode=overlap") == parse("--async=overlap")
+    path = tmp_path / "config.yaml"
+    path.write_text("async: overlap\nmax_staleness: 2\n")
+    found = parse("--config", str(path))
+    assert (found.async_mode, found.max_staleness) == ("overlap", 2)
+    path.write_text("async: overlap\nasync_mode: replay\n")
+    with pytest.raises(ConfigError, match="async_mode: given twice in"):
+        parse("--config", str(path))
+    with pytest.raises(ConfigError, match="did you mean --async"):
+        parse("--asinc", "overlap")
+
+
+def test_kernel_names_are_those_of_the_registry() -> None:
+    assert typing.get_args(Kernels) == ("auto", *registry.BACKENDS)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig])
+def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
+    assert all(len(f.metadata["help"]) > 8 for f in dataclasses.fields(cls))
+    demo = DemoConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        demo.seed = 3  # type: ignore[misc]
+
+
+def test_forms_of_flags() -> None:
+    config = parse(
+        "--beta=0.1", "--max-steps", "7", "--whiten_rewards", "--no_whiten_advantages",
+        "--gradient-checkpointing=true",
+        "--reward_funcs", "reward_model", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "0",
+        "--lora_target_modules", "q_proj,v_proj", "--learning_rate", "3e-5",
+    )  # fmt: skip
+    assert (config.beta, config.max_steps, config.whiten_rewards, config.whiten_advantages) == (
+        0.1,
+        7,
+        True,
+        False,
+    )
+    assert config.gradient_checkpointing is True
+    assert config.reward_funcs == ["reward_model", "a/b.py:f"]
+    assert config.reward_weights == [1.0, -1e-3]
+    assert config.max_grad_norm == 0
+    assert config.largest_grad_norm is None
+    assert config.lora_target_modules == ["q_proj", "v_proj"]
+    assert config.learning_rate == 3e-5
+    assert parse("--lora_target_modules", "a", "b").lora_target_modules == ["a", "b"]
+    assert parse("--whiten_rewards", "false").whiten_rewards is False
+
+
+def test_prompts_that_look_like_options_or_lists() -> None:
+    config = parse_config(GenerateConfig, ["--model_name_or_path", "m", "--prompt", "- one, two", "three"])
+    assert config.prompt == ["- one, two", "three"]
+
+
+def test_sft_switches() -> None:
+    assert parse_config(SFTConfig, [*ARGV, "--full"]).mode == "full"
+    assert parse_config(SFTConfig, [*ARGV, "--mode", "lora"]).mode == "lora"
+    with pytest.raises(ConfigError, match=r"mode: given twice, as 'full' and as 'lora'"):
+        parse_config(SFTConfig, [*ARGV, "--full", "--lora"])
+    with pytest.raises(ConfigError, match=r"missing required option: --mode or --full or --lora"):
+        parse_config(SFTConfig, ARGV)
+
+
+def test_yaml_supplies_values_that_flags_override(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nlearning_rate: 1e-5\nbeta: 1\nmax-steps: 9\n"
+    )
+    config = parse_config(TrainConfig, ["--config", str(file), "--beta", "0.2"])
+    assert (config.learning_rate, config.beta, config.max_steps) == (1e-5, 0.2, 9)
+
+
+def test_printed_config_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "--learning_rate",
+        "1e-5",
+        "--reward_funcs",
+        "reward_model",
+        "x:y",
+        "--reward_weights",
+        "1",
+        "2",
+        "--target_kl",
+        "0.1",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv, "--print-config")
+    assert stop.value.code == 0
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse_config(TrainConfig, ["--config", str(file)]) == parse(*argv)
+
+
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(SFTConfig, ["--help"], prog="rlhf-engine sft")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(f"--{f.name}" in text for f in dataclasses.fields(SFTConfig))
+    assert "rlhf-engine sft" in text
+    assert "--full" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lerning_rate", "1"], r"unknown option --lerning_rate; did you mean --learning_rate\?"),
+        (["--zzzz"], r"unknown option --zzzz$"),
+        (["stray"], r"output_dir: expected a string, got 'o stray'"),
+        (["--whiten_rewards", "maybe"], r"whiten_rewards: expected true or false, got 'maybe'"),
+        (["--max_steps", "many"], r"max_steps: expected an integer, got 'many'"),
+        (["--max_steps", "2.5"], r"max_steps: expected an integer, got '2\.5'"),
+        (["--max_steps"], r"max_steps: needs a value"),
+        (["--max_steps", "0"], r"max_steps: expected an integer >= 1, got 0"),
+        (["--lam", "1.01"], r"lam: expected a number <= 1, got 1\.01"),
+        (["--lora_dropout", "1"], r"lora_dropout: expected a number < 1, got 1\.0"),
+        (["--beta", "nan"], r"beta: expected a number, got nan"),
+        (["--kl_estimator", "k2"], r"kl_estimator: expected one of 'k1', 'k3', 'exact', got 'k2'"),
+        (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--max_grad_norm", "-1"], r"max_grad_norm: expected a number or none >= 0, got -1\.0"),
+        (["--reward_funcs", "nothing"], r"reward_funcs: expected reward_model, module:function .* got 'nothing'"),
+        (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
+        (["--reward_adapter", "x", "--reward_funcs", "a:b"], r"reward_adapter: expected 'reward_model' among"),
+        (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
+        (["--warmup_steps", "101"], r"warmup_steps: expected at most max_steps \(100\), got 101"),
+        (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),
+        (["--report_to", "mlflow"], r"report_to: expected names among tensorboard, trackio, wandb, got \['mlflow'\]"),
+        (["--kl_horizon", "5"], r"kl_horizon: expected it unset without kl_target, got 5"),
+        (
+            ["--kl_target", "6", "--kl_horizon", "12", "--generation_batch_size", "64"],
+            r"kl_horizon: expected more than a fifth of generation_batch_size \(64\), .* got 12",
+        ),
+        (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
+        (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
+        (["--eval_steps", "5"], r"eval_steps: expected 0 or an eval_dataset_name"),
+        (
+            ["--resume_from_checkpoint", "auto", "--overwrite_output_dir"],
+            r"overwrite_output_dir: expected false",
+        ),
+        (["--beta", "1", "--beta", "2"], r"beta: given twice, as 1\.0 and as 2\.0"),
+        (["--config", "no/such.yaml"], r"config: expected the path of a YAML file, but there is no file"),
+    ],
+)
+def test_errors_name_the_option(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv)
+
+
+def test_missing_options_and_stray_words_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"missing required options: .*--output_dir"):
+        parse_config(TrainConfig, ["--model_name_or_path", "m", "--seed", "1"])
+    with pytest.raises(ConfigError, match=r"unexpected argument 'word'"):
+        parse_config(DemoConfig, ["word"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1", r"unknown key in .*: lerning_rate; did you mean learning_rate\?"),
+        ("max_steps: '3'", r"max_steps: expected an integer, got '3'"),
+        ("max_steps: true", r"max_steps: expected an integer, got True"),
+        ("beta: high", r"beta: expected a number, got 'high'"),
+        ("seed: [1", r"is not valid YAML"),
+        ("- a\n- b", r"expected `name: value` lines, got a list"),
+    ],
+)
+def test_yaml_errors(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse("--config", str(file))
+
+
+def test_python_construction_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match=r"lora_r: expected an integer >= 1, got 0"):
+        TrainConfig(**REQUIRED, lora_r=0)
+    with pytest.raises(ConfigError, match=r"lora_r: expected an integer, got 1\.5"):
+        TrainConfig(**REQUIRED, lora_r=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"output_dir: expected something that is not empty"):
+        TrainConfig(**{**REQUIRED, "output_dir": ""})
+    with pytest.raises(TypeError, match="lora_rank"):
+        TrainConfig(**REQUIRED, lora_rank=1)  # type: ignore[call-arg]
+
+
+def test_generate_needs_exactly_one_source_of_prompts() -> None:
+    with pytest.raises(ConfigError, match=r"prompt: expected at least one prompt"):
+        GenerateConfig(model_name_or_path="m")
+    with pytest.raises(ConfigError, match=r"prompt_file: expected one of prompt, prompt_file and dataset_name, got"):
+        GenerateConfig(model_name_or_path="m", prompt=["a"], prompt_file="b")
+    with pytest.raises(ConfigError, match=r"num_generations: expected 1 with greedy"):
+        GenerateConfig(model_name_or_path="m", prompt=["a"], greedy=True, num_generations=2)
+
+
+def test_configs_do_not_share_lists() -> None:
+    config = parse()
+    config.to_dict()["reward_funcs"].append("x:y")
+    assert config.reward_funcs == ["reward_model"]
+    assert parse().reward_funcs is not config.reward_funcs
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "online_dpo", "best_of_n", "remax", "rloo", "reinforce"])
+def test_gradients_that_are_sums_per_answer_are_not_scaled_down_unless_wanted(algorithm: str) -> None:
+    is_sum = algorithm in ("remax", "rloo", "reinforce")
+    assert parse("--algorithm", algorithm).largest_grad_norm == (None if is_sum else 1.0)
+    assert parse("--algorithm", algorithm, "--max_grad_norm", "0.5").largest_grad_norm == 0.5
+    assert parse("--algorithm", algorithm, "--max_grad_norm", "0").largest_grad_norm is None
+    assert parse_config(SFTConfig, [*ARGV, "--full"]).largest_grad_norm == 1.0

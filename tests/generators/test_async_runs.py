@@ -1,0 +1,374 @@
+"""Runs whose answers are drawn beside the updates: the same floats as one after the other, stopped or not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
+from rlhf_engine.generators import policy_store as versions
+from rlhf_engine.generators.policy_store import digest
+from rlhf_engine.generators.worker import OrderDrawer
+from rlhf_engine.hydra import load_pretrained
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model
+from tests.training.test_rl import Stop, same, stop_after, trained
+
+TIMINGS = ("seconds/", "tokens_per_second", "samples_per_second", "peak_memory_bytes", "async/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def without_timings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith(TIMINGS)} for row in rows]
+
+
+def steps_of(model: Path, output: Path, **options: Any) -> tuple[RlTrainer, list[dict[str, Any]]]:
+    """All steps of a run without its plots and its final model; the metrics of each."""
+    config = train_config(model, output, **options)
+    trainer = RlTrainer(config)
+    rows = []
+    with contextlib.closing(trainer.source):
+        while trainer.state.step < config.max_steps:
+            rows.append(trainer.step())
+            if config.save_steps:
+                trainer.save()
+    return trainer, rows
+
+
+def ages(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["staleness/max"] for row in rows]
+
+
+CASES = {
+    "ppo": {"lora_dropout": 0.2},
+    "ppo_decoupled": {"off_policy_correction": "decoupled", "gradient_checkpointing": True},
+    "two_behind": {"max_staleness": 2, "off_policy_correction": "token_truncate"},
+    "critic_warmup": {"critic_warmup_steps": 2},
+    "j_hydra": {"method": "j_hydra_ppo"},
+    "remax": {"algorithm": "remax", "generation_batch_size": 8},
+    "rloo": {"algorithm": "rloo"},
+    "grpo": {"algorithm": "grpo", "off_policy_correction": "sequence_truncate"},
+    "online_dpo": {"algorithm": "online_dpo"},
+    "best_of_n": {"algorithm": "best_of_n"},
+    "reinforce": {"algorithm": "reinforce"},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, options):
+    options = {"max_steps": 5, **options}
+    beside, rows = steps_of(model, tmp_path / "beside", async_mode="overlap", **options)
+    replay, again = steps_of(model, tmp_path / "replay", async_mode="replay", **options)
+    assert same(trained(beside), trained(replay))
+    assert without_timings(rows) == without_timings(again)
+    most = options.get("max_staleness", 1)
+    moved = options.get("critic_warmup_steps", 0)  # while only the critic learns, no policy is older
+    assert ages(rows) == [min(max(0, step - moved), most) for step in range(5)]
+    of_async = ("max_staleness", "off_policy_correction")
+    alone, _ = steps_of(model, tmp_path / "alone", **{k: v for k, v in options.items() if k not in of_async})
+    assert not same(trained(beside), trained(alone))  # or being behind would have changed nothing
+
+
+def test_bytes_of_a_publication(model, tmp_path):
+    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3, critic_warmup_steps=1)
+    slot = sum(p.numel() * p.element_size() for p in trainer.model.backbone().slot("actor").parameters())
+    assert [row["async/published_bytes"] for row in rows] == [0, slot, slot]  # while only the critic learns, none
+    _, rows = steps_of(model, tmp_path / "replay", async_mode="replay", max_steps=1)
+    assert "async/published_bytes" not in rows[0]
+
+
+def test_a_policy_for_several_batches(model, tmp_path):
+    _, rows = steps_of(model, tmp_path / "blocks", batches_per_policy=3, max_steps=7)
+    assert ages(rows) == [0, 1, 2, 0, 1, 2, 0]
+    assert "staleness/k3" not in rows[0]  # the present policy drew them
+    assert rows[1]["staleness/k3"] > 0
+    # recomputed by the policy that drew them, log-probs are what the rollout said
+    assert max(row["mismatch/rollout_max"] for row in rows) < 1e-4
+
+
+def test_ratios_are_to_the_policy_that_drew(model, tmp_path):
+    """With ratios to the drawing policy the first minibatch's differ from 1, with any other correction they do not."""
+    found = {}
+    for correction in ("behaviour", "decoupled", "none"):
+        output = tmp_path / correction
+        once = {"num_ppo_epochs": 1, "num_mini_batches": 1, "cliprange": 1e-3}
+        _, rows = steps_of(model, output, batches_per_policy=2, max_steps=2, off_policy_correction=correction, **once)
+        found[correction] = rows[1]["clip_ratio"]
+        assert rows[1]["mismatch/update_max"] < 1e-5, "to the policy before the update"
+    assert found["behaviour"] > 0.1
+    assert found["decoupled"] == found["none"] == 0
+
+
+# ---- stopped and taken up --------------------------------------------------------------------------------------------
+
+
+RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}],
+    ids=["overlap", "batches per policy"],
+)
+def uninterrupted(request, model, tmp_path_factory):
+    """Options of a run, which was never stopped, and its steps."""
+    options = {**RESUMED, **request.param}
+    return options, *steps_of(model, tmp_path_factory.mktemp("whole") / "run", **options)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_resumed_run_makes_the_same_floats(model, tmp_path, uninterrupted, at):
+    options, whole, rows = uninterrupted
+    stopped = RlTrainer(train_config(model, tmp_path / "parts", **options))
+    with contextlib.closing(stopped.source):
+        for step in range(at + 1):
+            stopped.step()
+            if step < at:  # what comes after is lost with the stop
+                stopped.save()
+    resumed, others = steps_of(model, tmp_path / "parts", **options)
+    assert len(others) == 5 - at
+    assert same(trained(whole), trained(resumed))
+    assert without_timings(rows[at:]) == without_timings(others)
+    assert whole.state == resumed.state
+
+
+def test_a_run_may_be_taken_up_without_async_and_with(model, tmp_path):
+    options = {"save_steps": 1, "resume_from_checkpoint": "auto"}
+    steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=2, **options)
+    alone, _ = steps_of(model, tmp_path / "run", max_steps=4, **options)
+    assert alone.state.step == 4
+    _, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=6, **options)
+    assert ages(rows) == [0, 1]
+
+
+def test_copies_of_the_policy_are_not_saved(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="overlap", max_steps=2))
+    trainer.run()
+    assert ages(read_metrics(trainer.output / "metrics.jsonl")) == [0, 1]
+    final = load_pretrained(trainer.output / "final")
+    assert set(final.roles) == {"actor", "reference", "critic", "reward"}
+    assert sorted(p.name for p in (trainer.output / "final" / "slots").iterdir()) == ["critic"]
+
+
+# ---- what a generator sees -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fixed", "newest", "in_flight"])
+def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, policy):
+    """Copying is slow, in both directions; before every token the slot's bytes are those of the version it notes."""
+    clone, take, step = torch.Tensor.clone, versions.take, RolloutEngine.step
+    known: dict[int, str] = {}
+    wrong: list[tuple[int, str]] = []
+    seen: list[int] = []
+
+    def slow_take(slot, version):
+        def slow_clone(tensor, *args, **kwargs):
+            time.sleep(0.001)
+            return clone(tensor, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", slow_clone)
+            snapshot = take(slot, version)
+        known[version] = snapshot.digest()
+        return snapshot
+
+    def watched(engine):
+        if threading.current_thread().name == "generator":
+            slot = engine.backbone.slot("behaviour")
+            found = digest(dict(slot.named_parameters()))
+            seen.append(engine.policy_version)
+            if found != known[engine.policy_version]:
+                wrong.append((engine.policy_version, found))
+        return step(engine)
+
+    monkeypatch.setattr("rlhf_engine.generators.sources.take", slow_take)
+    monkeypatch.setattr(RolloutEngine, "step", watched)
+    _, rows = steps_of(
+        model, tmp_path / policy, async_mode="overlap", async_policy=policy, max_staleness=2, max_steps=6
+    )
+    assert not wrong
+    assert len(set(seen)) >= 3
+    assert max(ages(rows)) <= 2
+
+
+def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
+    """In flight, one answer may be of several policies; its tokens say which, and the recorded log-probs stand.
+
+    The learner publishes the policy after s updates once step s has its first tokens, the generator goes on after that.
+    """
+    steps = 6
+    begun, published = ([threading.Event() for _ in range(steps)] for _ in range(2))
+    begin, step = OrderDrawer.__call__, RolloutEngine.step
+    drawing: list[int] = []
+
+    def noted_begin(drawer, order):
+        drawing.append(order.step)
+        return begin(drawer, order)
+
+    def held(engine):
+        answers = step(engine)
+        now = drawing[-1]
+        if now > 0 and not begun[now].is_set():
+            begun[now].set()
+            assert published[now].wait(60)
+        return answers
+
+    monkeypatch.setattr(OrderDrawer, "__call__", noted_begin)
+    monkeypatch.setattr(RolloutEngine, "step", held)
+    found = []
+    trainer = RlTrainer(
+        train_config(model, tmp_path / "run", async_mode="overlap", async_policy="in_flight", max_steps=steps)
+    )
+    draw, learned = trainer.source.draw, trainer.source.learned
+
+    def noted(step, version):
+        sampled = draw(step, version)
+        found.append(sampled.rollout)
+        assert sampled.policy is None
+        return sampled
+
+    def published_in_time(done, version):
+        if done < steps:
+            assert begun[done].wait(60)
+        metrics = learned(done, version)
+        if done < steps:
+            published[done].set()
+        return metrics
+
+    monkeypatch.setattr(trainer.source, "draw", noted)
+    monkeypatch.setattr(trainer.source, "learned", published_in_time)
+    trainer.run()
+    assert [len(set(rollout.versions_M.tolist())) for rollout in found] == [1] + [2] * (steps - 1)
+    for rollout in found:
+        cu = rollout.batch.completion_cu
+        for a, b in itertools.pairwise(cu):
+            assert rollout.versions_M[a:b].tolist() == sorted(rollout.versions_M[a:b].tolist())
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_that_raises_ends_the_run_with_its_cause(model, tmp_path, monkeypatch):
+    options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1}
+    whole, _ = steps_of(model, tmp_path / "whole", **options)
+    step, calls = RolloutEngine.step, []
+
+    def failing(engine):
+        if threading.current_thread().name == "generator":
+            calls.append(1)
+            if len(calls) == 25:
+                raise OSError("the device is gone")
+        return step(engine)
+
+    config = train_config(model, tmp_path / "parts", resume_from_checkpoint="auto", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", failing)
+        with pytest.raises(GeneratorError, match="OSError: the device is gone") as found:
+            RlTrainer(config).run()
+    assert isinstance(found.value.__cause__, OSError)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("generator", "scheduler")]
+    assert RlTrainer(config).state.step >= 1
+    resumed, _ = steps_of(model, tmp_path / "parts", resume_from_checkpoint="auto", **options)
+    assert same(trained(whole), trained(resumed))
+
+
+def test_a_generator_that_hangs_ends_the_run(model, tmp_path, monkeypatch):
+    step, release = RolloutEngine.step, threading.Event()
+
+    def hanging(engine):
+        if threading.current_thread().name == "generator":
+            release.wait(20)
+        return step(engine)
+
+    monkeypatch.setattr(RolloutEngine, "step", hanging)
+    config = train_config(model, tmp_path / "run", async_mode="overlap", async_timeout=1.0)
+    with pytest.raises(GeneratorError, match="has drawn no token of the answers of step 1 for 1 seconds"):
+        RlTrainer(config).run()
+    release.set()
+
+
+def test_threads_end_with_the_run_and_cores_come_back(model, tmp_path):
+    before = torch.get_num_threads()
+    config = train_config(model, tmp_path / "run", async_mode="overlap")
+    with pytest.raises(Stop):
+        RlTrainer(config).run(stop_after(1))
+    assert torch.get_num_threads() == before
+    assert not [thread for thread in threading.enumerate() if thread.name in ("generator", "scheduler")]
+
+
+def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
+    """The training forward must say of the drawing policy what the generator said, else it drew by another."""
+    trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="replay", learning_rate=0.05))
+    trainer.step()
+    trainer.step()
+    draw = trainer.source.draw
+
+    def mistaken(step, version):
+        sampled = draw(step, version)
+        with torch.no_grad():
+            for tensor in sampled.policy.tensors.values():
+                tensor.add_(0.05)
+        return dataclasses.replace(sampled, frozen=None)  # the learner asks the frozen lanes itself
+
+    monkeypatch.setattr(trainer.source, "draw", mistaken)
+    with (
+        contextlib.closing(trainer.source),
+        pytest.raises(MismatchError, match="rollout and training log-probs differ"),
+    ):
+        trainer.step()
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"async_mode": "overlap", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'overlap'"),
+        ({"max_staleness": 3}, "max_staleness: expected it unset without async"),
+        ({"async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
+        ({"async_mode": "replay", "async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
+        ({"generator_threads": 1}, "generator_threads: expected it unset without async"),
+        ({"async_mode": "overlap", "ray_generators": 2}, "ray_generators: expected it unset without async ray, got 2"),
+        ({"async_mode": "overlap", "ray_address": "head:6379"}, "ray_address: expected it unset without async ray"),
+        ({"ray_restarts": 0}, "ray_restarts: expected it unset without async ray, got 0"),
+        ({"ray_gpus_per_generator": 1.0}, "ray_gpus_per_generator: expected it unset without async ray"),
+        ({"async_mode": "ray", "async_policy": "in_flight"}, "async_policy: expected 'fixed' or 'newest' with async"),
+        ({"async_mode": "ray", "ray_gpus_per_generator": 1.5}, "expected a part of one GPU or whole ones, got 1.5"),
+        ({"async_mode": "ray", "ray_address": ""}, "ray_address: expected host:port, got ''"),
+        ({"async_mode": "ray", "ray_address": "ray://head:10001"}, "ray_address: expected host:port"),
+        ({"async_mode": "ray", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'ray'"),
+        ({"async_mode": "overlap", "batches_per_policy": 2}, "batches_per_policy: expected 1 with async"),
+        ({"off_policy_correction": "none"}, "off_policy_correction: expected it unset where every step"),
+        ({"async_mode": "overlap", "method": "full_ppo"}, "got method 'full_ppo'"),
+        (
+            {"async_mode": "overlap", "algorithm": "online_dpo", "off_policy_correction": "behaviour"},
+            "off_policy_correction: expected one of none for sigmoid online_dpo",
+        ),
+        (
+            {"async_mode": "overlap", "algorithm": "rloo", "off_policy_correction": "decoupled"},
+            "expected one of behaviour, sequence_truncate, none for proximal rloo",
+        ),
+        (
+            {"async_mode": "overlap", "off_policy_clip_max": 3.0},
+            "off_policy_clip_max: expected it unset without off_policy_correction",
+        ),
+    ],
+)
+def test_requests_that_contradict_themselves(model, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train_config(model, tmp_path / "run", **options)

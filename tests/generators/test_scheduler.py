@@ -1,0 +1,347 @@
+"""Orders to generators: in time, none too early, none twice, none lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from rlhf_engine.errors import GeneratorError
+from rlhf_engine.generators.policy_store import Snapshot, VersionStore
+from rlhf_engine.generators.scheduler import Scheduler
+from rlhf_engine.generators.staleness import StalenessRule
+from rlhf_engine.generators.thread import WORKER, GeneratorThread
+from rlhf_engine.generators.transport import Drawn, Joined, Lost
+from rlhf_engine.generators.work import Answered, Order
+from rlhf_engine.generators.worker import StoppedError
+from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout.request import RolloutStats
+
+SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
+
+
+def make_orders(step: int, version: int, n_shares: int) -> list[Order]:
+    return [
+        Order(
+            step=step,
+            share=i,
+            n_shares=n_shares,
+            version=version,
+            prompts=((1,),),
+            greedy=(False,),
+            sample_ids=(step * n_shares + i,),
+            sampling=SAMPLING,
+        )
+        for i in range(n_shares)
+    ]
+
+
+def answered(order: Order) -> Answered:
+    rollout = Rollout(
+        batch=PackedBatch.from_lists(order.prompts, [[order.step]], sample_ids=order.sample_ids),
+        logprobs_M=torch.zeros(1),
+        versions_M=torch.tensor([order.version]),
+        finish_reasons=("length",),
+        filtered=False,
+        stats=RolloutStats(tokens=1),
+    )
+    return Answered(rollout, None)
+
+
+def policy(version: int) -> Snapshot:
+    return Snapshot(version=version, tensors={"x": torch.full((2,), float(version))})
+
+
+class Stage:
+    """Stands for drawing: takes its time and notes what it was asked for."""
+
+    def __init__(self, seconds=lambda order: 0.0) -> None:
+        self.seconds, self.orders, self.stop = seconds, [], threading.Event()
+
+    def __call__(self, order: Order) -> Answered:
+        self.orders.append(order)
+        if self.stop.wait(self.seconds(order)):
+            raise StoppedError
+        return answered(order)
+
+
+def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
+    store = VersionStore()
+    transport = GeneratorThread(stage, store, stop=stage.stop)
+    return Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
+
+
+def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[int]:
+    """Ages of the answers of each step, policies one update apart."""
+    found = []
+    for step in steps:
+        answers = scheduler.take(step)
+        assert answers.answered.rollout.batch.completion_tokens(0) == [step]
+        assert set(answers.answered.rollout.versions_M.tolist()) == {answers.version}
+        found.append(step - answers.version)
+        time.sleep(seconds(step))
+        scheduler.publish(step + 1, policy(step + 1))
+    return found
+
+
+def test_ages_are_0_1_1_1():
+    stage = Stage()
+    scheduler, store = scheduler_of(stage, StalenessRule(max_staleness=1), 8)
+    assert learn(scheduler, range(8)) == [0, 1, 1, 1, 1, 1, 1, 1]
+    scheduler.close()
+    assert [order.step for order in stage.orders] == list(range(8))  # each once, and none beyond the last
+    assert store.versions() == [7, 8]  # the others are forgotten
+
+
+@pytest.mark.parametrize("newest", [False, True], ids=["fixed", "newest"])
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_answer_is_too_old_however_long_things_take(newest, most):
+    random.seed(most)
+    steps = 1000
+    delays = [random.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(2 * steps)]
+    stage = Stage(lambda order: delays[order.step])
+    scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=most, newest=newest), steps)
+    found = learn(scheduler, range(steps), lambda step: delays[steps + step])
+    scheduler.close()
+    assert max(found) <= most
+    assert [order.step for order in stage.orders] == list(range(steps))
+    if not newest:
+        assert found == [min(step, most) for step in range(steps)]
+    elif most == 3:
+        assert len(set(found)) > 1  # else the newest policy was never newer than it had to be
+
+
+@pytest.mark.alone
+def test_a_step_takes_as_long_as_the_longer_stage():
+    generate, update, steps = 0.03, 0.05, 20
+    scheduler, _ = scheduler_of(Stage(lambda order: generate), StalenessRule(max_staleness=1), steps)
+    began = time.perf_counter()
+    learn(scheduler, range(steps), lambda step: update)
+    took = time.perf_counter() - began
+    scheduler.close()
+    least = generate + steps * update
+    assert least <= took < 1.15 * least
+    assert took < 0.75 * steps * (generate + update)
+
+
+def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
+    stage = Stage()
+    policies = {steps: policy(steps) for steps in (3, 4, 5)}
+    transport = GeneratorThread(stage, VersionStore(), stop=stage.stop)
+    scheduler = Scheduler(
+        transport, make_orders, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
+    )
+    assert learn(scheduler, range(5, 9)) == [2, 3, 2, 2]  # step 6 had been begun by version 3
+    scheduler.close()
+
+
+def test_what_a_generator_raises_reaches_the_learner():
+    def draw(order: Order) -> Answered:
+        if order.step == 2:
+            raise ZeroDivisionError("of the third step")
+        return answered(order)
+
+    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
+    rule = StalenessRule(max_staleness=1)
+    scheduler = Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=5)
+    with pytest.raises(
+        GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
+    ) as found:
+        learn(scheduler, range(5))
+    assert isinstance(found.value.__cause__, ZeroDivisionError)
+    scheduler.close()
+
+
+def test_a_generator_that_hangs_is_given_up():
+    release = threading.Event()
+
+    def draw(order: Order) -> Answered:
+        if order.step == 1:
+            release.wait(20)
+        return answered(order)
+
+    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
+    rule = StalenessRule(max_staleness=1)
+    scheduler = Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=5, timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(GeneratorError, match="no token of the answers of step 2 for"):
+        learn(scheduler, range(5))
+    assert time.monotonic() - began < 5
+    scheduler.close()  # does not wait for what hangs
+    release.set()
+
+
+class Crowd:
+    """A transport to several generators whose fates a test decides."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.events: list = [Joined(worker=name) for name in names]
+        self.arrived = threading.Condition()
+        self.orders: list[tuple[str, Order]] = []
+        self.published: list[int] = []
+        self.given_up: list[str] = []
+        self.silent: set[str] = set()
+        self.on_their_way = 0
+        self.closed = False
+
+    def publish(self, snapshot: Snapshot) -> int:
+        self.published.append(snapshot.version)
+        return snapshot.n_bytes
+
+    def keep(self, versions: frozenset[int]) -> None:
+        pass
+
+    def submit(self, worker: str, order: Order) -> None:
+        with self.arrived:
+            self.orders.append((worker, order))
+            self.arrived.notify_all()
+
+    def tell(self, event) -> None:
+        with self.arrived:
+            self.events.append(event)
+            self.arrived.notify_all()
+
+    def next_event(self, timeout: float):
+        with self.arrived:
+            self.arrived.wait_for(lambda: bool(self.events), timeout)
+            return self.events.pop(0) if self.events else None
+
+    def silent_for(self, worker: str) -> float:
+        return 100.0 if worker in self.silent else 0.0
+
+    def expects_more(self) -> bool:
+        return self.on_their_way > 0
+
+    def give_up(self, worker: str, cause: BaseException) -> None:
+        self.given_up.append(worker)
+        self.tell(Lost(worker=worker, cause=cause))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def wait_for_orders(self, n: int) -> list[tuple[str, Order]]:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.orders) >= n, 10), self.orders
+            return list(self.orders)
+
+    def finish(self, worker: str, order: Order) -> None:
+        self.tell(Drawn(worker=worker, order=order, answered=answered(order), seconds=0.1))
+
+
+def crowd_of(names: list[str], total: int, **options) -> tuple[Crowd, Scheduler]:
+    crowd = Crowd(names)
+    rule = StalenessRule(max_staleness=1)
+    return crowd, Scheduler(
+        crowd, make_orders, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, timeout=50.0, **options
+    )
+
+
+def test_the_share_of_a_lost_generator_goes_to_another():
+    crowd, scheduler = crowd_of(["a", "b"], 1)
+    (_, first), (_, second) = crowd.wait_for_orders(2)
+    assert (first.share, second.share) == (0, 1)
+    crowd.tell(Lost(worker="a", cause=OSError("killed")))
+    crowd.finish("b", second)
+    *_, (worker, again) = crowd.wait_for_orders(3)
+    assert (worker, again) == ("b", first)
+    crowd.finish("a", first)  # too late: nobody waits for it
+    crowd.finish("b", again)
+    answers = scheduler.take(0)
+    assert answers.answered.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
+    assert len(crowd.orders) == 3
+    scheduler.close()
+    assert crowd.closed
+
+
+def test_one_that_joins_takes_part():
+    crowd, scheduler = crowd_of(["a"], 1)
+    crowd.wait_for_orders(1)
+    crowd.tell(Joined(worker="late"))
+    (_, first), (worker, second) = crowd.wait_for_orders(2)
+    assert worker == "late"
+    crowd.finish("late", second)
+    crowd.finish("a", first)
+    assert scheduler.take(0).answered.rollout.batch.sample_ids == (0, 1)
+    scheduler.close()
+
+
+def test_a_silent_one_is_given_up_and_its_share_drawn_by_another():
+    crowd, scheduler = crowd_of(["a", "b"], 1)
+    (_, first), (_, second) = crowd.wait_for_orders(2)
+    crowd.finish("b", second)
+    crowd.silent.add("a")
+    *_, (worker, again) = crowd.wait_for_orders(3)
+    assert (worker, again, crowd.given_up) == ("b", first, ["a"])
+    crowd.finish("b", again)
+    scheduler.take(0)
+    scheduler.close()
+
+
+def test_without_generators_the_cause_is_shown():
+    crowd, scheduler = crowd_of(["a", "b"], 1)
+    crowd.wait_for_orders(2)
+    crowd.tell(Lost(worker="a", cause=OSError("first")))
+    crowd.tell(Lost(worker="b", cause=OSError("second")))
+    with pytest.raises(GeneratorError, match="OSError: second"):
+        scheduler.take(0)
+    scheduler.close()
+
+
+def test_while_another_is_on_its_way_the_learner_waits():
+    crowd, scheduler = crowd_of(["a"], 1)
+    ((_, first),) = crowd.wait_for_orders(1)
+    crowd.on_their_way = 1
+    crowd.tell(Lost(worker="a", cause=OSError("killed")))
+    crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
+    found: list[tuple[int, ...]] = []
+    learner = threading.Thread(target=lambda: found.append(scheduler.take(0).answered.rollout.batch.sample_ids))
+    learner.start()
+    time.sleep(0.3)
+    assert learner.is_alive()  # neither loss is the end
+    crowd.on_their_way = 0
+    crowd.tell(Joined(worker="late"))
+    *_, (worker, again) = crowd.wait_for_orders(2)
+    assert (worker, again) == ("late", first)
+    crowd.finish("late", first)
+    *_, (_, second) = crowd.wait_for_orders(3)
+    crowd.finish("late", second)
+    learner.join(10)
+    assert found == [(0, 1)]
+    scheduler.close()
+
+
+def test_when_the_last_one_on_its_way_is_lost_as_well_its_cause_is_shown():
+    crowd, scheduler = crowd_of(["a"], 1)
+    crowd.wait_for_orders(1)
+    crowd.on_their_way = 1
+    crowd.tell(Lost(worker="a", cause=OSError("killed")))
+    time.sleep(0.1)
+    crowd.on_their_way = 0
+    crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
+    with pytest.raises(GeneratorError, match="OSError: did not come up"):
+        scheduler.take(0)
+    scheduler.close()
+
+
+def test_bytes_are_counted_where_something_is_published():
+    crowd, scheduler = crowd_of(["a"], 3)
+    assert scheduler.publish(1, policy(1)) == policy(1).n_bytes
+    assert scheduler.publish(2, policy(1)) == 0  # nothing was learned, and nothing is sent
+    assert crowd.published == [0, 1]
+    scheduler.close()
+
+
+def test_a_transport_that_fails_does_not_leave_the_learner_waiting():
+    class Broken(Crowd):
+        def next_event(self, timeout: float):
+            raise OSError("no such pipe")
+
+    rule = StalenessRule(max_staleness=1)
+    scheduler = Scheduler(Broken([WORKER]), make_orders, rule, {0: policy(0)}, step=0, total_steps=1)
+    with pytest.raises(GeneratorError, match="OSError: no such pipe"):
+        scheduler.take(0)
+    scheduler.close()

@@ -1,0 +1,113 @@
+"""Policies, orders and answers arrive as what was sent, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.generators import serialize
+from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Answered, Order
+from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.rollout import Rollout, RolloutStats, SamplingConfig
+from rlhf_engine.scoring.score import FrozenScores
+
+POLICY = Snapshot(version=3, tensors={"b": torch.randn(5, 3), "a": torch.randn(7).to(torch.bfloat16)})
+ORDER = Order(
+    step=2,
+    share=1,
+    n_shares=3,
+    version=1,
+    prompts=((1, 2), (3,)),
+    greedy=(False, True),
+    sample_ids=(10, 11),
+    sampling=SamplingConfig(max_completion_length=4, eos_token_ids=(2, 5), temperature=0.7, seed=9),
+)
+FROZEN = FrozenScores(torch.randn(3), None, torch.randn(2))
+
+
+def answered(frozen: FrozenScores | None) -> Answered:
+    rollout = Rollout(
+        batch=PackedBatch.from_lists(ORDER.prompts, [[4], [6, 2]], sample_ids=ORDER.sample_ids),
+        logprobs_M=torch.randn(3),
+        versions_M=torch.tensor([1, 1, 1]),
+        finish_reasons=("length", "eos"),
+        filtered=False,
+        stats=RolloutStats(tokens=3, decode_seconds=0.5, step="eager"),
+    )
+    return Answered(rollout, frozen)
+
+
+def test_policies():
+    parcel = serialize.pack_policy(POLICY)
+    assert parcel.digest == POLICY.digest()
+    found = serialize.unpack_policy(parcel)
+    assert found.version == 3
+    assert found.digest() == POLICY.digest()
+    assert found.tensors["a"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("place", [0, 20, -1], ids=["length", "header", "tensor"])
+def test_a_damaged_policy_is_refused(place):
+    parcel = serialize.pack_policy(POLICY)
+    data = bytearray(parcel.data)
+    data[place] ^= 1
+    with pytest.raises(EngineError, match="policy version 3 arrived damaged"):
+        serialize.unpack_policy(parcel._replace(data=bytes(data)))
+
+
+def test_a_policy_cut_short_or_of_another_version_is_refused():
+    parcel = serialize.pack_policy(POLICY)
+    with pytest.raises(EngineError, match="arrived damaged"):
+        serialize.unpack_policy(parcel._replace(data=parcel.data[:-4]))
+    other = serialize.pack_policy(dataclasses.replace(POLICY, tensors={"a": torch.zeros(7)}))
+    with pytest.raises(EngineError, match=r"expected tensors of digest \w+…, got"):
+        serialize.unpack_policy(parcel._replace(data=other.data))
+
+
+def test_orders():
+    assert serialize.unpack_order(serialize.pack_order(ORDER)) == ORDER
+
+
+@pytest.mark.parametrize("frozen", [None, FROZEN], ids=["plain", "scored"])
+def test_answers(frozen):
+    sent = answered(frozen)
+    found = serialize.unpack_answers(serialize.pack_answers(sent))
+    for name in ("cu_seqlens", "prompt_lens", "sample_ids"):
+        assert getattr(found.rollout.batch, name) == getattr(sent.rollout.batch, name)
+    assert torch.equal(found.rollout.batch.tokens_T, sent.rollout.batch.tokens_T)
+    assert torch.equal(found.rollout.logprobs_M, sent.rollout.logprobs_M)
+    assert torch.equal(found.rollout.versions_M, sent.rollout.versions_M)
+    assert found.rollout.finish_reasons == ("length", "eos")
+    assert found.rollout.stats == sent.rollout.stats
+    if frozen is None:
+        assert found.frozen is None
+    else:
+        assert torch.equal(found.frozen.past_logprobs_M, frozen.past_logprobs_M)
+        assert found.frozen.ref_logprobs_M is None
+        assert torch.equal(found.frozen.rewards_N, frozen.rewards_N)
+
+
+def test_answers_that_were_changed_on_their_way_are_refused():
+    values = serialize.pack_answers(answered(FROZEN))
+    tensors = bytearray(values["tensors"])
+    tensors[-1] ^= 1
+    for change in (
+        {"tensors": bytes(tensors)},
+        {"finish_reasons": ("eos", "eos")},
+        {"scored": False},
+        {"digest": None},
+    ):
+        with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
+            serialize.unpack_answers({**values, **change})
+
+
+def test_other_frozen_weights_are_refused():
+    serialize.require_same_frozen({"backbone base": "a"}, {"backbone base": "a", "head reward": "b"})
+    with pytest.raises(ConfigError, match="got a head reward of hash c…, not b…"):
+        serialize.require_same_frozen(
+            {"backbone base": "a", "head reward": "c"}, {"backbone base": "a", "head reward": "b"}
+        )

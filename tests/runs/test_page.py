@@ -1,0 +1,237 @@
+"""`rlhf-engine report`: what is on the page is what the runs wrote, and no text of a run becomes markup."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import shutil
+import subprocess
+from importlib import resources
+
+import pytest
+
+from rlhf_engine.commands.main import main
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.runs.metrics import MetricsWriter
+from rlhf_engine.runs.page import MOST_POINTS, write_page
+from rlhf_engine.runs.samples import SampleLog, Samples
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_damaged_folders import damage
+from tests.training.test_data import train_config, write_model, write_prompts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    model = write_model(root / "model")
+    options = {"max_steps": 3, "eval_steps": 1, "num_samples": 2, "eval_dataset_name": str(write_prompts(root))}
+    RlTrainer(train_config(model, root / "first", **options)).run()
+    return root / "first"
+
+
+def data_of(path) -> dict:
+    text = path.read_text(encoding="utf-8")
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found)
+
+
+def test_a_run_is_on_its_page(run, tmp_path, capsys):
+    out = tmp_path / "pages" / "one.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"page {out}\n"
+    (found,) = data_of(out)["runs"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert found["name"] == "first"
+    assert (found["steps"], found["every"], found["nonfinite"]) == (3, 1, {})
+    assert found["curves"]["reward"] == [[1, 2, 3], [row["reward"] for row in rows]]
+    assert found["curves"]["eval/kl"] == [[1, 2, 3], [row["eval/kl"] for row in rows]]
+    assert {"seconds/step", "seconds/update", "peak_memory_bytes"} <= set(found["curves"])
+    assert [look["step"] for look in found["samples"]] == [0, 1, 2, 3]
+    assert len({tuple(look["prompts"]) for look in found["samples"]}) == 1
+    assert found["config"]["max_steps"] == 3
+    assert {"commit", "device", "torch", "command", "started", "kernels"} <= set(found["facts"]) | {"commit"}
+    text = out.read_text()
+    assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg", "", text.replace(json.dumps(found["facts"])[1:-1], ""))
+
+
+def copy_run(run, folder, *, steps=2, sample="fine", **metrics):
+    """A run's folder with other numbers and texts."""
+    folder.mkdir(parents=True)
+    record = json.loads((run / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record))
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for step in range(1, steps + 1):
+            writer.write(step, {"reward": float(step), "kl": 1.0, **metrics})
+    look = {"step": 0, "prompts": ["p"], "completions": [sample], "scores": [None]}
+    (folder / "samples.jsonl").write_text(json.dumps(look) + "\n")
+    return folder
+
+
+def test_several_runs_are_told_apart(run, tmp_path):
+    left, right = copy_run(run, tmp_path / "a" / "run"), copy_run(run, tmp_path / "b" / "run")
+    out = write_page([left, right, run], tmp_path / "three.html", title="A & B")
+    assert [found["name"] for found in data_of(out)["runs"]] == ["a/run", "b/run", f"{run.parent.name}/first"]
+    assert "<title>A &amp; B</title>" in out.read_text()
+    with pytest.raises(ConfigError, match="run: expected different folders"):
+        write_page([left, tmp_path / "b" / ".." / "a" / "run"], tmp_path / "x.html")
+
+
+def test_the_run_within_a_demo_s_folder_is_found(run, tmp_path):
+    copy_run(run, tmp_path / "demo" / "rl")
+    assert data_of(write_page([tmp_path / "demo"], tmp_path / "d.html"))["runs"][0]["name"] == "rl"
+
+
+def test_texts_of_a_run_stay_texts(run, tmp_path):
+    nasty = "</script><script>alert(1)</script> & <b>\u2028"
+    folder = copy_run(run, tmp_path / "<i>x", sample=nasty)
+    out = write_page([folder], tmp_path / "n.html")
+    found = data_of(out)["runs"][0]
+    assert found["samples"][0]["completions"] == [nasty]
+    assert found["name"] == "<i>x"
+    text = out.read_text()
+    assert "alert(1)</script>" not in text
+    assert "<i>" not in text
+    assert "innerHTML" not in text
+
+
+def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
+    folder = copy_run(run, tmp_path / "long", steps=2 * MOST_POINTS + 1, bad=float("nan"))
+    found = data_of(write_page([folder], tmp_path / "l.html"))["runs"][0]
+    assert found["every"] == 3
+    steps, values = found["curves"]["reward"]
+    assert len(steps) <= MOST_POINTS
+    assert (steps[0], values[0]) == (3, 2.0)  # the mean of 1, 2, 3
+    assert found["nonfinite"]["1"] == {"bad": "nan"}
+    assert "bad" not in found["curves"]
+
+
+def test_a_value_that_is_lost_moves_no_other(run, tmp_path):
+    folder = copy_run(run, tmp_path / "gap", steps=2 * MOST_POINTS + 1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[10] = json.dumps({**json.loads(lines[10]), "reward": None})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    curves = data_of(write_page([folder], tmp_path / "g.html"))["runs"][0]["curves"]
+    assert curves["reward"][0] == curves["kl"][0]
+    assert curves["reward"][1][3] == (10 + 12) / 2
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\u2028}"])
+def test_any_text_may_be_an_answer_and_a_run_may_still_write(run, tmp_path, end):
+    folder = copy_run(run, tmp_path / "strange")
+    (folder / "samples.jsonl").unlink()
+    log = SampleLog(folder / "samples.jsonl")
+    log.write(Samples(step=0, prompts=["p"], completions=[f"a{end}b"], scores=[None]))
+    with log.path.open("ab") as file:
+        file.write(b'{"step": 1, "prom')
+    found = data_of(write_page([folder], tmp_path / "s.html"))["runs"][0]
+    assert [look["completions"] for look in found["samples"]] == [[f"a{end}b"]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("value", [100, 0, 1e-5, 0.1, 102.0, 1e300, -7])
+def test_the_axis_of_a_constant_has_an_end(value):
+    script = resources.files("rlhf_engine.runs").joinpath("page.js").read_text(encoding="utf-8")
+    functions = script[script.index("function smooth") : script.index("// ---- a chart")]
+    asked = "const [a, b] = range(smooth(Array(30).fill(V))); console.log(JSON.stringify([a, b, ticks(a, b, 5)]))"
+    program = f"const DECAY = 0.8;\n{functions}\n{asked.replace('V', repr(value))}"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
+    low, high, ticks = json.loads(done.stdout)
+    assert low < value < high
+    assert 2 <= len(ticks) <= 20
+    assert all(low <= tick <= high for tick in ticks)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e15, 1e15 + 4), (0.96, 40.5)])
+def test_ticks_are_within_the_axis(low, high):
+    script = resources.files("rlhf_engine.runs").joinpath("page.js").read_text(encoding="utf-8")
+    functions = script[script.index("function ticks") : script.index("function range")]
+    program = f"{functions}\nconsole.log(JSON.stringify(ticks({low!r}, {high!r}, 5)))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
+    ticks = json.loads(done.stdout)
+    assert 2 <= len(ticks) <= 12
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_a_page_is_a_file(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"out: expected a file, such as .*report\.html', got the folder"):
+        write_page([run], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "run: expected something that is not empty"),
+        (["nowhere"], "run: expected a folder with metrics.jsonl and run.json, got 'nowhere'"),
+        (["nowhere", "--oot", "x"], "unknown option --oot; did you mean --out"),
+    ],
+)
+def test_requests_that_cannot_be_served(capsys, argv, message):
+    assert main(["report", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+DAMAGES = {
+    "no JSON": ("run.json", lambda text: text[:-10]),
+    "no text": ("run.json", lambda text: "\ud800"),
+    "a list": ("run.json", lambda text: "[1]"),
+    "a command of another run's": ("run.json", lambda text: '{"command": 3}'),
+    "versions of another kind": ("run.json", lambda text: '{"versions": ["1.0"]}'),
+    "a commit of another kind": ("run.json", lambda text: '{"git_commit": {"commit": 12}}'),
+    "a hash of another kind": ("run.json", lambda text: '{"base_hash": [1]}'),
+    "NaN": ("run.json", lambda text: '{"config": {"beta": NaN}}'),
+    "half a character": ("run.json", lambda text: '{"config": {"title": "\\ud800"}}'),
+    "depth": ("run.json", lambda text: "[" * 100_000),
+    "metrics without steps": ("metrics.jsonl", lambda text: '{"loss": 1.0}\n'),
+    "metrics that are text": ("metrics.jsonl", lambda text: "loss 1.0\n"),
+    "infinite metrics": ("metrics.jsonl", lambda text: '{"step": 1, "reward": 1e999}\n'),
+    "huge metrics": ("metrics.jsonl", lambda text: '{"step": 1, "reward": 1' + "0" * 400 + "}\n"),
+    "samples without scores": ("samples.jsonl", lambda text: '{"step": 1, "prompts": [], "completions": []}\n'),
+    "samples of numbers": (
+        "samples.jsonl",
+        lambda text: '{"step": 1, "prompts": [1], "completions": ["a"], "scores": [0]}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_foreign_runs_are_refused_in_one_line(run, tmp_path, capsys, damage):
+    folder = copy_run(run, tmp_path / "run")
+    name, change = DAMAGES[damage]
+    path = folder / name
+    path.write_bytes(change(path.read_text()).encode(errors="surrogatepass"))
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert str(folder) in said
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*left out line")
+@pytest.mark.parametrize("n", [300, pytest.param(20_000, marks=pytest.mark.long)])
+def test_no_damage_to_a_run_is_a_traceback(run, tmp_path, n):
+    folder = copy_run(run, tmp_path / "run")
+    files, chosen = sorted(folder.iterdir()), random.Random(n)
+    for i in range(n):
+        path = files[i % len(files)]
+        content = path.read_bytes()
+        damage(path, chosen)
+        with contextlib.suppress(ConfigError):
+            write_page([folder], tmp_path / "page.html")
+        path.write_bytes(content)
+
+
+def test_a_page_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out: expected a file that can be written, got .*page\.html"):
+        write_page([run], tmp_path / "file" / "page.html")
+
+
+def test_a_run_without_a_step(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="run: expected metrics of at least one step, got none"):
+        write_page([tmp_path / "empty"], tmp_path / "e.html")

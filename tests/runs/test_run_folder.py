@@ -1,0 +1,111 @@
+"""One process at a time runs in an output folder, and what a stop left half-way of a checkpoint is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.runs.checkpoint import list_checkpoints
+from rlhf_engine.runs.folder import locked, require_unlocked
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.sft import SftTrainer
+from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_reward import reward_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from rlhf_engine.runs.folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that runs in tmp_path / "run"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+TRAINERS = [(RlTrainer, train_config), (SftTrainer, sft_config), (RewardTrainer, reward_config)]
+
+
+def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other):
+    said = rf"output_dir: expected a folder that no other process writes, got .*run, where process {other.pid} runs"
+    for trainer, config in TRAINERS:
+        for options in ({}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}):
+            with pytest.raises(ConfigError, match=said):
+                trainer(config(model, tmp_path / "run", **options))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
+    other.kill()
+    other.wait()
+    require_unlocked(tmp_path / "run")  # a killed process leaves it free
+    with locked(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(("trainer", "config"), TRAINERS)
+def test_nor_if_they_begin_at_the_same_time(model, tmp_path, trainer, config):
+    both = [trainer(config(model, tmp_path / "run", max_steps=1)) for _ in range(2)]
+    with locked(tmp_path / "run"), pytest.raises(ConfigError, match=f"where process {os.getpid()} runs"):
+        both[0].run()
+    both[1].run()  # which is free again
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    said = r"output_dir: expected a folder that can be written, got .*: Not a directory"
+    with pytest.raises(ConfigError, match=said), locked(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match="is on a file system without locks"), locked(tmp_path / "run"):
+        pass
+
+
+def test_a_checkpoint_asked_for_by_its_path_is_found_where_a_stop_left_it(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    trainer.step()
+    checkpoint = trainer.save()
+    os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.replaced"))
+    resumed = RlTrainer(train_config(model, tmp_path / "other", resume_from_checkpoint=str(checkpoint)))
+    assert resumed.state == trainer.state
+    assert list_checkpoints(tmp_path / "run") == [checkpoint]
+
+
+def test_a_beta_that_adapts_is_the_checkpoints(model, tmp_path):
+    options = {"kl_target": 0.01, "kl_horizon": 10, "beta": 0.5}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    trainer.step()
+    checkpoint = trainer.save()
+    adapted = json.loads((checkpoint / "trainer_state.json").read_text())["beta"]
+    resume = {"resume_from_checkpoint": str(checkpoint)}
+    with pytest.warns(UserWarning, match=rf"beta: the run began with 0.5 .* goes on with {adapted}, not with 0.3"):
+        other = RlTrainer(train_config(model, tmp_path / "other", **{**options, "beta": 0.3}, **resume))
+    assert other.state.beta == adapted
+    assert RlTrainer(train_config(model, tmp_path / "same", **options, **resume)).state == trainer.state

@@ -1,0 +1,177 @@
+"""Reports: curves from the metrics there are, samples that stay text, tables, progress off a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from rlhf_engine.runs.curves import PANELS, plot_curves, smooth
+from rlhf_engine.runs.dashboard import Course
+from rlhf_engine.runs.metrics import MetricsWriter
+from rlhf_engine.runs.progress import TrainingProgress
+from rlhf_engine.runs.summary import exit_summary
+from rlhf_engine.runs.text import format_value, samples_markdown, summary_table
+
+
+def write(path: Path, steps: int, *names: str) -> None:
+    with MetricsWriter(path) as writer:
+        for step in range(steps):
+            writer.write(step, {name: math.sin(step + len(name)) for name in names})
+
+
+def test_every_panel_is_drawn_when_all_metrics_are_there(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 24, *(name for panel in PANELS for name, _ in panel.lines))
+    png = tmp_path / "new" / "curves.png"
+    assert plot_curves(tmp_path / "m.jsonl", png) == [panel.title for panel in PANELS]
+    image = imread(png)
+    assert image.shape[1] > 1200  # three panels side by side
+    assert image[..., :3].std() > 0.05  # not a blank page
+
+
+def test_only_panels_with_data_and_gaps_for_lost_values(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write(0, {"reward": 1.0, "kl": math.nan, "unheard_of": 2.0})
+        writer.write(1, {"reward": math.inf, "kl": math.nan, "clip_ratio": 0.0})
+    assert plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png") == ["Reward", "Clipped ratios"]
+
+
+def test_no_known_metric_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 2, "unheard_of")
+    with pytest.raises(ValueError, match=r"metrics_jsonl: expected lines with known metrics in .*m\.jsonl"):
+        plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png")
+    assert not (tmp_path / "c.png").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_picture_alone(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 3, "reward")
+    (tmp_path / "c.png").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match=r"c\.png: the curves were not drawn: No space left on device"):
+        plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png")
+    assert not (tmp_path / "c.png").exists()
+
+
+def test_smoothing_has_no_bias_at_the_start() -> None:
+    assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    assert smooth([1.0, 0.0], decay=0.5) == pytest.approx([1.0, 0.5 / 1.5])
+    assert smooth([]) == []
+
+
+def test_samples_stay_text() -> None:
+    text = samples_markdown(["# p\n```", "q"], ["<b>a</b>", " "], ["c", "d"], [0.5, None], [1, 2.25])
+    assert text.count("## ") == 2
+    assert "````text\n# p\n```\n````" in text  # a fence longer than any in the prompt
+    assert "**Before** (reward 0.500)\n\n```text\n<b>a</b>\n```" in text
+    assert "**Before** (reward –)\n\n*an empty answer*" in text
+    assert "**After** (reward 2.250)\n\n```text\nd\n```" in text
+    assert "reward" not in samples_markdown(["p"], ["a"], ["b"])
+    with pytest.raises(ValueError, match=r"after: expected 1 entries, one per prompt, got 2"):
+        samples_markdown(["p"], ["a"], ["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (3, "3"), (12345, "12,345"), (12345.6, "12,346"), (0.12345, "0.123"), (0.0, "0.000"),
+     (0.00012345, "1.23e-04"), (-2.5, "-2.500"), (math.nan, "nan"), (True, "True"), ("x", "x")],
+)  # fmt: skip
+def test_numbers_are_readable(value: object, text: str) -> None:
+    assert format_value(value) == text
+
+
+def test_table_shows_names_columns_and_values() -> None:
+    buffer = io.StringIO()
+    table = summary_table("Held out", ["before", "after"], {"true score": [1.0, 2.5], "win rate": [None, 0.75]})
+    Console(file=buffer, width=80).print(table)
+    lines = buffer.getvalue().splitlines()
+    assert "Held out" in lines[0]
+    assert any("true score" in line and "1.000" in line and "2.500" in line for line in lines)
+    assert any("win rate" in line and "–" in line and "0.750" in line for line in lines)
+    with pytest.raises(ValueError, match=r"rows: a: expected 1 values, one per column, got 2"):
+        summary_table("t", ["x"], {"a": [1, 2]})
+
+
+def test_progress_is_plain_lines_off_a_terminal() -> None:
+    buffer = io.StringIO()
+    with TrainingProgress(9, title="ppo [x]", console=Console(file=buffer, width=30), step=5) as progress:
+        progress.update(6, {"reward": 0.5, "kl": 0.001, "tokens_per_second": 1234.5, "other": 1})
+        progress.update(7, {})
+    first, second = buffer.getvalue().splitlines()
+    assert first.startswith("ppo [x] 6/9  reward 0.500  kl 1.00e-03  tokens/s 1,234  ")
+    assert second.startswith("ppo [x] 7/9  ")
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_a_terminal_shows_the_course_of_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, height=30, force_terminal=True, color_system=None)
+    with TrainingProgress(8, title="ppo", console=console, shown={"staleness/max": "age"}) as progress:
+        for step in range(1, 9):
+            times = {"seconds/generate": 1.0, "seconds/update": 3.0, "peak_memory_bytes": 2.5e9}
+            lost = {} if step < 8 else {"entropy": None}  # what is no number is not drawn
+            progress.update(step, {"reward": step / 4, "kl": -step, "staleness/max": 1.0, **times, **lost})
+    last = buffer.getvalue().rpartition("so far")[2]
+    assert re.search(r"reward +2\.000 +▁▂▃▄▅▆▇█ ", last)
+    assert re.search(r"KL, nats per answer +-8 +█▇▆▅▄▃▂▁ ", last)
+    assert re.search(r"age +1\.000 +▁▁▁▁▁▁▁▁ ", last)
+    assert "generate 25 %   update 75 %   peak 2.50 GB" in last
+    assert "entropy" not in last
+    assert "ppo" in last
+    assert "8/8" in last
+
+
+def test_a_low_terminal_keeps_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, height=7, force_terminal=True, color_system=None)
+    with TrainingProgress(1, console=console) as progress:
+        progress.update(1, {"reward": 1.0, "kl": 1.0, "entropy": 1.0, "clip_ratio": 0.5})
+    last = buffer.getvalue().rpartition("so far")[2]
+    assert "reward" in last
+    assert "clipped" not in last
+    assert "1/1" in last
+
+
+@pytest.mark.parametrize("count", [1, 5, 72, 73, 1000])
+def test_a_course_of_any_length_fits_and_keeps_its_shape(count: int) -> None:
+    course = Course(width=36)
+    for i in range(count):
+        course.add(float(i))
+    blocks = course.blocks()
+    assert len(blocks) == min(count, 36) or 18 <= len(blocks) <= 36
+    assert list(blocks) == sorted(blocks)  # the blocks are in the order of their heights
+    assert count == 1 or (blocks[0], blocks[-1]) == ("▁", "█")
+    assert course.last == count - 1
+
+
+def test_summary_tells_first_and_last_and_where_things_are(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(1, {"reward": 0.5, "kl": 0.0, "peak_memory_bytes": 3e9})
+        writer.write(1000, {"reward": None, "kl": 2.0, "eval/reward": 1.5, "peak_memory_bytes": 2e9})
+    text = exit_summary(tmp_path / "metrics.jsonl", {"model": tmp_path / "final", "page": "rlhf-engine report x"})
+    first, *where = text.splitlines()
+    assert first == (
+        "1,000 steps; reward 0.500; reward, held out 1.500; KL, nats per answer 0.000 → 2.000; peak memory 3.00 GB"
+    )
+    assert where == [f"model  {tmp_path / 'final'}", "page   rlhf-engine report x"]
+
+
+def test_progress_is_a_bar_on_a_terminal_but_not_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ci, plain in (("", False), ("1", True)):
+        monkeypatch.setenv("CI", ci)
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=120, force_terminal=True, color_system=None)
+        with TrainingProgress(4, title="sft", console=console) as progress:
+            progress.update(4, {"lm_loss": 1.5})
+        assert progress.plain is plain
+        assert "4/4" in buffer.getvalue()
+        assert re.search(r"(loss|cross-entropy) +1\.500", buffer.getvalue())
+        assert ("━" in buffer.getvalue()) is not plain
+    with pytest.raises(ValueError, match=r"total_steps: expected an integer >= 1, got 0"):
+        TrainingProgress(0)

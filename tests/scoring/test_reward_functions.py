@@ -1,0 +1,237 @@
+"""Reward functions: loading, results that are right, and results that are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_engine.errors import ConfigError, RewardError
+from rlhf_engine.scoring.reward_functions import (
+    _SETTINGS,
+    check_reward,
+    load_reward,
+    score_with_functions,
+    weighted_total,
+)
+
+PROMPTS = ["one", "two", "three"]
+COMPLETIONS = ["a", "bb", "ccc"]
+IDS = [[1], [1, 1], [1, 1, 1]]
+
+
+def length(prompts, completions, completion_ids, **columns):
+    return [float(len(c)) for c in completions]
+
+
+def score(*functions, weights=None, columns=None):
+    return score_with_functions(functions, weights, PROMPTS, COMPLETIONS, IDS, columns)
+
+
+def returning(value):
+    def given(**_):
+        return value
+
+    return given
+
+
+def test_weighted_sum_means_and_none() -> None:
+    result = score(length, returning([10, None, 30]), weights=[2.0, 0.5])
+    assert result.totals == [2 * 1 + 5, None, 2 * 3 + 15]
+    assert result.means == {"length": 2.0, "given": 20.0}
+    assert result.columns["given"] == [10.0, None, 30.0]
+    assert score(returning([None] * 3)).means == {"given": None}
+
+
+def test_functions_get_text_ids_and_columns() -> None:
+    def by_column(prompts, completions, completion_ids, answer, **columns):
+        assert columns == {"split": ["x", "y", "z"]}
+        return [len(i) + a for i, a in zip(completion_ids, answer, strict=True)]
+
+    columns = {"answer": [10, 20, 30], "split": ["x", "y", "z"]}
+    assert score(by_column, columns=columns).totals == [11.0, 22.0, 33.0]
+
+
+def test_a_function_cannot_harm_the_next() -> None:
+    def vandal(prompts, completions, completion_ids, **columns):
+        completions.clear()
+        return [0.0] * len(prompts)
+
+    assert score(vandal, length).totals == [1.0, 2.0, 3.0]
+    assert COMPLETIONS == ["a", "bb", "ccc"]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        (1, 2, 3),
+        [True, 2.0, np.float32(3.0)],
+        torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+        [torch.tensor(1), torch.tensor([2.0]), 3],
+    ],
+)
+def test_accepted_results(result) -> None:
+    assert score(returning(result)).totals == [1.0, 2.0, 3.0]
+
+
+def test_two_functions_of_one_name_keep_two_metrics() -> None:
+    assert set(score(returning([1, 1, 1]), returning([2, 2, 2])).means) == {"given", "given_2"}
+
+
+def test_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"reward function 'given': expected 3 rewards, got 2"):
+        score(returning([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("result", [1.0, None, {"a": 1}, "abc", iter([1, 2, 3])])
+def test_wrong_container_is_refused(result) -> None:
+    with pytest.raises(TypeError, match=r"reward function 'given': expected a list, tuple or tensor"):
+        score(returning(result))
+
+
+def test_wrong_element_and_shape_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"'given': expected numbers or None, got 'x' at row 1 \(prompt 'two'\)"):
+        score(returning([1.0, "x", 2.0]))
+    with pytest.raises(ValueError, match=r"'given': expected a tensor of one dimension, got \(3, 1\)"):
+        score(returning(torch.zeros(3, 1)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_nonfinite_rewards_name_function_row_and_prompt(bad, kind) -> None:
+    with pytest.raises(ValueError, match=rf"'given': expected finite numbers, got {bad} at row 2 \(prompt 'three'\)"):
+        score(returning(kind([0.0, 1.0, bad])))
+
+
+def test_long_prompts_are_cut_in_messages() -> None:
+    with pytest.raises(ValueError, match=r"prompt 'x{59}…'"):
+        score_with_functions([returning([math.nan])], None, ["x" * 500], ["a"], [[1]])
+
+
+def test_a_function_that_exits_ends_no_run_in_silence(tmp_path) -> None:
+    def leaves(**_):
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match="reward function 'leaves' raised SystemExit: 0"):
+        score(leaves)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    with pytest.raises(RewardError, match=r"importing .* raised SystemExit: 0"):
+        load_reward(f"{tmp_path / 'leaves.py'}:f")
+
+
+def test_what_a_function_raises_is_kept_as_the_cause() -> None:
+    def broken(**_):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match=r"reward function 'broken' raised KeyError: 'answer'") as caught:
+        score(broken)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_wrong_arguments_of_the_call_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights: expected 1 numbers, .* got 2"):
+        score(length, weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"weights: expected finite numbers, got nan"):
+        weighted_total([[1.0]], [math.nan])
+    with pytest.raises(ValueError, match=r"answer: expected 3 entries, one per prompt, got 1"):
+        score(length, columns={"answer": [1]})
+    with pytest.raises(ValueError, match=r"columns: 'prompts' is taken"):
+        score(length, columns={"prompts": PROMPTS})
+    with pytest.raises(ValueError, match=r"functions: expected at least one"):
+        score()
+    with pytest.raises(ValueError, match=r"completion_ids: expected 3 entries"):
+        score_with_functions([length], None, PROMPTS, COMPLETIONS, IDS[:2])
+
+
+def test_dry_run_finds_functions_that_fail_on_an_empty_answer() -> None:
+    def mean_word_length(completions, **_):
+        return [len(c) / len(c.split()) for c in completions]
+
+    with pytest.raises(RewardError, match=r"'mean_word_length' raised ZeroDivisionError"):
+        check_reward(mean_word_length, ["p"])
+    check_reward(length, ["p"])
+    check_reward(lambda answer, **_: answer, ["p", "q", "r"], {"answer": [1.0, 2.0, 3.0]})
+    with pytest.raises(RewardError, match=r"missing 1 required .* 'answer'"):
+        check_reward(lambda answer, **_: answer, ["p"])
+    with pytest.raises(ValueError, match=r"prompts: expected at least one example"):
+        check_reward(length, [])
+
+
+def test_load_from_file_and_module(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    method = "class G:\n    @staticmethod\n    def h(**_):\n        return [3.0]\n"
+    (tmp_path / "a" / "r.py").write_text("def f(**_):\n    return [1.0]\n\n" + method)
+    (tmp_path / "r.py").write_text("def f(**_):\n    return [2.0]\n")
+    assert load_reward(f"{tmp_path}/a/r.py:f")() == [1.0]
+    assert load_reward(f"{tmp_path}/r.py:f")() == [2.0]  # the same file name in another folder is another module
+    assert load_reward(f"{tmp_path}/a/r.py:G.h")() == [3.0]
+    assert load_reward("math:sqrt") is math.sqrt
+
+
+def test_load_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(**_):\n    return [1.0]\n\nnumber = 3\n")
+    (tmp_path / "broken.py").write_text("import no_such_module_here\n")
+    for spec, message in [
+        ("no_colon", r"expected module:function or path/file.py:function, got 'no_colon'"),
+        (":f", r"expected module:function"),
+        (f"{tmp_path}/none.py:f", r"there is no file"),
+        (f"{tmp_path}/r.py:g", r"has no 'g'; it has \['f'\]"),
+        (f"{tmp_path}/r.py:number", r"expected a function at .*, got a int"),
+        ("no_such_module_here:f", r"no module named 'no_such_module_here'.*for a file write its path"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_reward(spec)
+    for _ in range(2):  # a failed import is not remembered as an empty module
+        with pytest.raises(RewardError, match=r"broken.py' raised ModuleNotFoundError: .*no_such_module_here"):
+            load_reward(f"{tmp_path}/broken.py:f")
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 1e300, 4e38], ids=["integer", "negative", "float64", "float32"])
+def test_rewards_that_float32_cannot_hold(huge) -> None:
+    with pytest.raises(ValueError, match=r"^reward function 'given': expected numbers of float32, got .* at row 1"):
+        score(returning([0.0, huge, 0.0]))
+    with pytest.raises(ValueError, match="weights: expected sums of rewards that are finite in float32, got 6e"):
+        weighted_total([[3e38], [3e38]], None)
+
+
+CHANGES = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_settings_of_torch_are_put_back(setting, fails) -> None:
+    def careless(**_):
+        CHANGES[setting]()
+        return [1.0 / (0.0 if fails else 1.0)] * 3
+
+    before = {name: get() for name, (get, _) in _SETTINGS.items()}
+    with contextlib.suppress(RewardError), pytest.warns(UserWarning, match=f"'careless' changed torch's {setting}"):
+        score(careless)
+    assert {name: get() for name, (get, _) in _SETTINGS.items()} == before
+
+
+def test_a_file_that_sets_torch_s_defaults_is_no_setting_of_the_run(tmp_path) -> None:
+    text = "import torch\ntorch.set_default_dtype(torch.float64)\ndef f(**_):\n    return [1.0]\n"
+    (tmp_path / "r.py").write_text(text)
+    with pytest.warns(UserWarning, match=r"importing .*r\.py' changed torch's default dtype from torch\.float32"):
+        load_reward(f"{tmp_path}/r.py:f")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_random_numbers_of_a_function_go_on() -> None:
+    def by_chance(**_):
+        return torch.rand(3)
+
+    assert score(by_chance).totals != score(by_chance).totals
