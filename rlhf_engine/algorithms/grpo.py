@@ -19,17 +19,17 @@ Legend: N sequences in groups of one prompt, M completion tokens packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
-from rlhf_engine.algorithms.objective import MicroBatch
+from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
 from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, spread
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.hydra import PackedBatch, PolicyLoss
 
 LossType = Literal["grpo", "bnpo", "dr_grpo"]
 ScaleRewards = Literal["group", "none"]
@@ -66,42 +66,11 @@ def denominator(lengths: Sequence[int], *, loss_type: LossType) -> float:
     return float(sum(lengths)) if loss_type == "bnpo" else float(len(lengths))
 
 
-class TokenLoss(NamedTuple):
-    """A loss of ratios of tokens."""
+class GrpoObjective(Objective):
+    """L of one of the three kinds, by the fused loss: token weights are its mask, k3 its KL term.
 
-    loss: torch.Tensor
-    """0-d"""
-    kl_M: torch.Tensor
-    """k3 [M], without a gradient"""
-    clipped_M: torch.Tensor
-    """bool [M], whether the clip decided"""
-
-
-def clipped_loss(
-    logprobs_M: torch.Tensor,
-    old_logprobs_M: torch.Tensor,
-    ref_logprobs_M: torch.Tensor,
-    advantages_M: torch.Tensor,
-    weights_M: torch.Tensor,
-    *,
-    denom: float,
-    beta: float,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
-    """L over a part of a minibatch, whose denominator is `denom`."""
-    ratio_M = (logprobs_M - old_logprobs_M).exp()
-    plain_M = -advantages_M * ratio_M
-    clipped_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high)
-    kl_M = k3(logprobs_M, ref_logprobs_M)
-    loss_M = torch.maximum(plain_M, clipped_M) + beta * kl_M
-    return TokenLoss(
-        loss=(weights_M * loss_M).sum() / denom, kl_M=kl_M.detach(), clipped_M=(clipped_M > plain_M).detach()
-    )
-
-
-class GrpoObjective(PolicyObjective):
-    """L of one of the three kinds."""
+    With an entropy bonus the entropy of a token is weighed and divided as ℓ of that token is.
+    """
 
     def __init__(
         self,
@@ -115,29 +84,51 @@ class GrpoObjective(PolicyObjective):
         clip_low: float,
         clip_high: float,
     ) -> None:
-        super().__init__(sample)
+        self.batch, self.sample = sample.batch, sample
         self._advantages_M, self._ref_logprobs_M = advantages_M, ref_logprobs_M
         self._weights_M = token_weights(sample.batch, loss_type=loss_type, max_completion_length=max_completion_length)
-        self._loss_type, self._beta, self._clip = loss_type, beta, (clip_low, clip_high)
+        self._loss_type, self._longest = loss_type, max_completion_length
+        self._beta, self._clip = beta, (clip_low, clip_high)
 
-    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> TokenLoss:
-        rows = micro.rows_M
+    def terms(self, micro: MicroBatch) -> list[Term]:
+        rows, sample = micro.rows_M, self.sample
         lengths = [self.batch.completion_lens[i] for i in micro.minibatch]
-        return clipped_loss(
-            logprobs_M,
-            self.sample.old_logprobs_M[rows],
-            self._ref_logprobs_M[rows],
-            self._advantages_M[rows],
-            self._weights_M[rows],
+        loss = PolicyLoss(
+            old_logprob_M=sample.old_logprobs_M[rows],
+            advantage_M=self._advantages_M[rows],
+            mask_M=self._weights_M[rows],
             denom=denominator(lengths, loss_type=self._loss_type),
-            beta=self._beta,
             clip_low=self._clip[0],
             clip_high=self._clip[1],
+            ref_logprob_M=self._ref_logprobs_M[rows],
+            kl="k3",
+            kl_coef=self._beta,
+            entropy_coef=sample.entropy_coef,
+            temperature=sample.temperature,
         )
+        return [Term(loss, 1.0)]
 
-    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        n = self.n_tokens(micro)
-        return {"clip_ratio": found.clipped_M.sum() / n, "kl_loss": found.kl_M.sum() / n}
+    def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
+        (found,), rows, n = results, micro.rows_M, self.n_tokens(micro)
+        old_M, before_M = self.sample.old_logprobs_M[rows], self.sample.before_logprobs_M
+        before_M = old_M if before_M is None else before_M[rows]
+        # the op's statistics are weighed as the loss is; these are means over tokens, as other algorithms'
+        advantages_M, ratio_M = self._advantages_M[rows], (found.logprob - old_M).exp()
+        clipped_M = -advantages_M * ratio_M.clamp(1 - self._clip[0], 1 + self._clip[1]) > -advantages_M * ratio_M
+        sums = {
+            "policy/loss": found.policy_loss.detach() + self._beta * found.kl.detach(),
+            "entropy": found.entropy.detach() * self._to_mean(micro),
+            "approx_kl": k3(before_M, found.logprob).sum() / n,
+            "clip_ratio": clipped_M.sum() / n,
+            "kl_loss": k3(found.logprob, self._ref_logprobs_M[rows]).sum() / n,
+        }
+        return Measured(sums=sums, most={"mismatch": (found.logprob - before_M).abs().max()})
+
+    def _to_mean(self, micro: MicroBatch) -> float:
+        """The denominator over the sum of the minibatch's weights: 1 where L is a weighted mean over tokens."""
+        if self._loss_type != "dr_grpo":
+            return 1.0
+        return len(micro.minibatch) * self._longest / self.n_tokens(micro)
 
 
 def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:

@@ -170,7 +170,8 @@ class AlgorithmOptions(Options):
     vf_coef: float = option(0.1, "weight of the value loss", ge=0)
     entropy_coef: float = option(
         0.0,
-        "weight of the entropy bonus, a mean per token; the loss of remax, rloo and reinforce is a sum per answer",
+        "weight of the entropy bonus, a mean per token, for grpo weighed as its loss; the loss of remax, rloo and "
+        "reinforce is a sum per answer",
         ge=0,
     )
     whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")

@@ -1,13 +1,17 @@
 """The algorithms' pure functions on numbers worked out by hand, and what they refuse."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
 from rlhf_engine.algorithms.kl_controller import next_beta
+from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
+from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
 from tests.conftest import random_batch
 
@@ -120,29 +124,61 @@ def test_how_grpo_weighs_tokens(loss_type, expected):
     weights = grpo.token_weights(batch, loss_type=loss_type, max_completion_length=8)
     denom = grpo.denominator(list(batch.completion_lens), loss_type=loss_type)
     logprobs, losses = torch.zeros(5), torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0])
-    found = grpo.clipped_loss(
-        logprobs, logprobs, logprobs, -losses, weights, denom=denom, beta=0.1, clip_low=0.2, clip_high=0.2
+    loss, _ = ppo_loss(logprobs, logprobs, -losses, weights, denom=denom)
+    torch.testing.assert_close(loss, torch.tensor(expected))
+
+
+def grpo_terms(loss_type, **numbers):
+    """A GRPO objective of two answers of 3 and 2 tokens, its micro-batch of all, and its loss."""
+    batch = random_batch(((2, 3), (1, 2)))
+    old = torch.tensor([-0.5, -0.1, -1.0, -2.0, -0.7])
+    numbers = {"beta": 0.5, "clip_low": 0.2, "clip_high": 0.3, **numbers}
+    sample = PolicySample(batch=batch, old_logprobs_M=old)
+    objective = grpo.GrpoObjective(
+        sample, torch.ones(5), old - 0.5, loss_type=loss_type, max_completion_length=8, **numbers
     )
-    torch.testing.assert_close(found.loss, torch.tensor(expected))
+    rows = torch.arange(5)
+    micro = MicroBatch(batch=batch, indices=range(2), rows_M=rows, minibatch=range(2))
+    (term,) = objective.terms(micro)
+    return objective, micro, term.output
 
 
-def test_grpo_clips_tokens_and_adds_the_kl():
-    new, old = torch.tensor([0.0, 0.0]), torch.tensor([-0.5, -0.1])
-    found = grpo.clipped_loss(
+@pytest.mark.parametrize(("loss_type", "weights"), [("grpo", [1 / 3] * 3 + [1 / 2] * 2), ("dr_grpo", [1 / 8] * 5)])
+def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
+    """The fused loss against the formula, and metrics as means over tokens whatever the weights."""
+    objective, micro, output = grpo_terms(loss_type)
+    new = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.7])
+    found = ppo_loss(
         new,
-        old,
-        torch.tensor([-1.0, 0.0]),
-        torch.tensor([1.0, 1.0]),
-        torch.ones(2),
-        denom=1.0,
-        beta=0.5,
-        clip_low=0.2,
-        clip_high=0.3,
+        output.old_logprob_M,
+        output.advantage_M,
+        output.mask_M,
+        denom=output.denom,
+        clip_low=output.clip_low,
+        clip_high=output.clip_high,
+        ref_logprob=output.ref_logprob_M,
+        kl=output.kl,
+        kl_coef=output.kl_coef,
     )
-    kl = math.exp(-1) + 1 - 1
-    torch.testing.assert_close(found.kl_M, torch.tensor([kl, 0.0]))
-    assert found.clipped_M.tolist() == [True, False]
-    torch.testing.assert_close(found.loss, torch.tensor(-1.3 - math.exp(0.1) + 0.5 * kl))
+    ratio = (new - output.old_logprob_M).exp()
+    gap = output.ref_logprob_M - new
+    kl = gap.exp() - 1 - gap
+    terms = torch.maximum(-ratio, -ratio.clamp(0.8, 1.3)) + 0.5 * kl
+    torch.testing.assert_close(found.loss, (torch.tensor(weights) * terms).sum() / 2)
+    entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    result = SimpleNamespace(
+        logprob=new,
+        policy_loss=found.policy_loss,
+        kl=found.kl,
+        entropy=(output.mask_M * entropy).sum() / output.denom,
+    )
+    measured = objective.measure(micro, [result]).floats()
+    assert measured["clip_ratio"] == pytest.approx(1 / 5)
+    assert measured["kl_loss"] == pytest.approx(float(kl.mean()))
+    assert measured["policy/loss"] == pytest.approx(float(found.loss))
+    weighed = (torch.tensor(weights) * entropy).sum() / sum(weights)
+    assert measured["entropy"] == pytest.approx(float(weighed))
+    assert measured["mismatch"] == pytest.approx(0.5)
 
 
 def test_perls_returns():
