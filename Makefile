@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | lint | gpu | gpu-library | clean
+# make demo | test | test-long | bench | lint | docs | gpu | gpu-library | clean
 # The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.11 or later).
 
 PYTHON ?= python3
@@ -13,12 +13,13 @@ OLDEST_TRL := .venv/trl-1.15.0/.installed
 VERL := .venv/verl-0.9.1/.installed
 # The packages of the GPU machine that lanes are rehearsed for, without those that it may lack.
 GPU_LIKE := .venv/gpu/.installed
+SITE := .venv/docs/.installed
 # What setup.py compiles, at any depth.
 NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 
-.PHONY: demo test test-long bench lint gpu gpu-library clean
+.PHONY: demo test test-long bench lint docs gpu gpu-library clean
 
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
@@ -64,6 +65,10 @@ gpu-library: $(INSTALLED)
 bench: $(INSTALLED)
 	$(VENV)/rlhf-engine bench --quick $(ARGS)
 
+# the site, in runs/site; whatever mkdocs would warn of is an error
+docs: $(SITE)
+	.venv/docs/bin/mkdocs build --strict $(ARGS)
+
 lint: $(INSTALLED)
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
@@ -75,6 +80,11 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 		if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install -c constraints.txt -e ".[test]"
+	touch $@
+
+$(SITE):
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install -q mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
 	touch $@
 
 $(QUANTISED): $(INSTALLED)

@@ -61,7 +61,7 @@ from scaling_tables import (
     stages,
 )
 
-PAGE, README = ROOT / "docs" / "scaling.md", ROOT / "README.md"
+PAGE, GUIDE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "guides" / "asynchronous.md"
 NOTE = ROOT / "docs" / "decisions" / "2026-11-22-asynchronous.md"
 CASES = [
     (name, work, algorithm, n)
@@ -257,7 +257,7 @@ def phrases() -> dict[Path, list[str]]:
             f"{plain(Range(*one_by_one))} generators",
             f"{digits(8e9 / per_token / 1e6)} million tokens",
         ],
-        README: [f"{size(small.parcel_bytes)} where the base has {size(small.base_bytes)}"],
+        GUIDE: [f"{size(small.parcel_bytes)} where the base has {size(small.base_bytes)}"],
         NOTE: [f"{size(small.parcel_bytes)} per policy and generator against {size(small.base_bytes)}"],
     }
 

@@ -1,4 +1,4 @@
-"""README and decision notes say what is: code runs, commands parse, links lead somewhere, formulas count right."""
+"""The documentation says what is: code runs, commands parse, links lead somewhere, formulas count right."""
 
 from __future__ import annotations
 
@@ -33,13 +33,21 @@ from tests.conftest import build
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-VLLM = ROOT / "docs" / "vllm.md"
 SCALING = ROOT / "docs" / "scaling.md"
-CPUS = ROOT / "docs" / "cpus.md"
-TRL = ROOT / "docs" / "trl.md"
-TIME = ROOT / "docs" / "time.md"
-DOCS = [README, VLLM, SCALING, CPUS, TRL, TIME, *NOTES]
+NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
+DOCS = [README, *PAGES, *NOTES]
+GUIDES, CONCEPTS = ROOT / "docs" / "guides", ROOT / "docs" / "concepts"
+# pages whose commands lead from one to the next, in the order in which they are read
+COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
+COMMANDS += [
+    CONCEPTS / "memory.md",
+    GUIDES / "kernels.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("time", "vllm")),
+]
+# pages of the site that are held to short lines and sentences; the others are older
+PLAIN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("index", "install", "quickstart", "benchmarks", "status"))]
+PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md")])
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -52,14 +60,17 @@ CONFIGS: dict[str, type[Options]] = {
 }
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
-# bench/readme_table.py fills these; tests/bench/test_bench.py compares
-TO_BE_FILLED |= set(re.findall(r"<!-- (/?table(?:: \S+)?) -->", README.read_text(encoding="utf-8")))
+# bench/doc_tables.py fills these; tests/bench/test_bench.py compares
+for page in GUIDES.glob("*.md"):
+    TO_BE_FILLED |= set(re.findall(r"<!-- (/?table(?:: \S+)?) -->", page.read_text(encoding="utf-8")))
 # bench/scaling.py fills these; tests/bench/test_scaling.py compares
-TO_BE_FILLED |= set(re.findall(r"<!-- (/?scaling-[a-z]+) -->", SCALING.read_text(encoding="utf-8")))
+TO_BE_FILLED |= set(
+    re.findall(r"<!-- (/?scaling-[a-z]+) -->", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"))
+)
 
 ABSOLUTE = re.compile(r"(?<![\w.:/)\]>~-])(?:~?/|[A-Z]:\\)[\w.-]{2,}")
 
-each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: f"{doc.parent.name}-{doc.stem}")
 
 
 def blocks(doc: Path, language: str) -> list[str]:
@@ -67,8 +78,8 @@ def blocks(doc: Path, language: str) -> list[str]:
 
 
 def commands() -> Iterator[list[str]]:
-    """Every line of the bash blocks of the README and what goes with it, as words."""
-    for block in [*blocks(README, "bash"), *blocks(VLLM, "bash")]:
+    """Every line of the bash blocks of the pages, as words."""
+    for block in (block for page in COMMANDS for block in blocks(page, "bash")):
         for line in block.replace("\\\n", " ").splitlines():
             if words := shlex.split(line, comments=True):
                 yield words
@@ -103,7 +114,7 @@ def model(tmp_path_factory) -> Path:
 
 # ---- code ------------------------------------------------------------------------------------------------------------
 
-SNIPPETS = [(doc.stem, i, code) for doc in DOCS for i, code in enumerate(blocks(doc, "python"))]
+SNIPPETS = [(f"{doc.parent.name}-{doc.stem}", i, code) for doc in DOCS for i, code in enumerate(blocks(doc, "python"))]
 
 
 @pytest.mark.parametrize("code", [code for *_, code in SNIPPETS], ids=[f"{stem}-{i}" for stem, i, _ in SNIPPETS])
@@ -114,8 +125,9 @@ def test_python_blocks_run(code, model, tmp_path, monkeypatch):
 
 
 def test_there_are_blocks_to_run():
-    assert len(blocks(README, "python")) >= 4
+    assert len(SNIPPETS) >= 4
     assert len(list(commands())) >= 6
+    assert {page for page in DOCS if blocks(page, "bash")} == set(COMMANDS)
 
 
 def test_the_reward_file_is_a_reward_function(tmp_path):
@@ -181,7 +193,7 @@ def test_mentioned_flags_commands_and_targets_exist(doc):
 
 
 def test_files_of_a_run_are_called_what_they_are_called():
-    text = README.read_text(encoding="utf-8")
+    text = (GUIDES / "train.md").read_text(encoding="utf-8")
     for name in (
         folder.RECORD_FILE,
         folder.METRICS_FILE,
@@ -208,7 +220,7 @@ def test_the_memory_formulas_count_right():
         assert held == {"backbones": plain, "slots": n_slots * slot, "heads": 2 * head}
         trained = {id(p): p.numel() for role in model.roles for p in model.trainable_parameters(role).values()}
         assert sum(trained.values()) == n_slots * slot + head
-    text = README.read_text(encoding="utf-8")
+    text = (CONCEPTS / "memory.md").read_text(encoding="utf-8")
     assert "| P + 2 S + 2 (d + 1) | 2 S + (d + 1) |" in text
     assert "| P + S + 2 (d + 1) | S + (d + 1) |" in text
 
@@ -217,14 +229,14 @@ def test_the_numbers_of_the_7b_example():
     d, ff, layers, vocabulary, r = 4096, 11008, 32, 32000, 16
     slot = layers * r * (4 * (d + d) + 3 * (d + ff))
     backbone = layers * (4 * d * d + 3 * d * ff + 2 * d) + 2 * vocabulary * d + d
-    text = README.read_text(encoding="utf-8")
+    text = " ".join((CONCEPTS / "memory.md").read_text(encoding="utf-8").split())
     assert f"{backbone / 1e9:.2f} billion parameters with r = {r}" in text
     assert f"(S = {slot / 1e6:.1f} million)" in text
     assert f"{(backbone + 2 * slot + 2 * (d + 1)) / 1e9:.2f} billion against {4 * backbone / 1e9:.2f} billion" in text
 
 
 def test_the_status_is_that_of_the_registry():
-    """A new backend changes the README's status, its list of what does not exist, and these lines."""
+    """A new backend changes the page of the status, its list of what does not exist, and these lines."""
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
@@ -299,3 +311,29 @@ def test_notes_are_dated_and_short(note):
         assert len(text.splitlines()) <= 70
     else:
         assert len(re.findall(r"[^\W_]+(?:[-'./_][^\W_]+)*", text)) <= 640  # 600 words, and what stands in links
+
+
+def plain_sentences(text: str) -> list[str]:
+    """Sentences of the prose: no code, tables or headings; a link is its text, a bullet a paragraph."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:\||#|:::|    options).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:\*|\d+\.) )", text)
+    return [s for p in paragraphs for s in re.split(r"(?<=[.:;?!])\s+", " ".join(p.split())) if s]
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_pages_are_plain(page):
+    """At most 30 words a sentence, 110 characters a line of prose, and a README of 170 lines."""
+    text = page.read_text(encoding="utf-8")
+    assert [s for s in plain_sentences(text) if len(s.split()) > 30] == []
+    lines = prose(page).splitlines()
+    assert [line for line in lines if len(line) > 110 and not line.startswith(("|", "!["))] == []
+    assert page != README or len(text.splitlines()) <= 170
+
+
+def test_sentences_are_found():
+    text = (
+        "# A head\n\n* One two. Three\n  four: five\n* Six\n\n| a | b |\n\n```\ncode here.\n```\nSee [the note](x.md)."
+    )
+    assert plain_sentences(text) == ["* One two.", "Three four:", "five", "* Six", "See the note."]

@@ -24,7 +24,6 @@ from rlhf_bench.floor import MM, copy_floors, gemm_floors, together, worth_timin
 from rlhf_bench.isa import isa_of_peers
 from rlhf_bench.ops import load_cases
 from rlhf_bench.report import KEYS, write_records
-from rlhf_bench.rollout import OP as ROLLOUT
 from rlhf_bench.roofline import Ceilings, plot_roofline
 from rlhf_kernels import BackendUnavailableError, native, registry
 
@@ -417,13 +416,6 @@ def test_a_plot_needs_records(tmp_path):
         plot_roofline([], Ceilings(1.0, 1.0, torch.float32), tmp_path / "x.png", device="cpu")
 
 
-def test_every_op_has_a_script():
-    folder = Path(__file__).resolve().parents[2] / "bench"
-    assert {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")} == {*OPS, ROLLOUT}
-    for op in (*OPS, ROLLOUT):
-        assert f'main(["bench", "{op}", ' in (folder / f"bench_{op}.py").read_text()
-
-
 def load_script(name: str) -> ModuleType:
     """A script of bench/ as a module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "bench" / f"{name}.py")
@@ -434,8 +426,8 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def test_readme_has_the_recorded_measurements(tmp_path: Path) -> None:
-    script = load_script("readme_table")
+def test_the_pages_have_the_recorded_measurements(tmp_path: Path) -> None:
+    script = load_script("doc_tables")
     assert script.main(["--check"]) == 0
     records = [json.loads(line) for line in script.RESULTS.read_text(encoding="utf-8").splitlines()]
     changed = next(record for record in records if record["backend"] == "cpu")
@@ -446,9 +438,9 @@ def test_readme_has_the_recorded_measurements(tmp_path: Path) -> None:
     assert script.main(["--check", str(faster)]) == 1  # of two records of a case the last one counts
 
 
-def test_readme_quotes_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("readme_table")
-    assert len(script.QUOTED.findall(script.README.read_text(encoding="utf-8"))) >= 4
+def test_the_pages_quote_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("doc_tables")
+    assert sum(len(script.QUOTED.findall(page.read_text(encoding="utf-8"))) for page in script.QUOTING) >= 4
     monkeypatch.setattr(script, "ROOT", tmp_path)
     (tmp_path / "a.md").write_text("# A\n\n| x |\n|---|\n| 1 |\n\ntext\n\n| y |\n", encoding="utf-8")
     old = "b\n<!-- table: a.md -->\n| 0 |\n<!-- /table -->\nc"
@@ -458,8 +450,8 @@ def test_readme_quotes_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: pyt
         script.with_quoted(old)
 
 
-def test_readme_table_needs_its_marks() -> None:
-    script = load_script("readme_table")
+def test_a_table_needs_its_marks() -> None:
+    script = load_script("doc_tables")
     assert script.with_table("a\n<!-- bench-table -->\nold\n<!-- /bench-table -->\nb", "new\n") == (
         "a\n<!-- bench-table -->\nnew\n<!-- /bench-table -->\nb"
     )

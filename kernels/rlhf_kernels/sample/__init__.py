@@ -65,15 +65,17 @@ def sample(
     """Draw one token per row of `hidden`; greedy rows take the arg-max and may stand in the same batch.
 
     Args:
-        seed, position: [N] int64, the key and row id of the random numbers: (sequence seed, token position).
+        seed: [N] int64, the key of a row's random numbers: the seed of its sequence.
+        position: [N] int64, their row id: the position of the token.
         temperature: > 0, one number or one per row. Greedy rows report their log-prob at it too.
         greedy: [N] bool, or None for no greedy row.
-        forbidden, forbids: [F] int64 and [N] bool, both or neither: tokens that the rows marked in `forbids` never
-            draw. log-prob and entropy of such a row are those of the rest, renormalised. ValueError where none is left.
+        forbidden: [F] int64, tokens that the rows marked in `forbids` never draw; None without `forbids`. Log-prob and
+            entropy of such a row are those of the rest, renormalised. ValueError where none is left.
+        forbids: [N] bool, the rows that are marked.
         outputs: which of `SampleOutputs`' fields to return.
-        top_k, top_p: keep the k most probable tokens, then the smallest set that reaches mass top_p. log-prob
-            and entropy are then those of the kept set, renormalised. A slower path: tiles are sorted. The
-            reference alone serves it.
+        top_k: keep the k most probable tokens. Log-prob and entropy are then those of the kept set, renormalised. A
+            slower path: tiles are sorted. The reference alone serves it.
+        top_p: of these, keep the smallest set that reaches mass top_p; likewise.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Tables of recorded measurements in the README and in docs/cpus.md.
+"""Tables of recorded measurements in the documentation.
 
-    python bench/readme_table.py [--check] [RESULTS.jsonl]
+    python bench/doc_tables.py [--check] [RESULTS.jsonl]
 
 RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given, for
-the README; docs/cpus.md has those of bench/results/avx2. Of several records of a case the last one counts: a row per
-case, ours beside the fastest of the others. Between the marks
+docs/benchmarks.md; docs/cpus.md has those of bench/results/avx2. Of several records of a case the last one counts: a
+row per case, ours beside the fastest of the others. Between the marks
 `<!-- table: bench/results/….md -->` and `<!-- /table -->` comes the first table of that file, as its benchmark wrote
 it. --check writes nothing and exits with 1 if a page differs.
 """
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+QUOTING = tuple(sorted((ROOT / "docs" / "guides").glob("*.md")))
+"""Pages that quote tables of other benchmarks."""
 RESULTS = ROOT / "bench" / "results" / "cpu" / "kernels" / "results.jsonl"
 CPUS = ROOT / "docs" / "cpus.md"
 AVX2 = ROOT / "bench" / "results" / "avx2" / "kernels" / "results.jsonl"
@@ -68,7 +70,7 @@ def first_table(path: Path) -> str:
     """The lines of a Markdown file's first table."""
     found = re.search(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise ValueError(f"README: expected a table in {path}, got none")
+        raise ValueError(f"table: expected a table in {path}, got none")
     return found.group()
 
 
@@ -84,10 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     differs = False
-    for page, results in ((README, options.results), (CPUS, AVX2)):
-        records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    for page, results in ((BENCHMARKS, options.results), (CPUS, AVX2), *((page, None) for page in QUOTING)):
         before = page.read_text(encoding="utf-8")
-        after = with_quoted(with_table(before, table(records)))
+        after = with_quoted(before)
+        if results is not None:
+            records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+            after = with_table(after, table(records))
         differs |= before != after
         if not options.check:
             page.write_text(after, encoding="utf-8")
