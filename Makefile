@@ -67,7 +67,7 @@ bench: $(INSTALLED)
 
 # the site, in runs/site; whatever mkdocs would warn of is an error
 docs: $(SITE)
-	.venv/docs/bin/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check .

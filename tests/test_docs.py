@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from rlhf_engine.config import (
 from rlhf_engine.config.parser import Options
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder
+from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.reward_functions import check_reward, load_reward
 from tests.conftest import build
 
@@ -37,7 +41,7 @@ SCALING = ROOT / "docs" / "scaling.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
-GUIDES, CONCEPTS = ROOT / "docs" / "guides", ROOT / "docs" / "concepts"
+GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials"))
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [
@@ -47,7 +51,7 @@ COMMANDS += [
 ]
 # pages of the site that are held to short lines and sentences; the others are older
 PLAIN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("index", "install", "quickstart", "benchmarks", "status"))]
-PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md")])
+PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -114,7 +118,12 @@ def model(tmp_path_factory) -> Path:
 
 # ---- code ------------------------------------------------------------------------------------------------------------
 
-SNIPPETS = [(f"{doc.parent.name}-{doc.stem}", i, code) for doc in DOCS for i, code in enumerate(blocks(doc, "python"))]
+SNIPPETS = [
+    (f"{doc.parent.name}-{doc.stem}", i, code)
+    for doc in DOCS
+    if doc.parent != TUTORIALS  # whose blocks run one after another, below
+    for i, code in enumerate(blocks(doc, "python"))
+]
 
 
 @pytest.mark.parametrize("code", [code for *_, code in SNIPPETS], ids=[f"{stem}-{i}" for stem, i, _ in SNIPPETS])
@@ -127,7 +136,7 @@ def test_python_blocks_run(code, model, tmp_path, monkeypatch):
 def test_there_are_blocks_to_run():
     assert len(SNIPPETS) >= 4
     assert len(list(commands())) >= 6
-    assert {page for page in DOCS if blocks(page, "bash")} == set(COMMANDS)
+    assert {page for page in DOCS if blocks(page, "bash")} == {*COMMANDS, TUTORIALS / "first-ppo.md"}
 
 
 def test_the_reward_file_is_a_reward_function(tmp_path):
@@ -140,6 +149,33 @@ def test_the_reward_file_is_a_reward_function(tmp_path):
         0.5,
         0.0,
     ]
+
+
+def test_the_tutorial_in_python_runs(model, tmp_path, monkeypatch):
+    """Its blocks one after another, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks(TUTORIALS / "four-roles.md", "python")).replace("path/to/model", str(model))
+    exec(compile(code, "tutorial", "exec"), {"__name__": "tutorial"})
+    assert (tmp_path / "ppo" / "adapter_config.json").is_file()
+
+
+def test_the_first_tutorial_runs(tmp_path):
+    """Its commands and its reward, in their order, as a reader has them."""
+    page = TUTORIALS / "first-ppo.md"
+    (reward,) = blocks(page, "python")
+    assert reward.startswith("# reward.py\n")
+    (tmp_path / "reward.py").write_text(reward)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for block in blocks(page, "bash"):
+        for line in block.splitlines():
+            program, *words = shlex.split(line)
+            assert program == "rlhf-engine"
+            command = [sys.executable, "-m", "rlhf_engine", *words]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl")[-1]["step"] == 8
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 16
+    assert (tmp_path / "runs" / "first.html").is_file()
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
