@@ -237,7 +237,7 @@ def test_a_paged_case_has_the_cache_of_a_rollout() -> None:
 
 @pytest.mark.parametrize("backward", [True, False], ids=["training", "decode"])
 def test_grouped_products_compute_mixed_slots(backward: bool) -> None:
-    lane = lora.Lanes(N=64, K=128, M=256, r=16, slots=3, mixed=True, backward=backward)
+    lane = lora.LoraShape(N=64, K=128, M=256, r=16, slots=3, mixed=True, backward=backward)
     found = lora._case(lane, torch.bfloat16)
     inputs = found.make(CPU)
     adapters = [f"{n}{i}" for n in "AB" for i in range(lane.slots)] if backward else []
@@ -356,13 +356,13 @@ def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
 
 
 def test_grids_of_a_gpu_have_the_shapes_that_are_asked_about() -> None:
-    full = lora.lanes("full", "cuda")
+    full = lora.lora_shapes("full", "cuda")
     decode = {(lane.K, lane.M, lane.r, lane.N) for lane in full if not lane.backward}
     training = {(lane.K, lane.M, lane.r) for lane in full if lane.backward}
     for M in (4096, 14336):
         assert {(4096, M, r, n) for r in (8, 16, 32, 64, 128) for n in (1, 16, 64, 256)} <= decode
         assert {(4096, M, r) for r in (8, 16, 32, 64, 128)} <= training
-    default = lora.lanes("default", "cuda")
+    default = lora.lora_shapes("default", "cuda")
     assert {lane.r for lane in default if lane.backward} == {8, 16, 32, 64, 128}
     assert {lane.r for lane in default if not lane.backward} == {8, 16, 32, 64, 128}
     assert {lane.N for lane in default if not lane.backward} == {1, 16, 64, 256}
@@ -379,7 +379,7 @@ def test_default_grids_of_a_cpu_stay_as_they_are() -> None:
         op: len(load_cases(op, "default", "cpu", torch.bfloat16)) for op in ("lora", "sample", "decode_attention")
     }
     assert counts == {"lora": 8, "sample": 4, "decode_attention": 4}
-    assert [lane.name for lane in lora.lanes("default", "cpu")][:4] == [
+    assert [lane.name for lane in lora.lora_shapes("default", "cpu")][:4] == [
         "single/1024x1024x1024_r16",
         "mixed/1024x1024x1024_r16",
         "decode_mixed/8x1024x1024_r16",

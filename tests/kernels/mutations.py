@@ -763,7 +763,7 @@ _LORA = f"{_PYTHON}/lora/reference.py"
 _LORA_NATIVE = f"{_PYTHON}/lora/native.py"
 _LORA_TRITON = f"{_PYTHON}/lora/triton.py"
 _BASE = "y = F.linear(x, weight, bias).contiguous()"
-_BASE_DROPPED = "y = F.linear(F.dropout(x, max(lanes.p)), weight, bias).contiguous()"
+_BASE_DROPPED = "y = F.linear(F.dropout(x, max(lora_call.p)), weight, bias).contiguous()"
 _BASE_FP64 = (
     "y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()"
 )
@@ -782,7 +782,7 @@ LORA = [
         REFERENCE,
         _LORA,
         "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
+        "dx_rows = F.dropout(dy_rows @ weight, max(lora_call.p)) ",
         ("test_lora.py::test_dropout_never_touches_the_base_path",),
     ),
     Mutation(
@@ -863,7 +863,7 @@ LORA = [
         TRITON,
         _LORA_TRITON,
         "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(lanes.p)) ",
+        "dx_rows = F.dropout(dy_rows @ weight, max(lora_call.p)) ",
         ("triton/test_lora.py::test_tier1",),
     ),
     Mutation(
@@ -935,7 +935,7 @@ LORA = [
         CPU,
         _LORA_NATIVE,
         _PRODUCT,
-        "y = product_for(x, weight).forward(torch.dropout(x, max(lanes.p), True), weight, bias)",
+        "y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)",
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
@@ -943,7 +943,7 @@ LORA = [
         CPU,
         _LORA_NATIVE,
         "dx_rows = base.input_gradient(dy_rows, weight) ",
-        "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lanes.p), True) ",
+        "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True) ",
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
@@ -1623,7 +1623,7 @@ DECODE_LINEAR = [
         "off rows where linear is torch's",
         CPU,
         _LORA_NATIVE,
-        "rows == lanes.n_on or product_for(x, weight) is linear_native",
+        "rows == lora_call.n_on or product_for(x, weight) is linear_native",
         "True",
         ("test_lora_native.py::test_where_decoding_runs_as_everything_else",),
     ),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from rlhf_kernels.decode_step import LINEARS
 from rlhf_kernels.linear import reference as linear
 from rlhf_kernels.lora import reference as lora
-from rlhf_kernels.lora.segments import Lanes
+from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.philox import gumbel
 from rlhf_kernels.sample.reference import STREAM
 from torch import Tensor
@@ -158,14 +158,14 @@ def _adapters(g: torch.Generator, K: int, M: int, dtype: torch.dtype) -> tuple[l
     return A, [randn(g, M, r, scale=r**-0.5, dtype=dtype) for r in ranks]
 
 
-def _slots(lanes: Lanes) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _slots(lanes: LoraCall) -> tuple[dict[str, Tensor], dict[str, float]]:
     tensors = {f"A{i}": a for i, a in enumerate(lanes.A)} | {f"B{i}": b for i, b in enumerate(lanes.B)}
     tensors["runs"] = torch.tensor(list(lanes.runs))
     numbers = {f"scale{i}": s for i, s in enumerate(lanes.scales)} | {f"p{i}": p for i, p in enumerate(lanes.p)}
     return tensors, numbers | {"seed": lanes.seed, "stream": lanes.stream}
 
 
-def _doubled(lanes: Lanes) -> Lanes:
+def _doubled(lanes: LoraCall) -> LoraCall:
     return lanes._replace(A=[a.double() for a in lanes.A], B=[b.double() for b in lanes.B])
 
 
@@ -173,7 +173,7 @@ def lora_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtype, labe
     n, K, M = 77, 53, 131
     A, B = _adapters(g, K, M, adapter)
     runs = [0, 15, 60], [15, 38, n], [0, 1, 0]
-    lanes = Lanes(A, B, [0.5, 1.5], *runs, [0.4, 0.0], -99, torch.arange(n) * 7 + 2**33, 3)
+    lanes = LoraCall(A, B, [0.5, 1.5], *runs, [0.4, 0.0], -99, torch.arange(n) * 7 + 2**33, 3)
     t, numbers = _slots(lanes)
     t |= {
         "x": randn(g, n, K, dtype=dtype),
@@ -199,7 +199,7 @@ def lora_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtype, labe
 def lora_decode_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtype, label: str) -> Case:
     n, K, M = 19, 96, 70
     A, B = _adapters(g, K, M, adapter)
-    lanes = Lanes(A, B, [0.5, 1.5], [0, 6], [6, n], [1, 0], [0.0, 0.0], 0, None, 0)
+    lanes = LoraCall(A, B, [0.5, 1.5], [0, 6], [6, n], [1, 0], [0.0, 0.0], 0, None, 0)
     t, numbers = _slots(lanes)
     t |= {
         "x": randn(g, n, K, dtype=dtype),

@@ -17,7 +17,7 @@ from rlhf_kernels.gae import native as gae_native
 from rlhf_kernels.gather_logprob import native as gather_native
 from rlhf_kernels.linear import native as linear_native
 from rlhf_kernels.lora import native as lora_native
-from rlhf_kernels.lora.segments import Lanes
+from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.ppo_loss import native as ppo_native
 
 from . import native_build
@@ -120,7 +120,7 @@ def decode_step(**changes):
     return step(**make_call(Sizes(), 3, torch.float32, 0)._asdict() | changes)
 
 
-LANES = Lanes([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0)
+LANES = LoraCall([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0)
 
 
 @needs_native

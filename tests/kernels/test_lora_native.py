@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.linear import linear
-from rlhf_kernels.lora import DecodeLinear, Dropout, Lanes, Segments, lora_delta_, lora_linear, reference
-from rlhf_kernels.lora.segments import make_lanes
+from rlhf_kernels.lora import DecodeLinear, Dropout, LoraCall, Segments, lora_delta_, lora_linear, reference
+from rlhf_kernels.lora.segments import make_call
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
@@ -36,7 +36,7 @@ def case(n, k, m, ranks, dtype=BF16, adapter=BF16, *, scale=1.0, p=0.0, seed=0):
     cuts = [n // 5, n // 2, n * 4 // 5]
     row_ids = torch.arange(n) * 7 + 2**33 if p else None
     runs = [0, cuts[0], cuts[2]], [cuts[0], cuts[1], n], [0, 1, 0]
-    return x, weight, dy, Lanes(A, B, [0.5, 1.5], *runs, [p, p / 2], 99, row_ids, 3)
+    return x, weight, dy, LoraCall(A, B, [0.5, 1.5], *runs, [p, p / 2], 99, row_ids, 3)
 
 
 def results(backend, x, weight, dy, lanes):
@@ -543,6 +543,6 @@ def test_what_no_decoder_serves_is_asked_once(monkeypatch):
         assert torch.equal(linear(factor * x), expected)
     assert len(asked) == 1
     on_gpu = weight.to("meta")  # stands for any other device: its memory is not read
-    all_on = make_lanes(x, 40, A, B, scales, Segments(starts=(0,), ends=(9,), slots=(0,)), None)
+    all_on = make_call(x, 40, A, B, scales, Segments(starts=(0,), ends=(9,), slots=(0,)), None)
     assert serves(x, weight, bias, all_on)
     assert not serves(x, on_gpu, bias, all_on)

@@ -43,9 +43,9 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import cuda, native, reference
 from rlhf_kernels.lora.decode import decode_delta_
 from rlhf_kernels.lora.reference import compute_dtype
-from rlhf_kernels.lora.segments import OFF, Dropout, Lanes, Segments, make_lanes
+from rlhf_kernels.lora.segments import OFF, Dropout, LoraCall, Segments, make_call
 
-__all__ = ["OFF", "DecodeLinear", "Dropout", "Lanes", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
+__all__ = ["OFF", "DecodeLinear", "Dropout", "LoraCall", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
@@ -62,7 +62,7 @@ registry.register("lora_decode_delta", "cuda", cuda)
 @eager.custom_op(
     "rlhf_kernels::lora_delta",
     "x: float[N, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[N]",
-    also=lambda x, *args: Lanes(*args[:10]).check(x.shape[0]),
+    also=lambda x, *args: LoraCall(*args[:10]).check(x.shape[0]),
 )
 def _delta_op(
     x: Tensor,
@@ -79,7 +79,7 @@ def _delta_op(
     backend: str,
 ) -> Tensor:
     return registry.implementation("lora", backend).forward(
-        x, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
+        x, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
     )
 
 
@@ -89,24 +89,24 @@ def _(x, A, B, scales, starts, ends, *args):  # type: ignore[no-untyped-def]
 
 
 def _check_delta_backward(ddelta: Tensor, x: Tensor, *args: Any) -> None:
-    lanes = Lanes(*args[:10])
-    lanes.check(x.shape[0])
-    if ddelta.shape[0] != lanes.n_on:
-        raise ValueError(f"ddelta: expected {lanes.n_on} rows, as many as are on, got {ddelta.shape[0]}")
-    _check_needs(lanes, args)
+    lora_call = LoraCall(*args[:10])
+    lora_call.check(x.shape[0])
+    if ddelta.shape[0] != lora_call.n_on:
+        raise ValueError(f"ddelta: expected {lora_call.n_on} rows, as many as are on, got {ddelta.shape[0]}")
+    _check_needs(lora_call, args)
 
 
 def _check_linear_backward(_dy: Tensor, x: Tensor, _weight: Tensor, *args: Any) -> None:
-    lanes = Lanes(*args[:10])
-    lanes.check(math.prod(x.shape[:-1]))
-    _check_needs(lanes, args)
+    lora_call = LoraCall(*args[:10])
+    lora_call.check(math.prod(x.shape[:-1]))
+    _check_needs(lora_call, args)
 
 
-def _check_needs(lanes: Lanes, args: Sequence[Any]) -> None:
+def _check_needs(lora_call: LoraCall, args: Sequence[Any]) -> None:
     """Raise unless need_A and need_B, the last arguments before the backend, have an entry per slot."""
     for name, need in (("need_A", args[-3]), ("need_B", args[-2])):
-        if len(need) != len(lanes.A):
-            raise ValueError(f"{name}: expected {len(lanes.A)} entries, one per slot, got {len(need)}")
+        if len(need) != len(lora_call.A):
+            raise ValueError(f"{name}: expected {len(lora_call.A)} entries, one per slot, got {len(need)}")
 
 
 @eager.custom_op(
@@ -133,7 +133,7 @@ def _delta_backward_op(
     backend: str,
 ) -> list[Tensor]:
     return registry.implementation("lora", backend).backward(
-        ddelta, x, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), need_x, need_A, need_B
+        ddelta, x, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), need_x, need_A, need_B
     )
 
 
@@ -173,7 +173,7 @@ _delta_op.register_autograd(_delta_backward, setup_context=_delta_setup)
 @eager.custom_op(
     "rlhf_kernels::lora_linear",
     "x: D[..., K], weight: D[M, K], bias: D[M], A: float[r_i, K], B: float[M, r_i], row_ids: int64[*]",
-    also=lambda x, _weight, _bias, *args: Lanes(*args[:10]).check(math.prod(x.shape[:-1])),
+    also=lambda x, _weight, _bias, *args: LoraCall(*args[:10]).check(math.prod(x.shape[:-1])),
 )
 def _linear_op(
     x: Tensor,
@@ -192,7 +192,7 @@ def _linear_op(
     backend: str,
 ) -> Tensor:
     return registry.implementation("lora", backend).linear_forward(
-        x, weight, bias, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
+        x, weight, bias, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
     )
 
 
@@ -229,7 +229,7 @@ def _linear_backward_op(
 ) -> list[Tensor]:
     needed = (need_x, need_weight, need_bias, need_A, need_B)
     return registry.implementation("lora", backend).linear_backward(
-        dy, x, weight, Lanes(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), *needed
+        dy, x, weight, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), *needed
     )
 
 
@@ -277,15 +277,15 @@ def lora_delta_(
         raise ValueError(f"y: expected the rows of x {tuple(x.shape[:-1])}, got {tuple(y.shape[:-1])}")
     if y.device != x.device:
         raise ValueError(f"y: expected the device of x ({x.device}), got {y.device}")
-    lanes = make_lanes(x, y.shape[-1], list(A), list(B), list(scales), segments, dropout)
-    if not lanes.A:
+    lora_call = make_call(x, y.shape[-1], list(A), list(B), list(scales), segments, dropout)
+    if not lora_call.A:
         return y
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
     rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lanes, _resolve(backend, x, lanes, y.shape[-1]))
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lora_call, _resolve(backend, x, lora_call, y.shape[-1]))
     at = 0
-    for start, end in _merged(lanes):  # one slice per stretch of on rows: autograd copies y's gradient per slice
+    for start, end in _merged(lora_call):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])
         at += end - start
     return y
@@ -305,16 +305,16 @@ def lora_linear(
 ) -> Tensor:
     """`linear` plus every on row's low-rank delta; off rows have the very bits of `linear`."""
     _check_linear(x, weight, bias)
-    lanes = make_lanes(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
+    lora_call = make_call(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
     x, weight, bias = autocast.as_for_linear(x, weight, bias)  # a backend is one for what comes of it
-    chosen = _resolve(backend, x, lanes, weight.shape[0])
-    if not lanes.A:
+    chosen = _resolve(backend, x, lora_call, weight.shape[0])
+    if not lora_call.A:
         return linear(x, weight, bias, backend=chosen if chosen == "reference" else "auto")
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
     with autocast.off(x):
-        return _linear_op(x, weight, bias, *lanes, chosen)
+        return _linear_op(x, weight, bias, *lora_call, chosen)
 
 
 class DecodeLinear:
@@ -371,19 +371,19 @@ class DecodeLinear:
     def _make_decoder(self, x: Tensor) -> native.Decoder | cuda.Decoder | None:
         weight, bias, A, B, scales, segments = self._given
         _check_linear(x, weight, bias)
-        lanes = make_lanes(x, weight.shape[0], A, B, scales, segments, None)
-        if not lanes.A or not eager.eager(*self._tensors):
+        lora_call = make_call(x, weight.shape[0], A, B, scales, segments, None)
+        if not lora_call.A or not eager.eager(*self._tensors):
             return None
-        chosen = _resolve(self._backend, x, lanes, weight.shape[0], "lora_decode")
-        if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lanes):
-            return native.Decoder(x, weight, bias, lanes)
+        chosen = _resolve(self._backend, x, lora_call, weight.shape[0], "lora_decode")
+        if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lora_call):
+            return native.Decoder(x, weight, bias, lora_call)
         if chosen == "cuda":
-            reason = cuda.Decoder.refusal(x, weight, bias, lanes)
+            reason = cuda.Decoder.refusal(x, weight, bias, lora_call)
             named = "cuda" in (self._backend, registry.default_backend())
             if named and reason is not None:
                 raise registry.BackendUnavailableError(f"backend='cuda' cannot serve this decode: {reason}")
-            if reason is None and (named or cuda.Decoder.serves(x, lanes)):
-                return cuda.Decoder(x, weight, bias, lanes)
+            if reason is None and (named or cuda.Decoder.serves(x, lora_call)):
+                return cuda.Decoder(x, weight, bias, lora_call)
         return None
 
 
@@ -395,9 +395,9 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
 
 
-def _resolve(backend: str, x: Tensor, lanes: Lanes, features: int, op: str = "lora") -> str:
+def _resolve(backend: str, x: Tensor, lora_call: LoraCall, features: int, op: str = "lora") -> str:
     """The backend for x and the adapters of a [features, K] linear; float64 on either side means float64 products."""
-    wide = [t for t in (*lanes.A, *lanes.B) if t.dtype == torch.float64]
+    wide = [t for t in (*lora_call.A, *lora_call.B) if t.dtype == torch.float64]
     return registry.resolve(op, backend, wide[0] if wide else x, (features, x.shape[-1]))
 
 
@@ -405,9 +405,9 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _merged(lanes: Lanes) -> list[tuple[int, int]]:
+def _merged(lora_call: LoraCall) -> list[tuple[int, int]]:
     """Runs with adjacent ones joined, whatever their slots."""
-    runs = list(zip(lanes.starts, lanes.ends, strict=True))
+    runs = list(zip(lora_call.starts, lora_call.ends, strict=True))
     cuts = [0, *(j + 1 for j, (left, right) in enumerate(pairwise(runs)) if left[1] != right[0]), len(runs)]
     return [(runs[first][0], runs[after - 1][1]) for first, after in pairwise(cuts)]
 

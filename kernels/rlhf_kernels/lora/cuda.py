@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import autocast, cuda_support
-from .segments import Lanes
+from .segments import LoraCall
 from .tables import row_slots_of, slots_of
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -105,21 +105,21 @@ class Decoder:
     lasting = True
     """It sees what becomes of its tensors later: none of them is a copy."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> None:
-        self._weight, self._bias, self._lanes = weight, bias, lanes
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> None:
+        self._weight, self._bias, self._lora_call = weight, bias, lora_call
         self._shape, self._dtype = x.shape, x.dtype
 
     @staticmethod
-    def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> str | None:
-        """Why there is no decoder for such an x and these lanes (without dropout), or None."""
+    def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> str | None:
+        """Why there is no decoder for such an x and such a call without dropout, or None."""
         if any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (weight, bias)):
             return f"weight and bias are not {x.dtype} on {x.device} like x"
-        return refusal(x.reshape(-1, x.shape[-1]), lanes.A, lanes.B)
+        return refusal(x.reshape(-1, x.shape[-1]), lora_call.A, lora_call.B)
 
     @staticmethod
-    def serves(x: Tensor, lanes: Lanes) -> bool:
+    def serves(x: Tensor, lora_call: LoraCall) -> bool:
         """Whether `auto` takes it where nothing refuses."""
-        return serves(x.reshape(-1, x.shape[-1]), lanes.A, lanes.B)
+        return serves(x.reshape(-1, x.shape[-1]), lora_call.A, lora_call.B)
 
     def takes(self, x: Tensor) -> bool:
         """Whether x has the shape and dtype it was made for."""
@@ -127,10 +127,10 @@ class Decoder:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., K] → y [.., M], dense."""
-        lanes = self._lanes
+        lora_call = self._lora_call
         with autocast.off(x):
             y = F.linear(x, self._weight, self._bias).contiguous()
         n_rows = math.prod(x.shape[:-1])
-        row_slot = row_slots_of(lanes.starts, lanes.ends, lanes.slots, n_rows, x.device).table
-        delta_(y.view(n_rows, -1), x.reshape(n_rows, -1), lanes.A, lanes.B, lanes.scales, row_slot)
+        row_slot = row_slots_of(lora_call.starts, lora_call.ends, lora_call.slots, n_rows, x.device).table
+        delta_(y.view(n_rows, -1), x.reshape(n_rows, -1), lora_call.A, lora_call.B, lora_call.scales, row_slot)
         return y

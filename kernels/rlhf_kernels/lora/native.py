@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import autocast, native
 from ..linear import native as linear_native
 from ..linear import product_for
-from .segments import Lanes
+from .segments import LoraCall
 
 _TYPES = (torch.float32, torch.bfloat16)
 _Matrix = tuple[int, int, int]  # address, row stride, type
@@ -33,33 +33,33 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     return reason
 
 
-def forward(x: Tensor, lanes: Lanes) -> Tensor:
+def forward(x: Tensor, lora_call: LoraCall) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
-    delta = x.new_empty((lanes.n_on, lanes.B[0].shape[0]), dtype=torch.float32)
-    _forward(x, delta, False, lanes, _compact(lanes))
+    delta = x.new_empty((lora_call.n_on, lora_call.B[0].shape[0]), dtype=torch.float32)
+    _forward(x, delta, False, lora_call, _compact(lora_call))
     return delta
 
 
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """Return what is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    grads = _backward(ddelta, x, dx, lanes, _compact(lanes), need_A, need_B)
+    grads = _backward(ddelta, x, dx, lora_call, _compact(lora_call), need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> Tensor:
     """The base on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
     with autocast.off(x):
         y = product_for(x, weight).forward(x, weight, bias)
         x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        _forward(x_rows, y_rows, True, lanes, _in_place(lanes))
+        _forward(x_rows, y_rows, True, lora_call, _in_place(lora_call))
     return y
 
 
@@ -69,15 +69,15 @@ class Decoder:
     It reads the tensors where they lay when it was made, whatever they hold by then.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> None:
-        self._tensors = [t for t in (weight, bias, *lanes.A, *lanes.B) if t is not None]
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> None:
+        self._tensors = [t for t in (weight, bias, *lora_call.A, *lora_call.B) if t is not None]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._shape, self._dtype = x.shape, x.dtype
         self._y_shape = (*x.shape[:-1], weight.shape[0])
         (M, K), dtype = weight.shape, x.dtype
-        lanes.check(math.prod(x.shape[:-1]))
-        A, B = self._adapters = _adapters(lanes.A), _adapters(lanes.B)
-        self.lasting = all(own is given for own, given in zip((*A, *B), (*lanes.A, *lanes.B), strict=True))
+        lora_call.check(math.prod(x.shape[:-1]))
+        A, B = self._adapters = _adapters(lora_call.A), _adapters(lora_call.B)
+        self.lasting = all(own is given for own, given in zip((*A, *B), (*lora_call.A, *lora_call.B), strict=True))
         """Whether it sees what becomes of its tensors later: none of them is a copy."""
         self._run = native.extension().LoraDecoder(
             (*native.rows("weight", weight, dtype, (M, x.shape[-1])), native.type_number("x", dtype, _TYPES)),
@@ -87,22 +87,22 @@ class Decoder:
             M,
             [
                 (*_pair(i, a, b, K, M), scale, 0.0, 0, 0)
-                for i, (a, b, scale) in enumerate(zip(A, B, lanes.scales, strict=True))
+                for i, (a, b, scale) in enumerate(zip(A, B, lora_call.scales, strict=True))
             ],
-            _in_place(lanes),
+            _in_place(lora_call),
         )
 
     @staticmethod
-    def serves(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> bool:
+    def serves(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> bool:
         """A few rows in a type and depth that have code, all on or with off rows that `linear` multiplies in C++ too.
 
-        Then off rows keep its bits: the order of additions is the same. `lanes` have no dropout.
+        Then off rows keep its bits: the order of additions is the same. `lora_call` has no dropout.
         """
         rows = math.prod(x.shape[:-1])
         return (
             x.dtype in _TYPES
             and _DECODE_ROWS[x.dtype][0] <= rows <= _DECODE_ROWS[x.dtype][1]
-            and (rows == lanes.n_on or product_for(x, weight) is linear_native)
+            and (rows == lora_call.n_on or product_for(x, weight) is linear_native)
             and x.shape[-1] % 32 == 0
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
@@ -138,7 +138,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -158,20 +158,20 @@ def linear_backward(
             grads.append(base.weight_gradient(dy_rows, x_rows))
         if need_bias:
             grads.append(dy_rows.sum(0))
-        grads += _backward(dy_rows, x_rows, dx_rows, lanes, _in_place(lanes), need_A, need_B)
+        grads += _backward(dy_rows, x_rows, dx_rows, lora_call, _in_place(lora_call), need_A, need_B)
     return grads
 
 
 _Runs = list[tuple[int, int, int, int]]  # first row of x, first row of y, rows, slot
 
 
-def _in_place(lanes: Lanes) -> _Runs:
-    return [(start, start, end - start, i) for start, end, i in lanes.runs]
+def _in_place(lora_call: LoraCall) -> _Runs:
+    return [(start, start, end - start, i) for start, end, i in lora_call.runs]
 
 
-def _compact(lanes: Lanes) -> _Runs:
+def _compact(lora_call: LoraCall) -> _Runs:
     runs, at = [], 0
-    for start, end, i in lanes.runs:
+    for start, end, i in lora_call.runs:
         runs.append((start, at, end - start, i))
         at += end - start
     return runs
@@ -187,11 +187,11 @@ def _pair(i: int, a: Tensor, b: Tensor, K: int, M: int) -> tuple[_Matrix, _Matri
     return _matrix(f"A[{i}]", a, r, K), _matrix(f"B[{i}]", b, M, r), r
 
 
-def _row_ids(lanes: Lanes, n_rows: int) -> tuple[Tensor | None, int]:
+def _row_ids(lora_call: LoraCall, n_rows: int) -> tuple[Tensor | None, int]:
     """The ids as C++ reads them, to be kept alive, and their address or 0."""
-    if lanes.row_ids is None:
+    if lora_call.row_ids is None:
         return None, 0
-    row_ids = lanes.row_ids.contiguous()
+    row_ids = lora_call.row_ids.contiguous()
     return row_ids, native.dense("row_ids", row_ids, torch.int64, (n_rows,))
 
 
@@ -203,14 +203,14 @@ def _forward(
     x: Tensor,
     y: Tensor,
     add: bool,
-    lanes: Lanes,
+    lora_call: LoraCall,
     runs: _Runs,
 ) -> None:
     """y [.., M] (+)= delta on the runs' rows."""
-    x, A, B = native.unit_inner_stride(x), _adapters(lanes.A), _adapters(lanes.B)
+    x, A, B = native.unit_inner_stride(x), _adapters(lora_call.A), _adapters(lora_call.B)
     (N, K), M = x.shape, y.shape[1]
-    kept, ids = _row_ids(lanes, N)
-    lanes.check(N)
+    kept, ids = _row_ids(lora_call, N)
+    lora_call.check(N)
     native.extension().lora_forward(
         _matrix("x", x, N, K),
         _matrix("y", y, y.shape[0], M),
@@ -219,10 +219,10 @@ def _forward(
         M,
         [
             (*_pair(i, a, b, K, M), scale, p_i if ids else 0.0, 0, 0)
-            for i, (a, b, scale, p_i) in enumerate(zip(A, B, lanes.scales, lanes.p, strict=True))
+            for i, (a, b, scale, p_i) in enumerate(zip(A, B, lora_call.scales, lora_call.p, strict=True))
         ],
         runs,
-        (lanes.seed, ids, lanes.stream),
+        (lora_call.seed, ids, lora_call.stream),
         native.threads(),
     )
     del kept
@@ -232,7 +232,7 @@ def _backward(
     dy: Tensor,
     x: Tensor,
     dx: Tensor | None,
-    lanes: Lanes,
+    lora_call: LoraCall,
     runs: _Runs,
     need_A: list[bool],
     need_B: list[bool],
@@ -240,14 +240,14 @@ def _backward(
     """Adds to dx [N,K] in place; returns the needed dA, then dB."""
     if dx is None and not any(need_A) and not any(need_B):
         return []
-    dtypes = [t.dtype for t in (*lanes.A, *lanes.B)]
+    dtypes = [t.dtype for t in (*lora_call.A, *lora_call.B)]
     dy, x = native.unit_inner_stride(dy), native.unit_inner_stride(x)
-    A, B = _adapters(lanes.A), _adapters(lanes.B)
+    A, B = _adapters(lora_call.A), _adapters(lora_call.B)
     (N, K), (n_dy, M) = x.shape, dy.shape
     if n_dy < runs[-1][1] + runs[-1][2]:
         raise ValueError(f"dy: expected {runs[-1][1] + runs[-1][2]} rows or more, got {n_dy}")
-    kept, ids = _row_ids(lanes, N)
-    lanes.check(N)
+    kept, ids = _row_ids(lora_call, N)
+    lora_call.check(N)
     dA = [a.new_empty(a.shape) if need else None for a, need in zip(A, need_A, strict=True)]
     dB = [b.new_empty(b.shape) if need else None for b, need in zip(B, need_B, strict=True)]
     native.extension().lora_backward(
@@ -264,10 +264,12 @@ def _backward(
                 0 if da is None else da.data_ptr(),
                 0 if db is None else db.data_ptr(),
             )
-            for i, (a, b, scale, p_i, da, db) in enumerate(zip(A, B, lanes.scales, lanes.p, dA, dB, strict=True))
+            for i, (a, b, scale, p_i, da, db) in enumerate(
+                zip(A, B, lora_call.scales, lora_call.p, dA, dB, strict=True)
+            )
         ],
         runs,
-        (lanes.seed, ids, lanes.stream),
+        (lora_call.seed, ids, lora_call.stream),
         native.threads(),
     )
     del kept

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels import autocast
-from rlhf_kernels.lora.segments import Lanes
+from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.philox import keep_mask
 
 
@@ -20,14 +20,14 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _keep(lanes: Lanes, start: int, end: int, slot: int) -> Tensor | None:
+def _keep(lora_call: LoraCall, start: int, end: int, slot: int) -> Tensor | None:
     """The dropout mask of rows [start, end), [n, K], or None where there is no dropout."""
-    p, row_ids = lanes.p[slot], lanes.row_ids
+    p, row_ids = lora_call.p[slot], lora_call.row_ids
     if p == 0 or row_ids is None:
         return None
     rows = row_ids[start:end]
-    seed = torch.full((), lanes.seed, dtype=torch.int64, device=rows.device)
-    return keep_mask(p, seed, rows, lanes.stream, lanes.A[slot].shape[1])
+    seed = torch.full((), lora_call.seed, dtype=torch.int64, device=rows.device)
+    return keep_mask(p, seed, rows, lora_call.stream, lora_call.A[slot].shape[1])
 
 
 def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
@@ -37,15 +37,15 @@ def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     return torch.where(keep, x * (1 / (1 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def forward(x: Tensor, lanes: Lanes) -> Tensor:
+def forward(x: Tensor, lora_call: LoraCall) -> Tensor:
     """The delta of the on rows, compact and in row order: [Σ(ends − starts), M] in the compute dtype."""
-    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
+    A, B, scales, p = lora_call.A, lora_call.B, lora_call.scales, lora_call.p
     dtype = compute_dtype(x, *A, *B)
-    delta = x.new_empty((lanes.n_on, B[0].shape[0]), dtype=dtype)
+    delta = x.new_empty((lora_call.n_on, B[0].shape[0]), dtype=dtype)
     at = 0
     with autocast.off(x):
-        for start, end, i in lanes.runs:
-            h = _dropped(x[start:end].to(dtype), _keep(lanes, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
+        for start, end, i in lora_call.runs:
+            h = _dropped(x[start:end].to(dtype), _keep(lora_call, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
             torch.mm(h * scales[i], B[i].to(dtype).T, out=delta[at : at + end - start])
             at += end - start
     return delta
@@ -54,28 +54,30 @@ def forward(x: Tensor, lanes: Lanes) -> Tensor:
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    compact = list(ddelta.split([end - start for start, end, _ in lanes.runs]))
-    grads = _low_rank_backward(compact, x, lanes, dx, need_A, need_B)
+    compact = list(ddelta.split([end - start for start, end, _ in lora_call.runs]))
+    grads = _low_rank_backward(compact, x, lora_call, dx, need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
-    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
+    A, B, scales, p = lora_call.A, lora_call.B, lora_call.scales, lora_call.p
     dtype = compute_dtype(x, *A, *B)
     x_rows = x.reshape(-1, x.shape[-1])
     with autocast.off(x):
         y = F.linear(x, weight, bias).contiguous()
         y_rows = y.view(-1, y.shape[-1])
-        for start, end, i in lanes.runs:
-            h = _dropped(x_rows[start:end].to(dtype), _keep(lanes, start, end, i), p[i]) @ A[i].to(dtype).T  # [n, r]
+        for start, end, i in lora_call.runs:
+            h = (
+                _dropped(x_rows[start:end].to(dtype), _keep(lora_call, start, end, i), p[i]) @ A[i].to(dtype).T
+            )  # [n, r]
             if y.dtype == dtype:  # no delta in memory
                 y_rows[start:end].addmm_(h * scales[i], B[i].to(dtype).T)
             else:  # the sum is taken in the wider dtype and rounded once
@@ -87,7 +89,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -106,28 +108,28 @@ def linear_backward(
             grads.append(dy_rows.T @ x_rows)
         if need_bias:
             grads.append(dy_rows.sum(0))
-    runs = [dy_rows[start:end] for start, end, _ in lanes.runs]
-    return grads + _low_rank_backward(runs, x_rows, lanes, dx_rows, need_A, need_B)
+    runs = [dy_rows[start:end] for start, end, _ in lora_call.runs]
+    return grads + _low_rank_backward(runs, x_rows, lora_call, dx_rows, need_A, need_B)
 
 
 def _low_rank_backward(
     dy_runs: list[Tensor],
     x: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     dx: Tensor | None,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """Adds to dx [N,K] in place; returns the needed dA and dB. Runs are summed in row order."""
-    A, B, scales, p = lanes.A, lanes.B, lanes.scales, lanes.p
+    A, B, scales, p = lora_call.A, lora_call.B, lora_call.scales, lora_call.p
     dtype = compute_dtype(x, *A, *B)
     dA: dict[int, Tensor] = {}
     dB: dict[int, Tensor] = {}
     with autocast.off(x):
-        for dy_run, (start, end, i) in zip(dy_runs, lanes.runs, strict=True):
+        for dy_run, (start, end, i) in zip(dy_runs, lora_call.runs, strict=True):
             if dx is None and not need_A[i] and not need_B[i]:
                 continue
-            keep = _keep(lanes, start, end, i)
+            keep = _keep(lora_call, start, end, i)
             dy, a = dy_run.to(dtype), A[i].to(dtype)
             if need_A[i] or need_B[i]:
                 x_in = _dropped(x[start:end].to(dtype), keep, p[i])  # [n, K]

@@ -69,7 +69,7 @@ class Dropout:
             )
 
 
-class Lanes(NamedTuple):
+class LoraCall(NamedTuple):
     """Adapters and the rows that carry them, as an implementation gets them: runs are on, sorted, and not empty.
 
     In the order of the ops' arguments. Every slot has a run.
@@ -121,7 +121,7 @@ class Lanes(NamedTuple):
         return sum(self.ends) - sum(self.starts)
 
 
-def make_lanes(
+def make_call(
     x: Tensor,
     n_out: int,
     A: list[Tensor],
@@ -129,7 +129,7 @@ def make_lanes(
     scales: list[float],
     segments: Segments,
     dropout: Dropout | None,
-) -> Lanes:
+) -> LoraCall:
     """Check all against x [.., K] and n_out = M, then drop absent slots: their gradient has to stay None.
 
     Slots are renumbered, runs that are off or empty left out.
@@ -155,7 +155,7 @@ def make_lanes(
         check_adapter(i, A[i], B[i], x, n_in, n_out)
     p = [dropout.p[i] if dropout is not None else 0.0 for i in present]
     active = dropout if dropout is not None and any(p) else None
-    return Lanes(
+    return LoraCall(
         A=[A[i] for i in present],
         B=[B[i] for i in present],
         scales=[float(scales[i]) for i in present],

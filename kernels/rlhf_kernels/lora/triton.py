@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels import autocast
-from rlhf_kernels.lora.segments import Lanes
+from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
 from rlhf_kernels.philox_triton import random_words
 from rlhf_kernels.triton_math import dot
@@ -241,18 +241,18 @@ def _config(n: int, rank: int, x: torch.dtype, weight: torch.dtype, kernel: str)
 class _Call:
     """One call's adapters and dropout, and the launches on them."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self.A, self.B = _one_dtype("A", lanes.A), _one_dtype("B", lanes.B)
-        self.ranks = [a.shape[0] for a in lanes.A]
-        self.runs = (lanes.starts, lanes.ends, lanes.slots)
-        self.n_on = lanes.n_on
+    def __init__(self, lora_call: LoraCall) -> None:
+        self.A, self.B = _one_dtype("A", lora_call.A), _one_dtype("B", lora_call.B)
+        self.ranks = [a.shape[0] for a in lora_call.A]
+        self.runs = (lora_call.starts, lora_call.ends, lora_call.slots)
+        self.n_on = lora_call.n_on
         self.rank = max(16, triton.next_power_of_2(max(self.ranks)))
         if self.rank > MAX_RANK:
             raise ValueError(f"A: expected ranks of at most {MAX_RANK} for backend='triton', got {max(self.ranks)}")
-        self.slots: Slots = slots_of(self.A, self.B, lanes.scales, lanes.p)
-        row_ids = lanes.row_ids if any(lanes.p) else None
+        self.slots: Slots = slots_of(self.A, self.B, lora_call.scales, lora_call.p)
+        row_ids = lora_call.row_ids if any(lora_call.p) else None
         self.dropout = row_ids is not None
-        self.draw = (None if row_ids is None else row_ids.contiguous(), lanes.seed, lanes.stream)
+        self.draw = (None if row_ids is None else row_ids.contiguous(), lora_call.seed, lora_call.stream)
 
     def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> Settings:
         weight = (self.B if side else self.A)[0]
@@ -388,16 +388,16 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _typed(grads: list[Tensor], lanes: Lanes, need_A: list[bool], need_B: list[bool]) -> list[Tensor]:
+def _typed(grads: list[Tensor], lora_call: LoraCall, need_A: list[bool], need_B: list[bool]) -> list[Tensor]:
     """Each gradient in its parameter's own dtype."""
-    owners = [w for w, need in zip([*lanes.A, *lanes.B], [*need_A, *need_B], strict=True) if need]
+    owners = [w for w, need in zip([*lora_call.A, *lora_call.B], [*need_A, *need_B], strict=True) if need]
     return [g.to(w.dtype) for g, w in zip(grads, owners, strict=True)]
 
 
-def forward(x: Tensor, lanes: Lanes) -> Tensor:
+def forward(x: Tensor, lora_call: LoraCall) -> Tensor:
     """The delta of the on rows, compact and in row order: fp32 [Σ(ends − starts), M]."""
-    call = _Call(lanes)
-    delta = torch.empty(call.n_on, lanes.B[0].shape[0], dtype=torch.float32, device=x.device)
+    call = _Call(lora_call)
+    delta = torch.empty(call.n_on, lora_call.B[0].shape[0], dtype=torch.float32, device=x.device)
     call.expand(call.shrink(_rows(x), 0, None), delta, 1, add=False, compact=True)
     return delta
 
@@ -405,24 +405,24 @@ def forward(x: Tensor, lanes: Lanes) -> Tensor:
 def backward(
     ddelta: Tensor,
     x: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
     """Return what is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-    call = _Call(lanes)
+    call = _Call(lora_call)
     grads = call.backward(_rows(ddelta), _rows(x), dx, need_A, need_B, compact=True)
-    grads = _typed(grads, lanes, need_A, need_B)
+    grads = _typed(grads, lora_call, need_A, need_B)
     return grads if dx is None else [dx, *grads]
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: Lanes) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> Tensor:
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     with autocast.off(x):
         y = F.linear(x, weight, bias).contiguous()
-    call = _Call(lanes)
+    call = _Call(lora_call)
     call.expand(call.shrink(_rows(x), 0, None), y.view(-1, y.shape[-1]), 1, add=True)
     return y
 
@@ -431,7 +431,7 @@ def linear_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    lanes: Lanes,
+    lora_call: LoraCall,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -451,9 +451,9 @@ def linear_backward(
         if need_bias:
             grads.append(dy_rows.sum(0))
     if need_x or any(need_A) or any(need_B):
-        call = _Call(lanes)
+        call = _Call(lora_call)
         low_rank = call.backward(dy_rows, x_rows, dx_rows, need_A, need_B, compact=False)
-        grads += _typed(low_rank, lanes, need_A, need_B)
+        grads += _typed(low_rank, lora_call, need_A, need_B)
     return grads
 
 
