@@ -214,7 +214,7 @@ def checkout(tmp_path):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, target)
     shutil.copytree(ROOT / "csrc", target / "csrc")
-    for name in ("kernels/rlhf_kernels", "rlhf_engine"):
+    for name in ("kernels/rlhf_kernels", "rlhf_engine", "bench/rlhf_bench"):
         shutil.copytree(ROOT / name, target / name, ignore=ignored)
     return target
 
@@ -247,7 +247,7 @@ def test_installs_without_a_compiler(checkout, tmp_path, command, environment):
     assert not any("/_native" in name for name in names)
     assert ('building extension "rlhf_kernels._native" failed' in log) == (environment is NO_COMPILER)
     if command == "build_wheel":
-        assert {"rlhf_engine/__init__.py", "rlhf_kernels/registry.py", "rlhf_kernels/gae/__init__.py"} <= set(names)
+        assert {"rlhf_engine/__init__.py", "rlhf_bench/runner.py", "rlhf_kernels/gae/__init__.py"} <= set(names)
         assert not any(name.startswith(("kernels/", "tests/", "bench/", "csrc/")) for name in names)
         assert {"rlhf_kernels/csrc/cuda/gae.cu", "rlhf_kernels/csrc/common/affine_map.h"} <= set(names)
         assert "rlhf_kernels/kernel_table.json" in names
