@@ -13,6 +13,7 @@ from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
 from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
+from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 
 GROUPS = torch.tensor([0, 0, 1, 1, 1])
@@ -148,18 +149,7 @@ def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
     """The fused loss against the formula, and metrics as means over tokens whatever the weights."""
     objective, micro, output = grpo_terms(loss_type)
     new = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.7])
-    found = ppo_loss(
-        new,
-        output.old_logprob_M,
-        output.advantage_M,
-        output.mask_M,
-        denom=output.denom,
-        clip_low=output.clip_low,
-        clip_high=output.clip_high,
-        ref_logprob=output.ref_logprob_M,
-        kl=output.kl,
-        kl_coef=output.kl_coef,
-    )
+    found = at_logprobs(output, new)
     ratio = (new - output.old_logprob_M).exp()
     gap = output.ref_logprob_M - new
     kl = gap.exp() - 1 - gap

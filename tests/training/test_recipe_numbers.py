@@ -11,12 +11,12 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms.base import Experience, find_algorithm
 from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PolicyLoss
+from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 
 LENGTHS = ((2, 3), (2, 2), (1, 1), (1, 4))
@@ -190,19 +190,7 @@ def loss_of(objective, logprobs_M):
     fused = objective.terms(everything(objective))[0].output
     if not isinstance(fused, PolicyLoss):
         return objective.loss(logprobs_M, everything(objective)).loss
-    loss, _ = ppo_loss(
-        logprobs_M,
-        fused.old_logprob_M,
-        fused.advantage_M,
-        fused.mask_M,
-        denom=fused.denom,
-        clip_low=fused.clip_low,
-        clip_high=fused.clip_high,
-        ref_logprob=fused.ref_logprob_M,
-        kl=fused.kl,
-        kl_coef=fused.kl_coef,
-    )
-    return loss
+    return at_logprobs(fused, logprobs_M).loss
 
 
 @pytest.mark.parametrize(("formula", "options"), CASES, ids=[formula.__name__ for formula, _ in CASES])
