@@ -10,7 +10,8 @@ TRL 1.12.0, the last release with PPO, excludes what this project tests against,
 own, with the same torch, transformers and peft (checked before anything is measured):
 
     python -m venv /tmp/trl-env
-    /tmp/trl-env/bin/pip install -c constraints.txt torch transformers peft accelerate trl==1.12.0
+    grep -v ^trl constraints.txt > /tmp/trl-constraints.txt
+    /tmp/trl-env/bin/pip install -c /tmp/trl-constraints.txt torch transformers peft accelerate trl==1.12.0
 
 (torch's wheel for CPUs only: add --extra-index-url https://download.pytorch.org/whl/cpu.)
 

@@ -83,6 +83,7 @@ class Backbone(nn.Module):
 
     def _take_over(self, model: PreTrainedModel, first_token: int) -> None:
         give_own_configs(model)
+        loading.keep_differentiable(model)
         model.requires_grad_(not self.frozen)
         _switch_noise_off(model)
         self.score = _take_score(model)

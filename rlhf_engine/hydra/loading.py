@@ -151,6 +151,20 @@ def can_be_headless(config: PreTrainedConfig) -> bool:
     return config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """Keep the 4-bit linears of a model in the layout of their weights that has a gradient.
+
+    On a CPU with bf16 products, bitsandbytes turns the weights of a linear that runs in eval mode into another layout,
+    for good. A later forward in train mode then has no gradient to its input, and says nothing. What has been turned
+    already is turned back.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                module.state_dict()  # which turns it back
+
+
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -206,6 +220,7 @@ def load_model(
         model.score = nn.Identity()  # what transformers made up is nobody's head
     if quantization == "none":
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    keep_differentiable(model)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import (
     METHODS,
@@ -23,7 +23,7 @@ from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import VOCAB, random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config, write_model, write_reward
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # bitsandbytes warns of every cast that it makes
 
@@ -66,6 +66,43 @@ def lane_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
 def plain_logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(BATCH.tokens_T.view(3, 8), use_cache=False).logits
+
+
+@pytest.mark.parametrize("evaluated", ["before", "after"])
+def test_a_gradient_stays_where_a_model_was_evaluated(base, evaluated):
+    """With bf16 products bitsandbytes turns weights into a layout without a gradient, in eval mode and for good."""
+    plain = LlamaForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    ).eval()
+    layers = [module for module in plain.modules() if type(module).__name__ == "Linear4bit"]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True  # whatever this CPU has
+    if evaluated == "before":
+        if not bitsandbytes.functional.has_avx512bf16():
+            pytest.skip("needs a CPU with bf16 products, for which bitsandbytes has the other layout")
+        plain_logits(plain)
+        assert all(layer.weight.quant_state.packing_format_for_cpu for layer in layers)
+    model = HydraModel.from_pretrained(plain, roles=hydra_roles(), slots={"actor": SlotConfig(r=4)})
+    randomise(model, "actor", "critic")
+    if evaluated == "after":
+        model.eval().score(BATCH)
+    dense = LlamaForCausalLM.from_pretrained(base)
+    for name, layer in plain.named_modules():
+        if type(layer).__name__ == "Linear4bit":
+            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            dense.get_submodule(name).weight.data.copy_(weight)
+    expected = HydraModel.from_pretrained(dense, roles=hydra_roles(), slots={"actor": SlotConfig(r=4)})
+    randomise(expected, "actor", "critic")
+    for name, gradient in gradients(expected).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def gradients(model: HydraModel) -> dict[str, torch.Tensor]:
+    """Of the actor's slot, by a sum of log-probs."""
+    model.zero_grad()
+    (out,) = model.train()(BATCH, (Logprobs(),))
+    out.logprob.sum().backward()
+    return {name: p.grad.clone() for name, p in model.trainable_parameters("actor").items() if p.grad is not None}
 
 
 @both

@@ -23,6 +23,7 @@ from torch import nn
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, SlotConfig, peft_io
+from rlhf_engine.hydra.loading import keep_differentiable
 from rlhf_engine.hydra.roles import RoleSpec
 
 HEADS = "hydra_heads"
@@ -47,6 +48,7 @@ def hydra_on(
 
     Raises ConfigError for adapters that are no plain LoRA on linears.
     """
+    keep_differentiable(model)  # its linears share their weights with the HydraModel's
     named = {**adapters, **(copies or {})}
     own = {slot: _slot_config(model, name) for slot, name in named.items()}
     if disable_dropout:
