@@ -114,7 +114,7 @@ class GrpoObjective(Objective):
         before_M = old_M if before_M is None else before_M[rows]
         # the op's statistics are weighed as the loss is; these are means over tokens, as other algorithms'
         advantages_M, ratio_M = self._advantages_M[rows], (found.logprob - old_M).exp()
-        clipped_M = -advantages_M * ratio_M.clamp(1 - self._clip[0], 1 + self._clip[1]) > -advantages_M * ratio_M
+        clipped_M = advantages_M * ratio_M.clamp(1 - self._clip[0], 1 + self._clip[1]) < advantages_M * ratio_M
         sums = {
             "policy/loss": found.policy_loss.detach() + self._beta * found.kl.detach(),
             "entropy": found.entropy.detach() * self._to_mean(micro),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,17 +129,13 @@ class RlTrainer(Run):
         """Within it, all of the base is on every rank; all ranks enter it together."""
         return self._whole_base()
 
-    @contextlib.contextmanager
-    def resources(self) -> Iterator[None]:
+    def resources(self) -> contextlib.AbstractContextManager[object]:
         """What draws answers, closed at the end of the run."""
-        with contextlib.closing(self.rollouts):
-            yield
+        return contextlib.closing(self.rollouts)
 
-    @contextlib.contextmanager
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> contextlib.AbstractContextManager[object]:
         """The source of answers, closed after the last step."""
-        with contextlib.closing(self.source):
-            yield
+        return contextlib.closing(self.source)
 
     def begin(self) -> None:
         """Make the output folder ready; answers before the first step, for samples."""

@@ -27,7 +27,7 @@ from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor, require_warm_up
-from rlhf_engine.runs.checkpoint import Counters, save_checkpoint, saved_on_error
+from rlhf_engine.runs.checkpoint import save_checkpoint, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
@@ -99,20 +99,15 @@ class Run(ABC):
         """What the record says of the run beside its options and this machine."""
         return {}
 
-    def counters(self) -> Counters:
-        """The counters that a checkpoint of this moment holds."""
-        found: Counters = self.state
-        return found
-
     def make_saver(self) -> Callable[[], object]:
         """A function that writes a checkpoint. It is made before each step, and called if the step fails."""
         return self.save
 
-    def resources(self) -> contextlib.AbstractContextManager[None]:
+    def resources(self) -> contextlib.AbstractContextManager[object]:
         """What is held open during the run."""
         return contextlib.nullcontext()
 
-    def steps(self) -> contextlib.AbstractContextManager[None]:
+    def steps(self) -> contextlib.AbstractContextManager[object]:
         """What is held open while steps are made."""
         return contextlib.nullcontext()
 
@@ -207,7 +202,7 @@ class Run(ABC):
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
         keep = self.config.save_total_limit
-        folder = save_checkpoint(self.output, self.model, self.optimizer, self.counters(), keep=keep)
+        folder = save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=keep)
         self._saved_step = self.state.step
         return folder
 
