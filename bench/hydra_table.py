@@ -38,8 +38,10 @@ import torch
 from rlhf_bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions, advantages, token_kl, token_rewards
+from rlhf_engine.algorithms.base import Experience
+from rlhf_engine.algorithms.ppo import Ppo, token_kl
 from rlhf_engine.config import parse_size
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
 from rlhf_engine.hydra.model import default_token_budget
@@ -102,6 +104,7 @@ class Method:
             for name in names:
                 self.model.backbone(name).enable_gradient_checkpointing()
         self.optimizer = RoleOptimizer(self.model, {"actor": 1e-5, "critic": 1e-5})
+        self.algorithm = Ppo(AlgorithmOptions(beta=0.02))
         generator = torch.Generator().manual_seed(1)
         vocabulary = self.model.backbone().lm_head.weight.shape[0]
         self.prompts = torch.randint(3, vocabulary, (batch, arguments.prompt), generator=generator).tolist()
@@ -111,7 +114,7 @@ class Method:
         sampling = SamplingConfig(max_completion_length=self.arguments.answer, eos_token_ids=())
         return generate(self.model, self.prompts, sampling)
 
-    def inference(self, rollout: Rollout) -> PpoExperience:
+    def inference(self, rollout: Rollout) -> Experience:
         """One scoring pass of all roles, and what the update learns from."""
         batch = rollout.batch
         scores = self.model.score(batch, _ROLES)
@@ -119,30 +122,22 @@ class Method:
         assert scores.ref_logprobs_M is not None
         assert scores.values_M is not None
         assert scores.rewards_N is not None
-        kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, "k1")
-        advantages_M, returns_M = advantages(
-            token_rewards(kl_M, scores.rewards_N, batch, 0.02),
-            scores.values_M,
-            batch,
-            gamma=1.0,
-            lam=0.95,
-            whiten_rewards=False,
-            whiten_advantages=True,
-        )
-        return PpoExperience(
+        experience = Experience(
             batch=batch,
+            groups_N=torch.arange(batch.n_sequences, device=self.device),
+            scores_N=scores.rewards_N,
             old_logprobs_M=scores.logprobs_M,
-            old_values_M=scores.values_M,
-            advantages_M=advantages_M,
-            returns_M=returns_M,
+            kl_M=token_kl(scores.logprobs_M, scores.ref_logprobs_M, "k1"),
+            values_M=scores.values_M,
         )
+        learned, _ = self.algorithm.learn_from(experience)
+        assert learned is not None
+        return learned
 
-    def update(self, experience: PpoExperience) -> None:
+    def update(self, experience: Experience) -> None:
         """All epochs; every minibatch is the whole batch."""
-        options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
-        objective = PpoObjective(experience, options)
         schedule = Schedule(num_epochs=self.arguments.epochs, num_mini_batches=1, micro_batch_size=self.micro)
-        found = update(self.model.train(), objective, schedule, self.optimizer.step, seed=0)
+        found = update(self.model.train(), self.algorithm, experience, schedule, self.optimizer.step, seed=0)
         self.model.eval()
         if found["micro_batch_size"] < self.micro:
             raise MemoryError(f"micro: expected {self.micro} sequences to fit, {found['micro_batch_size']} did")

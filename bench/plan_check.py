@@ -25,7 +25,9 @@ import transformers
 from rlhf_bench.memory import _status, set_up_malloc
 from transformers import AutoConfig
 
-from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.base import TokenValues
+from rlhf_engine.algorithms.ppo import Ppo
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.training import Optim
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
 from rlhf_engine.planning.phases import FULL_SFT, Setting, build_model
@@ -105,16 +107,15 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
         optimizer.step()
         return
     per_token = torch.full((batch.n_completion_tokens,), 0.1, device=model.device)
-    experience = PpoExperience(
+    answers = TokenValues(
         batch=batch,
         old_logprobs_M=-per_token,
-        old_values_M=per_token,
+        values_M=per_token,
         advantages_M=per_token,
         returns_M=per_token,
     )
-    options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
     schedule = Schedule(num_epochs=1, num_mini_batches=s.num_mini_batches, micro_batch_size=s.micro_batch)
-    update(model, PpoObjective(experience, options), schedule, optimizer.step, seed=0)
+    update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0)
 
 
 def measure(phase: str, method: str, shape: str, device: str, optim: Optim) -> int:

@@ -32,10 +32,10 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from rlhf_engine.algorithms.grpo import GrpoObjective
-from rlhf_engine.algorithms.objective import Objective
-from rlhf_engine.algorithms.policy_objective import PolicySample
-from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.base import Algorithm, TokenValues
+from rlhf_engine.algorithms.grpo import Grpo
+from rlhf_engine.algorithms.ppo import Ppo
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
@@ -79,7 +79,11 @@ class Step:
         self._optimizer = RoleOptimizer(self.model, dict.fromkeys(trained, 1e-5))
         self._prompts: list[list[int]] = make_prompts(arguments).tolist()
         self._batch: PackedBatch | None = None
-        self._objective: Objective | None = None
+        self._algorithm: Algorithm = Ppo(AlgorithmOptions())
+        if arguments.algorithm == "grpo":
+            options = AlgorithmOptions(algorithm="grpo", loss_type="dapo", beta=0.04)
+            self._algorithm = Grpo(options, max_completion_length=arguments.answer)
+        self._answers: TokenValues | None = None
         self.phases: dict[str, Callable[[], None]] = {
             "generation": self._generation,
             "scoring": self._scoring,
@@ -97,34 +101,21 @@ class Step:
         assert found.logprobs_M is not None
         assert found.ref_logprobs_M is not None
         sign_M = (torch.arange(len(found.logprobs_M), device=self._device) % 2 * 2 - 1).float()
-        if self._arguments.algorithm == "grpo":
-            self._objective = GrpoObjective(
-                PolicySample(batch=self._batch, old_logprobs_M=found.logprobs_M),
-                sign_M,
-                found.ref_logprobs_M,
-                loss_type="bnpo",
-                max_completion_length=self._arguments.answer,
-                beta=0.04,
-                clip_low=0.2,
-                clip_high=0.2,
-            )
-            return
-        assert found.values_M is not None
-        experience = PpoExperience(
+        values_M = found.values_M
+        self._answers = TokenValues(
             batch=self._batch,
             old_logprobs_M=found.logprobs_M,
-            old_values_M=found.values_M,
+            ref_logprobs_M=found.ref_logprobs_M,
+            values_M=values_M,
             advantages_M=sign_M,
-            returns_M=found.values_M + sign_M,
+            returns_M=None if values_M is None else values_M + sign_M,
         )
-        options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
-        self._objective = PpoObjective(experience, options)
 
     def _update(self) -> None:
-        assert self._objective is not None
+        assert self._answers is not None
         self.model.train()
         schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=self._arguments.micro_batch)
-        update(self.model, self._objective, schedule, self._optimizer.step, seed=0)
+        update(self.model, self._algorithm, self._answers, schedule, self._optimizer.step, seed=0)
 
     def by_the_clock(self) -> dict[str, float]:
         """Seconds of each phase."""

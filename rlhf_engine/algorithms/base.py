@@ -1,91 +1,213 @@
-"""What every algorithm has in common: the experience that it learns from, and how its objective is found.
+"""What every algorithm has in common: the answers that it learns from, its losses, and how it is found by name.
 
-An algorithm is a module of this package: its equations, advantages, losses, metrics, and `make_objective`. What the
-options have to know of it is its entry in `rlhf_engine.config.algorithm.ALGORITHMS`.
+An algorithm is one module of this package. It has the equations, a class derived from `Algorithm`, the constant
+`ALGORITHM` that names this class, and `FACTS`, by which the options, the training loop and TRL's trainers know it.
+Its class says what a token is worth (`prepare`), which losses the model computes (`terms`) and what is logged
+(`measure`). The loops do the rest.
+
+Denominators are those of a whole minibatch, so that micro-batches add up to its exact gradient.
+
+Legend: N answers, M completion tokens packed.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, cast
 
 import torch
+from rlhf_kernels.gae import whiten
 
-from rlhf_engine.algorithms.objective import Objective
-from rlhf_engine.algorithms.policy_objective import PolicySample
-from rlhf_engine.config import TrainConfig
-from rlhf_engine.config.algorithm import ALGORITHMS
-from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmOptions
+from rlhf_engine.hydra import Output, PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Experience:
-    """The answers of a rollout that can be learned from: N drawn ones, M completion tokens. Nothing has a gradient."""
+class TokenValues:
+    """Answers with what is known of each of their tokens. Nothing has a gradient."""
 
     batch: PackedBatch
+    old_logprobs_M: torch.Tensor
+    """fp32 [M], log-probs that ratios are to: the training forward's, of the present policy or of the one that drew"""
+    logprobs_M: torch.Tensor | None = None
+    """fp32 [M], log π before the update, which its KL is measured from; None: `old_logprobs_M`"""
+    ref_logprobs_M: torch.Tensor | None = None
+    """fp32 [M], log π_ref"""
+    values_M: torch.Tensor | None = None
+    """fp32 [M], of the critic, where there is one"""
+    advantages_M: torch.Tensor | None = None
+    """fp32 [M], as the algorithm prepared them; None for one that has no advantages"""
+    returns_M: torch.Tensor | None = None
+    """fp32 [M], what values are taught; None without a critic"""
+
+    @property
+    def before_logprobs_M(self) -> torch.Tensor:
+        """fp32 [M], log π before the update."""
+        return self.old_logprobs_M if self.logprobs_M is None else self.logprobs_M
+
+    def token_values(self) -> dict[str, torch.Tensor]:
+        """The values that are not None, by field."""
+        named = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        return {name: values for name, values in named.items() if values is not None}
+
+
+TOKEN_FIELDS = tuple(f.name for f in fields(TokenValues) if f.name.endswith("_M"))
+"""Fields of `TokenValues` with a number per token."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experience(TokenValues):
+    """The answers of a rollout that can be learned from."""
+
     groups_N: torch.Tensor
     """int64 [N], which prompt of the step an answer belongs to"""
     scores_N: torch.Tensor
     """fp32 [N], what is maximised"""
-    greedy_scores_N: torch.Tensor | None
+    greedy_scores_N: torch.Tensor | None = None
     """fp32 [N], of the greedy answer to the same prompt, where there is one"""
-    logprobs_M: torch.Tensor
-    """fp32 [M], log π of the present policy, from the training forward"""
-    old_logprobs_M: torch.Tensor
-    """fp32 [M], log-probs that ratios are to: the training forward's, of the present policy or of the one that drew"""
-    ref_logprobs_M: torch.Tensor
-    """fp32 [M], log π_ref"""
     kl_M: torch.Tensor
     """fp32 [M], KL(π ‖ π_ref) by the configured estimator"""
-    values_M: torch.Tensor | None
-    """fp32 [M], of the critic, where there is one"""
-    weights_M: torch.Tensor | None
+    weights_M: torch.Tensor | None = None
     """fp32 [M], importance weights of answers from another engine or an older policy"""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def select(self, chosen: Sequence[int]) -> Experience:
+        """Some of the answers, in the given order."""
+        rows_M = self.batch.select_completion_rows(chosen)
+        at_N = torch.tensor(list(chosen), dtype=torch.int64, device=self.scores_N.device)
+        picked: dict[str, Any] = {name: values[rows_M] for name, values in self.token_values().items()}
+        if self.greedy_scores_N is not None:
+            picked["greedy_scores_N"] = self.greedy_scores_N[at_N]
+        if self.weights_M is not None:
+            picked["weights_M"] = self.weights_M[rows_M]
+        return replace(
+            self,
+            batch=self.batch.select(chosen),
+            groups_N=self.groups_N[at_N],
+            scores_N=self.scores_N[at_N],
+            kl_M=self.kl_M[rows_M],
+            **picked,
+        )
 
 
-Made = tuple[Objective | None, dict[str, float]]
-"""An objective, None where a step's answers teach nothing because all of them tie, and metrics of its making."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch(TokenValues):
+    """Answers of one forward and backward, and the denominators of the minibatch that they are a part of."""
+
+    mask_M: torch.Tensor
+    """bool [M], tokens to learn from"""
+    n_tokens: float
+    """Tokens of the minibatch that are learned from, whichever process has them."""
+    n_answers: float
+    """Likewise answers."""
+
+    @property
+    def keep_N(self) -> torch.Tensor:
+        """bool [N], which answers are learned from."""
+        return self.mask_M[self.batch.last_completion_rows_N]
 
 
-class Algorithm(Protocol):
-    """What a module of an algorithm has."""
+class Term(NamedTuple):
+    """A loss that the model computes, and its weight in what is minimised."""
 
-    def make_objective(self, options: TrainConfig, experience: Experience, *, train_actor: bool) -> Made:
-        """The objective of an update.
+    output: Output
+    """Its result has a `loss`."""
+    weight: float
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Numbers that micro-batches give beside their gradients, by name; 0-d tensors."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Shares of the minibatch's numbers, which add up."""
+    most: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers of which the largest counts."""
+
+    def add(self, other: Measured) -> None:
+        """Take in those of another micro-batch."""
+        for name, share in other.sums.items():
+            self.sums[name] = self.sums[name] + share if name in self.sums else share
+        for name, value in other.most.items():
+            self.most[name] = torch.maximum(self.most[name], value) if name in self.most else value
+
+    def floats(self) -> dict[str, float]:
+        """All of them on the host."""
+        return {name: float(value) for name, value in (self.sums | self.most).items()}
+
+
+class Algorithm(ABC):
+    """An algorithm with its options: what it learns from answers, and by which losses."""
+
+    answers_per_unit: int = 1
+    """So many answers next to each other stay together in a micro-batch."""
+
+    def __init__(
+        self,
+        options: AlgorithmOptions,
+        *,
+        temperature: float = 1.0,
+        max_completion_length: int = 1,
+        train_actor: bool = True,
+    ) -> None:
+        """Hold the options.
 
         Args:
-            options: of the run.
-            experience: what is learned from.
-            train_actor: False while only a critic warms up; always True for an algorithm without one.
+            options: those of the algorithm.
+            temperature: of the distribution that the answers were drawn from.
+            max_completion_length: most tokens that an answer can have.
+            train_actor: False while only a critic warms up. A critic on the actor's slot then trains its head alone.
+        """
+        self.options, self.temperature = options, temperature
+        self.max_completion_length, self.train_actor = max_completion_length, train_actor
+        self.discarded_roles: tuple[str, ...] = () if train_actor else ("actor",)
+        """Roles whose gradients are thrown away."""
+
+    @abstractmethod
+    def prepare(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:
+        """The answers to learn from, with advantages and returns as far as the algorithm has them.
+
+        Advantages are neither whitened nor weighed by importance weights: `learn_from` does both.
+
+        Returns:
+            The answers, or None where they teach nothing because all of them tie; and metrics.
         """
 
+    @abstractmethod
+    def terms(self, micro: MicroBatch) -> list[Term]:
+        """The losses of a micro-batch, over denominators of the whole minibatch."""
 
-def find_algorithm(name: str) -> Algorithm:
-    """The module of an algorithm. Raises ValueError for one that is not known."""
+    @abstractmethod
+    def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
+        """Metrics of a micro-batch from the results of its terms, in their order.
+
+        `mismatch` is the largest difference of a token's log-prob to that before the update, `approx_kl` the mean of
+        ratio − 1 − log ratio per token.
+        """
+
+    def summarise(self, measured: Measured) -> dict[str, float]:
+        """Metrics of a whole minibatch."""
+        return measured.floats()
+
+    def learn_from(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:
+        """`prepare`, with advantages whitened where the options say so, times the importance weights if there are."""
+        prepared, metrics = self.prepare(experience)
+        if prepared is None or prepared.advantages_M is None:
+            return prepared, metrics
+        advantages_M, batch = prepared.advantages_M, prepared.batch
+        if self.options.whitens_advantages:
+            mask_NC = batch.pad(torch.ones_like(advantages_M))
+            advantages_M = batch.unpad(whiten(batch.pad(advantages_M), mask_NC))
+        if prepared.weights_M is not None:
+            advantages_M = advantages_M * prepared.weights_M
+        return replace(prepared, advantages_M=advantages_M), metrics
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """The class of an algorithm. Raises ValueError for one that is not known."""
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
-    return cast(Algorithm, importlib.import_module(f"rlhf_engine.algorithms.{name}"))
-
-
-def policy_sample(options: TrainConfig, experience: Experience, chosen: list[int] | None = None) -> PolicySample:
-    """The answers of an experience as policy objectives take them. chosen: which of them; None for all."""
-    batch: PackedBatch = experience.batch
-    old_M, before_M = experience.old_logprobs_M, experience.logprobs_M
-    if chosen is not None:
-        rows_M = batch.select_completion_rows(chosen)
-        old_M, before_M = old_M[rows_M], before_M[rows_M]
-        batch = batch.select(chosen)
-    return PolicySample(
-        batch=batch,
-        old_logprobs_M=old_M,
-        before_logprobs_M=before_M,
-        temperature=options.temperature,
-        entropy_coef=options.entropy_coef,
-    )
-
-
-def weighted(advantages_M: torch.Tensor, experience: Experience) -> torch.Tensor:
-    """Advantages times the importance weights, where there are some."""
-    return advantages_M if experience.weights_M is None else advantages_M * experience.weights_M
+    return cast(type[Algorithm], importlib.import_module(f"rlhf_engine.algorithms.{name}").ALGORITHM)

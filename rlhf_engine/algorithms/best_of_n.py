@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample
-from rlhf_engine.algorithms.objective import MicroBatch
-from rlhf_engine.algorithms.policy_objective import PolicyObjective
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.algorithms.base import Experience, MicroBatch
+from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.config.algorithm import AlgorithmFacts
 
 
 def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
@@ -40,15 +39,22 @@ class SupervisedLoss(NamedTuple):
     """0-d"""
 
 
-class BestObjective(PolicyObjective):
+class BestOfN(LogprobAlgorithm):
     """L over the chosen answers."""
 
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        chosen = experience.select(best(experience.scores_N, experience.groups_N))
+        return chosen, {"reward/best": float(chosen.scores_N.mean())}
+
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> SupervisedLoss:
-        return SupervisedLoss(-logprobs_M.sum() / self.n_tokens(micro))
+        return SupervisedLoss(-(logprobs_M * micro.mask_M).sum() / micro.n_tokens)
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """The objective for an experience: the likelihood of the best answer to each prompt."""
-    chosen = best(experience.scores_N, experience.groups_N)
-    best_N = experience.scores_N[chosen]
-    return BestObjective(policy_sample(options, experience, chosen)), {"reward/best": float(best_N.mean())}
+FACTS = AlgorithmFacts(
+    summary="best_of_n (learn the best)",
+    reads=(),
+    least_drawn=1,
+    one_unit_per_prompt=True,
+    maximises_reward=False,
+)
+ALGORITHM = BestOfN

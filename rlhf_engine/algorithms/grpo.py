@@ -4,10 +4,10 @@ For k answers to each prompt with scores r_i, m their mean and s their standard 
 
     A_i = (r_i − m) / (s + 10⁻⁴)       scale_rewards = group
     A_i = r_i − m                       scale_rewards = none, arXiv 2503.20783
-    ℓ_{i,t} = max(−A_i ρ_{i,t}, −A_i clip(ρ_{i,t}, 1−ε, 1+ε)) + β k3_{i,t}       ρ_t = π / π_old of token t
+    ℓ_{i,t} = max(−A_i ρ_{i,t}, −A_i clip(ρ_{i,t}, 1−ε, 1+ε')) + β k3_{i,t}      ρ_t = π / π_old of token t
 
     grpo       L = (1/n) Σ_i (1/T_i) Σ_t ℓ_{i,t}        every answer counts the same
-    bnpo       L = Σ_i Σ_t ℓ_{i,t} / Σ_i T_i              every token counts the same
+    dapo       L = Σ_i Σ_t ℓ_{i,t} / Σ_i T_i              every token counts the same, arXiv 2503.14476
     dr_grpo    L = Σ_i Σ_t ℓ_{i,t} / (n · T_max)          T_max: max_completion_length, a constant
 
 With `none`, `dr_grpo` and β = 0 the first update's gradient is RLOO's times (k−1) / (k T_max); division by s or by T_i
@@ -19,19 +19,18 @@ Legend: N sequences in groups of one prompt, M completion tokens packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import torch
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
-from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
+from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, spread
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, PolicyLoss
 
-LossType = Literal["grpo", "bnpo", "dr_grpo"]
+LossType = Literal["grpo", "dapo", "dr_grpo"]
 ScaleRewards = Literal["group", "none"]
 _EPS = 1e-4
 
@@ -50,98 +49,83 @@ def advantages(scores_N: torch.Tensor, groups_N: torch.Tensor, *, scale_rewards:
 
 
 def token_weights(batch: PackedBatch, *, loss_type: LossType, max_completion_length: int) -> torch.Tensor:
-    """Weight of each token in L, fp32 [M], without the 1/denominator that `denominator` gives."""
+    """Weight of each token in L, fp32 [M], without 1/n (`dapo`: 1/Σ_i T_i)."""
     if loss_type == "grpo":
         lengths = torch.tensor(batch.completion_lens, dtype=torch.float32, device=batch.device)
         return spread(1 / lengths, batch)
     if loss_type == "dr_grpo":
         return torch.full((batch.n_completion_tokens,), 1 / max_completion_length, device=batch.device)
-    if loss_type == "bnpo":
+    if loss_type == "dapo":
         return torch.ones(batch.n_completion_tokens, device=batch.device)
-    raise ValueError(f"loss_type: expected 'grpo', 'bnpo' or 'dr_grpo', got {loss_type!r}")
+    raise ValueError(f"loss_type: expected 'grpo', 'dapo' or 'dr_grpo', got {loss_type!r}")
 
 
-def denominator(lengths: Sequence[int], *, loss_type: LossType) -> float:
-    """What the weighted sum over a minibatch is divided by: its tokens, or its answers. lengths: of its answers."""
-    return float(sum(lengths)) if loss_type == "bnpo" else float(len(lengths))
-
-
-class GrpoObjective(Objective):
-    """L of one of the three kinds, by the fused loss: token weights are its mask, k3 its KL term.
+class Grpo(Algorithm):
+    """GRPO by the fused loss: token weights are its mask, k3 its KL term.
 
     With an entropy bonus the entropy of a token is weighed and divided as ℓ of that token is.
     """
 
-    def __init__(
-        self,
-        sample: PolicySample,
-        advantages_M: torch.Tensor,
-        ref_logprobs_M: torch.Tensor,
-        *,
-        loss_type: LossType,
-        max_completion_length: int,
-        beta: float,
-        clip_low: float,
-        clip_high: float,
-    ) -> None:
-        self.batch, self.sample = sample.batch, sample
-        self._advantages_M, self._ref_logprobs_M = advantages_M, ref_logprobs_M
-        self._weights_M = token_weights(sample.batch, loss_type=loss_type, max_completion_length=max_completion_length)
-        self._loss_type, self._longest = loss_type, max_completion_length
-        self._beta, self._clip = beta, (clip_low, clip_high)
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=self.options.scale_rewards)
+        prepared = replace(experience, advantages_M=spread(advantages_N, experience.batch))
+        return prepared, {"advantage_std": float(advantages_N.std(correction=0))}
 
     def terms(self, micro: MicroBatch) -> list[Term]:
-        rows, sample = micro.rows_M, self.sample
-        lengths = [self.batch.completion_lens[i] for i in micro.minibatch]
+        assert micro.advantages_M is not None
+        weights_M = token_weights(
+            micro.batch, loss_type=self._loss_type, max_completion_length=self.max_completion_length
+        )
         loss = PolicyLoss(
-            old_logprob_M=sample.old_logprobs_M[rows],
-            advantage_M=self._advantages_M[rows],
-            mask_M=self._weights_M[rows],
-            denom=denominator(lengths, loss_type=self._loss_type),
-            clip_low=self._clip[0],
-            clip_high=self._clip[1],
-            ref_logprob_M=self._ref_logprobs_M[rows],
+            old_logprob_M=micro.old_logprobs_M,
+            advantage_M=micro.advantages_M,
+            mask_M=weights_M * micro.mask_M,
+            denom=micro.n_tokens if self._loss_type == "dapo" else micro.n_answers,
+            clip_low=self.options.cliprange,
+            clip_high=self.options.clip_high,
+            dual_clip=self.options.delta,
+            ref_logprob_M=micro.ref_logprobs_M,
             kl="k3",
-            kl_coef=self._beta,
-            entropy_coef=sample.entropy_coef,
-            temperature=sample.temperature,
+            kl_coef=self.options.beta,
+            entropy_coef=self.options.entropy_coef,
+            temperature=self.temperature,
         )
         return [Term(loss, 1.0)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
-        (found,), rows, n = results, micro.rows_M, self.n_tokens(micro)
-        old_M, before_M = self.sample.old_logprobs_M[rows], self.sample.before_logprobs_M
-        before_M = old_M if before_M is None else before_M[rows]
+        (found,), n = results, micro.n_tokens
+        assert micro.advantages_M is not None
+        assert micro.ref_logprobs_M is not None
+        before_M, mask_M = micro.before_logprobs_M, micro.mask_M
         # the op's statistics are weighed as the loss is; these are means over tokens, as other algorithms'
-        advantages_M, ratio_M = self._advantages_M[rows], (found.logprob - old_M).exp()
-        clipped_M = advantages_M * ratio_M.clamp(1 - self._clip[0], 1 + self._clip[1]) < advantages_M * ratio_M
+        ratio_M = (found.logprob - micro.old_logprobs_M).exp()
+        bounded_M = ratio_M.clamp(1 - self.options.cliprange, 1 + self.options.clip_high)
+        clipped_M = micro.advantages_M * bounded_M < micro.advantages_M * ratio_M
         sums = {
-            "policy/loss": found.policy_loss.detach() + self._beta * found.kl.detach(),
+            "policy/loss": found.policy_loss.detach() + self.options.beta * found.kl.detach(),
             "entropy": found.entropy.detach() * self._to_mean(micro),
-            "approx_kl": k3(before_M, found.logprob).sum() / n,
-            "clip_ratio": clipped_M.sum() / n,
-            "kl_loss": k3(found.logprob, self._ref_logprobs_M[rows]).sum() / n,
+            "approx_kl": (k3(before_M, found.logprob) * mask_M).sum() / n,
+            "clip_ratio": (clipped_M & mask_M).sum() / n,
+            "kl_loss": (k3(found.logprob, micro.ref_logprobs_M) * mask_M).sum() / n,
         }
-        return Measured(sums=sums, most={"mismatch": (found.logprob - before_M).abs().max()})
+        return Measured(sums=sums, most={"mismatch": ((found.logprob - before_M) * mask_M).abs().max()})
+
+    @property
+    def _loss_type(self) -> LossType:
+        return cast(LossType, self.options.chosen_loss_type)
 
     def _to_mean(self, micro: MicroBatch) -> float:
         """The denominator over the sum of the minibatch's weights: 1 where L is a weighted mean over tokens."""
         if self._loss_type != "dr_grpo":
             return 1.0
-        return len(micro.minibatch) * self._longest / self.n_tokens(micro)
+        return micro.n_answers * self.max_completion_length / micro.n_tokens
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """GRPO's objective for an experience."""
-    advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=options.scale_rewards)
-    objective = GrpoObjective(
-        policy_sample(options, experience),
-        weighted(spread(advantages_N, experience.batch), experience),
-        experience.ref_logprobs_M,
-        loss_type=options.chosen_loss_type,  # type: ignore[arg-type]
-        max_completion_length=options.max_completion_length,
-        beta=options.beta,
-        clip_low=options.cliprange,
-        clip_high=options.cliprange,
-    )
-    return objective, {"advantage_std": float(advantages_N.std(correction=0))}
+FACTS = AlgorithmFacts(
+    summary="grpo",
+    reads=("beta", "cliprange", "cliprange_high", "delta", "scale_rewards"),
+    adapts_beta=True,
+    has_token_ratio=True,
+    loss_types=("grpo", "dapo", "dr_grpo"),
+)
+ALGORITHM = Grpo

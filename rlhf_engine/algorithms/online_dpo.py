@@ -15,16 +15,15 @@ Legend: N sequences in groups of one prompt, P pairs; a batch of pairs holds w a
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample
-from rlhf_engine.algorithms.objective import MicroBatch
-from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.base import Experience, MicroBatch
+from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.sequences import sequence_sums
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
 
 DpoLoss = Literal["sigmoid", "ipo"]
@@ -78,30 +77,34 @@ def dpo_loss(
     return DpoOutputs(loss=loss_P.sum() / n_pairs, chosen_P=implicit_P2[:, 0], rejected_P=implicit_P2[:, 1])
 
 
-class DpoObjective(PolicyObjective):
-    """L over pairs, whose answers are next to each other in the sample's batch."""
+class OnlineDpo(LogprobAlgorithm):
+    """L over pairs, whose answers are next to each other in the batch: the better one first."""
 
     answers_per_unit = 2
 
-    def __init__(
-        self, sample: PolicySample, ref_logprobs_M: torch.Tensor, *, beta: float, loss_type: DpoLoss = "sigmoid"
-    ) -> None:
-        super().__init__(sample)
-        self._ref_logprobs_M, self._beta, self._loss_type = ref_logprobs_M, beta, loss_type
+    def prepare(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:
+        pairs = best_and_worst(experience.scores_N, experience.groups_N)
+        prompts = len(set(experience.groups_N.tolist()))
+        metrics = {"pairs/tied_ratio": 1 - len(pairs) / prompts}
+        if not pairs:
+            return None, metrics
+        gap = [float(experience.scores_N[w] - experience.scores_N[l]) for w, l in pairs]
+        chosen = experience.select([i for pair in pairs for i in pair])
+        return chosen, {**metrics, "pairs/score_gap": sum(gap) / len(gap)}
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> DpoOutputs:
+        assert micro.ref_logprobs_M is not None
         return dpo_loss(
             logprobs_M,
-            self._ref_logprobs_M[micro.rows_M],
+            micro.ref_logprobs_M,
             micro.batch,
-            n_pairs=len(micro.minibatch) / 2,
-            beta=self._beta,
-            loss_type=self._loss_type,
+            n_pairs=micro.n_answers / 2,
+            beta=self.options.beta,
+            loss_type=cast(DpoLoss, self.options.chosen_loss_type),
         )
 
-    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        n = len(micro.minibatch) / 2
-        margin_P = found.chosen_P - found.rejected_P
+    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+        n, margin_P = micro.n_answers / 2, found.chosen_P - found.rejected_P
         return {
             "rewards/chosen": found.chosen_P.sum() / n,
             "rewards/rejected": found.rejected_P.sum() / n,
@@ -110,20 +113,12 @@ class DpoObjective(PolicyObjective):
         }
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """The objective of online DPO for an experience: the best answer to each prompt against the worst."""
-    pairs = best_and_worst(experience.scores_N, experience.groups_N)
-    prompts = len(set(experience.groups_N.tolist()))
-    metrics = {"pairs/tied_ratio": 1 - len(pairs) / prompts}
-    if not pairs:
-        return None, metrics
-    chosen = [i for pair in pairs for i in pair]
-    rows_M = experience.batch.select_completion_rows(chosen)
-    objective = DpoObjective(
-        policy_sample(options, experience, chosen),
-        experience.ref_logprobs_M[rows_M],
-        beta=options.beta,
-        loss_type=options.chosen_loss_type,  # type: ignore[arg-type]
-    )
-    gap = [float(experience.scores_N[w] - experience.scores_N[l]) for w, l in pairs]
-    return objective, {**metrics, "pairs/score_gap": sum(gap) / len(gap)}
+FACTS = AlgorithmFacts(
+    summary="online_dpo (best against worst)",
+    reads=("beta",),
+    one_unit_per_prompt=True,
+    maximises_reward=False,
+    answers_together=2,
+    loss_types=("sigmoid", "ipo"),
+)
+ALGORITHM = OnlineDpo

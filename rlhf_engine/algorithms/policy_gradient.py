@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rlhf_engine.algorithms.objective import MicroBatch
-from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.base import MicroBatch
+from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.sequences import spread, to_go
 from rlhf_engine.hydra import PackedBatch
 
@@ -84,40 +84,32 @@ class GradientLoss(NamedTuple):
     """0-d, (1/n) Σ k3 without a gradient"""
 
 
-class PolicyGradientObjective(PolicyObjective):
-    """L with given advantages; `kl_coef` adds the KL to the reference as a term of the loss."""
+class PolicyGradient(LogprobAlgorithm):
+    """L with the advantages of an experience, and with the KL to the reference as a term of it if there is a `kl_coef`.
 
-    def __init__(
-        self,
-        sample: PolicySample,
-        advantages_M: torch.Tensor,
-        *,
-        divide_by_own_length: bool = False,
-        kl_coef: float = 0.0,
-        ref_logprobs_M: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(sample)
-        if kl_coef and ref_logprobs_M is None:
-            raise ValueError("ref_logprobs_M: expected the reference's log-probs for a KL in the loss, got None")
-        self._advantages_M, self._ref_logprobs_M = advantages_M, ref_logprobs_M
-        self._divide, self._kl_coef = divide_by_own_length, kl_coef
+    An algorithm derived from it says what the advantages are.
+    """
+
+    divide_by_own_length = False
+    """A departure of ReMax's released code, see above."""
+    kl_coef = 0.0
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> GradientLoss:
-        n = float(len(micro.minibatch))
+        assert micro.advantages_M is not None
         loss = policy_gradient_loss(
             logprobs_M,
-            self._advantages_M[micro.rows_M],
+            micro.advantages_M,
             micro.batch,
-            n_answers=n,
-            divide_by_own_length=self._divide,
+            n_answers=micro.n_answers,
+            divide_by_own_length=self.divide_by_own_length,
         )
-        if not self._kl_coef:
+        if not self.kl_coef:
             return GradientLoss(loss, None)
-        assert self._ref_logprobs_M is not None
-        kl = k3(logprobs_M, self._ref_logprobs_M[micro.rows_M]).sum() / n
-        return GradientLoss(loss + self._kl_coef * kl, kl.detach())
+        assert micro.ref_logprobs_M is not None
+        kl = (k3(logprobs_M, micro.ref_logprobs_M) * micro.mask_M).sum() / micro.n_answers
+        return GradientLoss(loss + self.kl_coef * kl, kl.detach())
 
-    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
         if found.kl is None:
             return {}
-        return {"kl_loss": found.kl * len(micro.minibatch) / self.n_tokens(micro)}  # per token, as elsewhere
+        return {"kl_loss": found.kl * micro.n_answers / micro.n_tokens}  # per token, as elsewhere

@@ -1,11 +1,14 @@
-"""PPO for language models: token rewards, advantages, and the objective of an update.
+"""PPO for language models: token rewards, advantages, and the clipped losses of actor and critic.
 
 Per token t of an answer, with policy π, reference π_ref, score R of the whole answer (Hydra-RLHF, arXiv 2309.00754 §3;
 PPO, arXiv 1707.06347; GAE, arXiv 1506.02438):
 
     r_t = −β · KL_t + [t last] · R        KL_t by k1 = log π − log π_ref, k3 = e^{−k1} − 1 + k1, or exactly
     δ_t = r_t + γ V_{t+1} − V_t           A_t = δ_t + γ λ A_{t+1}           G_t = A_t + V_t
-    L   = Σ_t max(−A_t ρ_t, −A_t clip(ρ_t, 1−ε, 1+ε)) / n + c_v · ½ Σ_t max((V_t−G_t)², (clip V_t − G_t)²) / n
+    L   = Σ_t max(−A_t ρ_t, −A_t clip(ρ_t, 1−ε, 1+ε')) / n + c_v · ½ Σ_t max((V_t−G_t)², (clip V_t − G_t)²) / n
+
+ρ = π / π_old, and ε' is ε unless `cliprange_high` says otherwise. With `whiten_advantages` A has mean 0 and variance 1
+over a rollout. `delta` bounds ρ where A_t < 0 (dual clip, arXiv 1912.09729).
 
 Legend: N sequences, M completion tokens packed, C the longest completion ([N, C] is right-padded).
 """
@@ -14,49 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rlhf_kernels.gae import gae, whiten
 from rlhf_kernels.ppo_loss import explained_variance
 
-from rlhf_engine.algorithms.base import Experience, Made, weighted
-from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
+from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PpoExperience:
-    """What one update learns from. Nothing in it requires a gradient."""
-
-    batch: PackedBatch
-    old_logprobs_M: torch.Tensor
-    """fp32 [M], log-probs that ratios are to, from the training forward."""
-    old_values_M: torch.Tensor
-    """fp32 [M]"""
-    advantages_M: torch.Tensor
-    """fp32 [M], whitened where asked for."""
-    returns_M: torch.Tensor
-    """fp32 [M]"""
-    before_logprobs_M: torch.Tensor | None = None
-    """fp32 [M], log π before the update, which its KL is measured from; None: `old_logprobs_M`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PpoOptions:
-    """The numbers in the loss."""
-
-    cliprange: float
-    cliprange_value: float
-    vf_coef: float
-    entropy_coef: float
-    temperature: float
-    """That answers were drawn at."""
-    train_actor: bool = True
-    """False while only the critic warms up."""
 
 
 def token_kl(
@@ -91,8 +62,7 @@ def advantages(
     *,
     gamma: float,
     lam: float,
-    whiten_rewards: bool,
-    whiten_advantages: bool,
+    whiten_rewards: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantage [M], return [M]) by GAE over each answer; the last token's next value is 0."""
     mask_NC = batch.pad(torch.ones_like(rewards_M))
@@ -100,59 +70,62 @@ def advantages(
     if whiten_rewards:
         rewards_NC = whiten(rewards_NC, mask_NC, shift_mean=False)
     advantage_NC, return_NC = gae(rewards_NC, batch.pad(values_M), mask_NC, gamma=gamma, lam=lam)
-    if whiten_advantages:
-        advantage_NC = whiten(advantage_NC, mask_NC)
     return batch.unpad(advantage_NC), batch.unpad(return_NC)
 
 
-class PpoObjective(Objective):
+class Ppo(Algorithm):
     """Clipped policy loss of the actor and clipped value loss of the critic."""
 
-    def __init__(self, experience: PpoExperience, options: PpoOptions) -> None:
-        self.batch = experience.batch
-        self._experience, self._options = experience, options
-        # a critic on the actor's slot (J-Hydra) trains its head alone until the actor may move
-        self.discarded_roles = () if options.train_actor else ("actor",)
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        assert experience.values_M is not None
+        options = self.options
+        advantages_M, returns_M = advantages(
+            token_rewards(experience.kl_M, experience.scores_N, experience.batch, options.beta),
+            experience.values_M,
+            experience.batch,
+            gamma=options.gamma,
+            lam=options.lam,
+            whiten_rewards=options.whiten_rewards,
+        )
+        return replace(experience, advantages_M=advantages_M, returns_M=returns_M), {}
 
     def terms(self, micro: MicroBatch) -> list[Term]:
-        experience, options, rows = self._experience, self._options, micro.rows_M
-        denom = self.n_tokens(micro)
-        mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        assert micro.values_M is not None
+        assert micro.returns_M is not None
+        options = self.options
         value = ValueLoss(
-            old_value_M=experience.old_values_M[rows],
-            return_M=experience.returns_M[rows],
-            mask_M=mask,
-            denom=denom,
+            old_value_M=micro.values_M,
+            return_M=micro.returns_M,
+            mask_M=micro.mask_M,
+            denom=micro.n_tokens,
             clip=options.cliprange_value,
         )
-        if not options.train_actor:
+        if not self.train_actor:
             return [Term(value, options.vf_coef)]
+        assert micro.advantages_M is not None
         policy = PolicyLoss(
-            old_logprob_M=experience.old_logprobs_M[rows],
-            advantage_M=experience.advantages_M[rows],
-            mask_M=mask,
-            denom=denom,
+            old_logprob_M=micro.old_logprobs_M,
+            advantage_M=micro.advantages_M,
+            mask_M=micro.mask_M,
+            denom=micro.n_tokens,
             clip_low=options.cliprange,
-            clip_high=options.cliprange,
+            clip_high=options.clip_high,
+            dual_clip=options.delta,
             entropy_coef=options.entropy_coef,
-            temperature=options.temperature,
+            temperature=self.temperature,
         )
         return [Term(policy, 1.0), Term(value, options.vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         found = measure_values(results[-1])
-        if self._options.train_actor:
-            policy = results[0]
-            before_M = self._experience.before_logprobs_M
-            if before_M is None:
-                before_M = self._experience.old_logprobs_M
-            before_M = before_M[micro.rows_M]
-            found.most["mismatch"] = (policy.logprob - before_M).abs().max()
+        if self.train_actor:
+            policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
+            found.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
             found.sums |= {
                 "policy/loss": policy.policy_loss.detach(),
                 "entropy": policy.entropy.detach(),
                 "clip_ratio": policy.clip_fraction.detach(),
-                "approx_kl": k3(before_M, policy.logprob).sum() / self.n_tokens(micro),
+                "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
             }
         return found
 
@@ -187,36 +160,28 @@ def summarise_values(measured: Measured) -> dict[str, float]:
     return {**rest, "value/explained_variance": float(explained_variance(**moments))}
 
 
-def ppo_experience(options: TrainConfig, experience: Experience) -> PpoExperience:
-    """Advantages and returns by PPO's token rewards."""
-    assert experience.values_M is not None
-    advantages_M, returns_M = advantages(
-        token_rewards(experience.kl_M, experience.scores_N, experience.batch, options.beta),
-        experience.values_M,
-        experience.batch,
-        gamma=options.gamma,
-        lam=options.lam,
-        whiten_rewards=options.whiten_rewards,
-        whiten_advantages=options.whiten_advantages,
-    )
-    return PpoExperience(
-        batch=experience.batch,
-        old_logprobs_M=experience.old_logprobs_M,
-        old_values_M=experience.values_M,
-        advantages_M=weighted(advantages_M, experience),
-        returns_M=returns_M,
-        before_logprobs_M=experience.logprobs_M,
-    )
-
-
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """PPO's objective for an experience."""
-    numbers = PpoOptions(
-        cliprange=options.cliprange,
-        cliprange_value=options.cliprange_value,
-        vf_coef=options.vf_coef,
-        entropy_coef=options.entropy_coef,
-        temperature=options.temperature,
-        train_actor=train_actor,
-    )
-    return PpoObjective(ppo_experience(options, experience), numbers), {}
+FACTS = AlgorithmFacts(
+    summary="ppo",
+    reads=(
+        "beta",
+        "gamma",
+        "lam",
+        "kl_estimator",
+        "cliprange",
+        "cliprange_high",
+        "delta",
+        "cliprange_value",
+        "whiten_rewards",
+        "whiten_advantages",
+        "vf_coef",
+        "critic_init",
+        "critic_learning_rate",
+        "critic_warmup_steps",
+    ),
+    generations=1,
+    least_drawn=1,
+    adapts_beta=True,
+    has_token_ratio=True,
+    repeats=4,
+)
+ALGORITHM = Ppo

@@ -18,17 +18,16 @@ Legend: N sequences, M completion tokens packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
-from rlhf_engine.algorithms.objective import Measured, MicroBatch, Term
-from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
-from rlhf_engine.algorithms.policy_objective import PolicySample
+from rlhf_engine.algorithms.base import Experience, Measured, MicroBatch, Term
+from rlhf_engine.algorithms.policy_gradient import PolicyGradient
 from rlhf_engine.algorithms.ppo import measure_values, summarise_values, token_rewards
 from rlhf_engine.algorithms.sequences import to_go
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, ValueLoss
 
 
@@ -41,41 +40,33 @@ def returns(
     return to_go(token_rewards(kl_M, (1 - beta) * scores_N, batch, beta), batch, gamma=gamma)
 
 
-class ReinforceObjective(PolicyGradientObjective):
+class Reinforce(PolicyGradient):
     """L_PG + vf_coef · L_V."""
 
-    def __init__(
-        self,
-        sample: PolicySample,
-        advantages_M: torch.Tensor,
-        values_M: torch.Tensor,
-        returns_M: torch.Tensor,
-        *,
-        vf_coef: float,
-        train_actor: bool = True,
-    ) -> None:
-        """values_M: V before the update, [M]. train_actor: False while only the critic warms up."""
-        super().__init__(sample, advantages_M)
-        self._values_M, self._returns_M = values_M, returns_M
-        self._vf_coef, self._train_actor = vf_coef, train_actor
-        # a critic on the actor's slot trains its head alone until the actor may move
-        self.discarded_roles = () if train_actor else ("actor",)
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        assert experience.values_M is not None
+        returns_M = returns(
+            experience.scores_N,
+            experience.kl_M,
+            experience.batch,
+            beta=self.options.beta,
+            gamma=self.options.gamma,
+        )
+        return replace(experience, advantages_M=returns_M - experience.values_M, returns_M=returns_M), {}
 
     def terms(self, micro: MicroBatch) -> list[Term]:
-        rows = micro.rows_M
+        assert micro.values_M is not None
+        assert micro.returns_M is not None
         value = ValueLoss(
-            old_value_M=self._values_M[rows],
-            return_M=self._returns_M[rows],
-            mask_M=torch.ones(len(rows), dtype=torch.bool, device=rows.device),
-            denom=float(len(micro.minibatch)),
+            old_value_M=micro.values_M, return_M=micro.returns_M, mask_M=micro.mask_M, denom=micro.n_answers
         )
-        policy = super().terms(micro) if self._train_actor else []
-        return [*policy, Term(value, self._vf_coef)]
+        policy = super().terms(micro) if self.train_actor else []
+        return [*policy, Term(value, self.options.vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         found = measure_values(results[-1])
-        found.sums["value/loss"] *= len(micro.minibatch) / self.n_tokens(micro)  # per token, as elsewhere
-        if self._train_actor:
+        found.sums["value/loss"] *= micro.n_answers / micro.n_tokens  # per token, as elsewhere
+        if self.train_actor:
             found.add(super().measure(micro, results))
         return found
 
@@ -83,16 +74,11 @@ class ReinforceObjective(PolicyGradientObjective):
         return {"approx_kl": 0.0, **summarise_values(measured)}
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """REINFORCE's objective for an experience."""
-    assert experience.values_M is not None
-    returns_M = returns(experience.scores_N, experience.kl_M, experience.batch, beta=options.beta, gamma=options.gamma)
-    objective = ReinforceObjective(
-        policy_sample(options, experience),
-        weighted(returns_M - experience.values_M, experience),
-        experience.values_M,
-        returns_M,
-        vf_coef=options.vf_coef,
-        train_actor=train_actor,
-    )
-    return objective, {}
+FACTS = AlgorithmFacts(
+    summary="reinforce: with a learned value baseline (PERL)",
+    reads=("beta", "gamma", "kl_estimator", "vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps"),
+    generations=1,
+    least_drawn=1,
+    sums_per_answer=True,
+)
+ALGORITHM = Reinforce

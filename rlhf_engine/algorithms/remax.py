@@ -16,12 +16,15 @@ Legend: N sequences, M completion tokens packed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
-from rlhf_engine.algorithms.policy_gradient import KlIn, PolicyGradientObjective, discounts, kl_penalty
+from rlhf_engine.algorithms.base import Experience
+from rlhf_engine.algorithms.policy_gradient import KlIn, PolicyGradient, discounts, kl_penalty
 from rlhf_engine.algorithms.sequences import spread
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts, AlgorithmOptions
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -52,24 +55,39 @@ def advantages(
     return gain_M - kl_penalty(kl_M, batch, beta=beta, kl_in=kl_in, gamma=gamma)
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """ReMax's objective for an experience."""
-    assert experience.greedy_scores_N is not None
-    advantages_M = advantages(
-        experience.scores_N,
-        experience.greedy_scores_N,
-        experience.kl_M,
-        experience.batch,
-        beta=options.beta,
-        kl_in=options.kl_in,
-        gamma=options.gamma,
-        clip=options.advantage_clip,
-    )
-    objective = PolicyGradientObjective(
-        policy_sample(options, experience),
-        weighted(advantages_M, experience),
-        divide_by_own_length=options.divide_by_own_length,
-        kl_coef=options.beta if options.kl_in == "loss" else 0.0,
-        ref_logprobs_M=experience.ref_logprobs_M,
-    )
-    return objective, {"advantage_std": float((experience.scores_N - experience.greedy_scores_N).std(correction=0))}
+class ReMax(PolicyGradient):
+    """ReMax with the options of its released code."""
+
+    def __init__(self, options: AlgorithmOptions, **context: Any) -> None:
+        super().__init__(options, **context)
+        self.divide_by_own_length = options.divide_by_own_length
+        self.kl_coef = options.beta if options.kl_in == "loss" else 0.0
+
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        assert experience.greedy_scores_N is not None
+        options = self.options
+        advantages_M = advantages(
+            experience.scores_N,
+            experience.greedy_scores_N,
+            experience.kl_M,
+            experience.batch,
+            beta=options.beta,
+            kl_in=options.kl_in,
+            gamma=options.gamma,
+            clip=options.advantage_clip,
+        )
+        gain_N = experience.scores_N - experience.greedy_scores_N
+        return replace(experience, advantages_M=advantages_M), {"advantage_std": float(gain_N.std(correction=0))}
+
+
+FACTS = AlgorithmFacts(
+    summary="remax (greedy answer as baseline)",
+    reads=("beta", "gamma", "kl_estimator", "kl_in", "advantage_clip", "divide_by_own_length"),
+    generations=2,
+    with_greedy=True,
+    least_drawn=1,
+    one_unit_per_prompt=True,
+    sums_per_answer=True,
+    adapts_beta=True,
+)
+ALGORITHM = ReMax

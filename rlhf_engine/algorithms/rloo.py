@@ -15,19 +15,16 @@ Legend: N sequences in groups of one prompt, M completion tokens packed.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_engine.algorithms.base import Experience, Made, policy_sample, weighted
-from rlhf_engine.algorithms.objective import MicroBatch
-from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
-from rlhf_engine.algorithms.policy_objective import PolicyObjective, PolicySample
+from rlhf_engine.algorithms.base import Experience, MicroBatch
+from rlhf_engine.algorithms.policy_gradient import PolicyGradient
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
-
-LossType = Literal["proximal", "vanilla"]
 
 
 def returns(scores_N: torch.Tensor, kl_M: torch.Tensor, batch: PackedBatch, *, beta: float) -> torch.Tensor:
@@ -75,38 +72,42 @@ def proximal_loss(
     )
 
 
-class ProximalObjective(PolicyObjective):
-    """The proximal L; the vanilla one is `policy_gradient.PolicyGradientObjective`."""
+class Rloo(PolicyGradient):
+    """RLOO; `loss_type` says whether the ratio of whole answers is clipped."""
 
-    def __init__(self, sample: PolicySample, advantages_N: torch.Tensor, *, clip_low: float, clip_high: float) -> None:
-        super().__init__(sample)
-        self._advantages_N, self._clip_low, self._clip_high = advantages_N, clip_low, clip_high
+    def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        batch = experience.batch
+        returns_N = returns(experience.scores_N, experience.kl_M, batch, beta=self.options.beta)
+        advantages_N = leave_one_out(returns_N, experience.groups_N)
+        prepared = replace(experience, advantages_M=spread(advantages_N, batch))
+        return prepared, {"advantage_std": float(advantages_N.std(correction=0))}
 
-    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> SequenceLoss:
+    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> Any:
+        if self.options.chosen_loss_type == "vanilla":
+            return super().loss(logprobs_M, micro)
+        assert micro.advantages_M is not None
         return proximal_loss(
             logprobs_M,
-            self.sample.old_logprobs_M[micro.rows_M],
-            self._advantages_N[list(micro.indices)],
+            micro.old_logprobs_M,
+            micro.advantages_M[micro.batch.last_completion_rows_N],  # the same at every token of an answer
             micro.batch,
-            n_answers=float(len(micro.minibatch)),
-            clip_low=self._clip_low,
-            clip_high=self._clip_high,
+            n_answers=micro.n_answers,
+            clip_low=self.options.cliprange,
+            clip_high=self.options.clip_high,
         )
 
-    def tell(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        n = len(micro.minibatch)
-        return {"clip_ratio": found.clipped_N.sum() / n, "ratio": found.ratio_N.sum() / n}
+    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+        if self.options.chosen_loss_type == "vanilla":
+            return super().more_sums(micro, found)
+        n = micro.n_answers
+        return {"clip_ratio": found.clipped_N.sum() / n, "ratio": (found.ratio_N * micro.keep_N).sum() / n}
 
 
-def make_objective(options: TrainConfig, experience: Experience, *, train_actor: bool = True) -> Made:
-    """RLOO's objective for an experience."""
-    returns_N = returns(experience.scores_N, experience.kl_M, experience.batch, beta=options.beta)
-    advantages_N = leave_one_out(returns_N, experience.groups_N)
-    metrics = {"advantage_std": float(advantages_N.std(correction=0))}
-    sample = policy_sample(options, experience)
-    if options.chosen_loss_type == "vanilla":
-        return PolicyGradientObjective(sample, weighted(spread(advantages_N, experience.batch), experience)), metrics
-    if experience.weights_M is not None:  # one ratio per answer, as the configuration asks for
-        advantages_N = advantages_N * experience.weights_M[experience.batch.last_completion_rows_N]
-    clip = options.cliprange
-    return ProximalObjective(sample, advantages_N, clip_low=clip, clip_high=clip), metrics
+FACTS = AlgorithmFacts(
+    summary="rloo (the other answers to the prompt)",
+    reads=("beta", "kl_estimator", "cliprange", "cliprange_high"),
+    sums_per_answer=True,
+    adapts_beta=True,
+    loss_types=("proximal", "vanilla"),
+)
+ALGORITHM = Rloo

@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rlhf_engine.config.parser import Options, option
 from rlhf_engine.errors import ConfigError
 
-Algorithm = Literal["ppo", "remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFacts:
-    """What the options have to know of an algorithm; its equations are in `rlhf_engine.algorithms.<name>`."""
+    """What options and loops have to know of an algorithm. Its module writes them as literals, see `ALGORITHMS`."""
 
     summary: str
     """For --help."""
@@ -60,68 +60,30 @@ class AlgorithmFacts:
         )
 
 
-_CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
-ALGORITHMS: dict[str, AlgorithmFacts] = {
-    "ppo": AlgorithmFacts(
-        summary="ppo",
-        reads=(
-            *("beta", "gamma", "lam", "kl_estimator", "cliprange", "cliprange_value"),
-            *("whiten_rewards", "whiten_advantages", *_CRITIC),
-        ),
-        generations=1,
-        least_drawn=1,
-        adapts_beta=True,
-        has_token_ratio=True,
-        repeats=4,
-    ),
-    "remax": AlgorithmFacts(
-        summary="remax (greedy answer as baseline)",
-        reads=("beta", "gamma", "kl_estimator", "kl_in", "advantage_clip", "divide_by_own_length"),
-        generations=2,
-        with_greedy=True,
-        least_drawn=1,
-        one_unit_per_prompt=True,
-        sums_per_answer=True,
-        adapts_beta=True,
-    ),
-    "rloo": AlgorithmFacts(
-        summary="rloo (the other answers to the prompt)",
-        reads=("beta", "kl_estimator", "cliprange"),
-        sums_per_answer=True,
-        adapts_beta=True,
-        loss_types=("proximal", "vanilla"),
-    ),
-    "reinforce": AlgorithmFacts(
-        summary="reinforce: with a learned value baseline (PERL)",
-        reads=("beta", "gamma", "kl_estimator", *_CRITIC),
-        generations=1,
-        least_drawn=1,
-        sums_per_answer=True,
-    ),
-    "grpo": AlgorithmFacts(
-        summary="grpo",
-        reads=("beta", "cliprange", "scale_rewards"),
-        adapts_beta=True,
-        has_token_ratio=True,
-        loss_types=("grpo", "bnpo", "dr_grpo"),
-    ),
-    "online_dpo": AlgorithmFacts(
-        summary="online_dpo (best against worst)",
-        reads=("beta",),
-        one_unit_per_prompt=True,
-        maximises_reward=False,
-        answers_together=2,
-        loss_types=("sigmoid", "ipo"),
-    ),
-    "best_of_n": AlgorithmFacts(
-        summary="best_of_n (learn the best)",
-        reads=(),
-        least_drawn=1,
-        one_unit_per_prompt=True,
-        maximises_reward=False,
-    ),
-}
-"""By name, in the order of `Algorithm`."""
+def _read_facts() -> dict[str, AlgorithmFacts]:
+    """The `FACTS` of every module of `rlhf_engine.algorithms`, by the module's name.
+
+    They are read from the source, because running a module would import torch: `--help` and the check of a
+    configuration do without it.
+    """
+    found = {}
+    for path in sorted((Path(__file__).parent.parent / "algorithms").glob("*.py")):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not (isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FACTS"):
+                continue
+            if not isinstance(statement.value, ast.Call):
+                raise TypeError(f"{path}: expected FACTS = AlgorithmFacts(...), got {ast.unparse(statement)}")
+            literals = {keyword.arg: ast.literal_eval(keyword.value) for keyword in statement.value.keywords}
+            found[path.stem] = AlgorithmFacts(**literals)  # type: ignore[arg-type]  # of whatever type the source has
+    return found
+
+
+ALGORITHMS = _read_facts()
+"""Facts by the algorithm's name, in alphabetical order."""
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(ALGORITHMS)]
 _READ_BY_SOME = (
     *dict.fromkeys(name for facts in ALGORITHMS.values() for name in facts.reads),
     "kl_target",
@@ -166,6 +128,10 @@ class AlgorithmOptions(Options):
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
     cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
+    cliprange_high: float | None = option(None, "upper clip of the ratio, 1 + cliprange_high; none: cliprange", gt=0)
+    delta: float | None = option(
+        None, "largest ratio that a token of negative advantage counts with; none: any (dual clip)", gt=1
+    )
     cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
     vf_coef: float = option(0.1, "weight of the value loss", ge=0)
     entropy_coef: float = option(
@@ -176,7 +142,7 @@ class AlgorithmOptions(Options):
     )
     whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
-    loss_type: Literal["proximal", "vanilla", "grpo", "bnpo", "dr_grpo", "sigmoid", "ipo"] | None = option(
+    loss_type: str | None = option(
         None,
         "; ".join(f"{name}: {', '.join(facts.loss_types)}" for name, facts in ALGORITHMS.items() if facts.loss_types)
         + "; none: the first of them",
@@ -227,6 +193,21 @@ class AlgorithmOptions(Options):
     def generations(self) -> int:
         """Answers per prompt, a greedy one included."""
         return self.num_generations or self.facts.generations
+
+    @property
+    def clip_high(self) -> float:
+        """The ratio is clipped to at most 1 + this."""
+        return self.cliprange if self.cliprange_high is None else self.cliprange_high
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """Whether advantages get mean 0 and variance 1 over the tokens of a rollout."""
+        return self.whiten_advantages and self.facts.reads_option("whiten_advantages")
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss has the ratio to the policy that drew, by which answers serve more than one update."""
+        return self.facts.reads_option("cliprange") and self.chosen_loss_type != "vanilla"
 
     @property
     def least_drawn(self) -> int:
@@ -308,8 +289,11 @@ class AlgorithmOptions(Options):
         readers = {
             option_name: (self.facts.reads_option(option_name), _readers(option_name)) for option_name in _READ_BY_SOME
         }
+        if self.delta is not None and self.delta < 1 + self.clip_high:
+            raise ConfigError(f"delta: expected at least 1 + {self.clip_high:g}, the upper clip, got {self.delta}")
         if self.chosen_loss_type == "vanilla":
-            readers["cliprange"] = (False, ("ppo", "proximal rloo", "grpo"))
+            for clip in ("cliprange", "cliprange_high"):
+                readers[clip] = (False, tuple(x if x != name else "proximal rloo" for x in _readers(clip)))
         if self.kl_in == "loss":
             readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
         for option_name, (is_read, algorithms) in readers.items():

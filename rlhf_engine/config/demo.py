@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_engine.config.algorithm import Algorithm
+from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import option
 from rlhf_engine.config.train import Method
 from rlhf_engine.config.training import (
@@ -20,7 +20,7 @@ from rlhf_engine.config.training import (
 class DemoConfig(RunOptions):
     """Supervised training, then RL, on a small built-in task; needs a CPU and a few minutes."""
 
-    algorithm: Algorithm = option("ppo", "ppo, remax, rloo, reinforce, grpo, online_dpo or best_of_n")
+    algorithm: Algorithm = option("ppo", ", ".join(ALGORITHMS))
     output_dir: str = option("runs/demo", "folder for the models, metrics, samples and curves")
     method: Method = option("hydra_ppo", "critic on an adapter of its own, or (j_hydra_ppo) on the actor's")
     async_mode: Literal["off", "replay", "overlap"] = option(

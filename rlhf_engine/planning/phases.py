@@ -15,7 +15,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.base import TokenValues
+from rlhf_engine.algorithms.ppo import Ppo
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.training import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
@@ -213,7 +215,7 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
 
     def learn() -> object:
         if "sft" not in model.roles:
-            return update(model, _objective(s, rows * repeats), schedule, clear, seed=0)
+            return update(model, Ppo(AlgorithmOptions()), _answers(s, rows * repeats), schedule, clear, seed=0)
         for _ in range(repeats):
             batch = _batch(s, rows)
             (loss,) = model(batch, (LmLoss(role="sft", denom=float(batch.n_completion_tokens)),))
@@ -229,15 +231,14 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
         model.eval()
 
 
-def _objective(s: Setting, rows: int) -> PpoObjective:
+def _answers(s: Setting, rows: int) -> TokenValues:
+    """Answers that an update of PPO can learn from; shapes are all that counts."""
     batch = _batch(s, rows)
     per_token = torch.zeros(batch.n_completion_tokens)
-    experience = PpoExperience(
+    return TokenValues(
         batch=batch,
         old_logprobs_M=per_token,
-        old_values_M=per_token,
+        values_M=per_token,
         advantages_M=per_token,
         returns_M=per_token,
     )
-    options = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, temperature=1.0)
-    return PpoObjective(experience, options)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlhf_engine.algorithms.objective import Measured
+from rlhf_engine.algorithms.base import Measured
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import ConfigError, EngineError

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from rlhf_engine.algorithms.base import find_algorithm
+from rlhf_engine.algorithms.base import Algorithm, find_algorithm
 from rlhf_engine.algorithms.kl_controller import next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
@@ -240,9 +240,8 @@ class RlTrainer(Run):
                 joint=Joint(world, rollout, questions.layout),
             )
         train_actor = state.step >= config.critic_warmup_steps
-        objective, objective_metrics = find_algorithm(config.algorithm).make_objective(
-            config, experience, train_actor=train_actor
-        )
+        algorithm = make_algorithm(config, train_actor=train_actor)
+        learned, algorithm_metrics = algorithm.learn_from(experience)
         clock.lap("score")
         factor = lr_factor(
             state.step,
@@ -255,10 +254,10 @@ class RlTrainer(Run):
         self.model.train()
         schedule = self._schedule()
         update = nothing_learned(schedule)
-        if objective is not None:
+        if learned is not None:
             seed = config.seed * 1_000_003 + state.step
             ranks = None if world.size == 1 else Ranks(world, in_step=config.shard_base)
-            update = learn(self.model, objective, schedule, self._apply, seed=seed, ranks=ranks)
+            update = learn(self.model, algorithm, learned, schedule, self._apply, seed=seed, ranks=ranks)
         self.model.eval()
         self._check_moved(before, update)
         if config.has_critic:
@@ -286,7 +285,7 @@ class RlTrainer(Run):
         generate_seconds = most.pop("generate")
         return {
             **experience.metrics,
-            **objective_metrics,
+            **algorithm_metrics,
             **sampled.metrics,
             **published,
             **update,
@@ -426,3 +425,13 @@ class RlTrainer(Run):
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
             self._unmoved.remove(role)
+
+
+def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
+    """The algorithm of a run with its options. train_actor: False while only a critic warms up."""
+    return find_algorithm(config.algorithm)(
+        config,
+        temperature=config.temperature,
+        max_completion_length=config.max_completion_length,
+        train_actor=train_actor,
+    )

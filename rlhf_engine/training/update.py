@@ -1,7 +1,7 @@
 """An update: epochs over the answers of a rollout, in minibatches, each the sum of its micro-batches.
 
-What an update follows the gradient of is an `Objective`; every algorithm has one. Denominators are those of a whole
-minibatch, so that micro-batches add up to its exact gradient.
+The losses are those of an `Algorithm`. Denominators are those of a whole minibatch, so that micro-batches add up to its
+exact gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rlhf_engine.algorithms.objective import Measured, MicroBatch, Objective, Term
+from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
 from rlhf_engine.data import pack
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
@@ -75,7 +75,8 @@ class ProcessGroup(Protocol):
 
 def update(
     model: HydraModel,
-    objective: Objective,
+    algorithm: Algorithm,
+    answers: TokenValues,
     schedule: Schedule,
     step: Callable[[], Mapping[str, float]],
     *,
@@ -96,18 +97,18 @@ def update(
     applied: list[dict[str, float]] = []
     stopped = False
     first_mismatch = 0.0
-    n_units, together = divmod(objective.batch.n_sequences, objective.answers_per_unit)
-    if together:
-        raise ValueError(
-            f"objective: expected answers in groups of {objective.answers_per_unit}, got {objective.batch.n_sequences}"
-        )
+    k = algorithm.answers_per_unit
+    n_units, rest = divmod(answers.batch.n_sequences, k)
+    if rest:
+        raise ValueError(f"answers: expected groups of {k}, got {answers.batch.n_sequences}")
     for epoch in range(schedule.num_epochs):
         for number, units in enumerate(minibatches(n_units, schedule.num_mini_batches, generator)):
-            k = objective.answers_per_unit
             indices = [unit * k + i for unit in units for i in range(k)]
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            measured, schedule = _Minibatch(model, objective, indices, dropout_seed).accumulate(schedule, ranks)
-            stats = objective.summarise(measured)
+            measured, schedule = _Minibatch(model, algorithm, answers, indices, dropout_seed).accumulate(
+                schedule, ranks
+            )
+            stats = algorithm.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
                 first_mismatch = stats.get("mismatch", 0.0)
@@ -151,10 +152,19 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
 class _Minibatch:
     """The gradients of one minibatch, micro-batch by micro-batch."""
 
-    def __init__(self, model: HydraModel, objective: Objective, indices: Sequence[int], dropout_seed: int) -> None:
-        self.model, self.objective = model, objective
+    def __init__(
+        self,
+        model: HydraModel,
+        algorithm: Algorithm,
+        answers: TokenValues,
+        indices: Sequence[int],
+        dropout_seed: int,
+    ) -> None:
+        """indices: places of its answers among all of the update. dropout_seed: key of its dropout masks."""
+        self.model, self.algorithm, self.answers = model, algorithm, answers
         self.indices, self.dropout_seed = indices, dropout_seed
-        """Places of its answers; key of its dropout masks."""
+        lengths = answers.batch.completion_lens
+        self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
     def accumulate(self, schedule: Schedule, ranks: ProcessGroup | None) -> tuple[Measured, Schedule]:
         """Add its gradients, or this process's share of them; what all measure, and the schedule to go on with."""
@@ -170,7 +180,7 @@ class _Minibatch:
 
     def _in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
         """With smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
-        least = self.objective.answers_per_unit
+        least = self.algorithm.answers_per_unit
         while True:
             parts = self._micro_batches(indices, schedule)
             try:
@@ -212,30 +222,32 @@ class _Minibatch:
     def _micro_batches(self, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
         """Answers by micro-batch; units stay whole."""
         units = self._units(indices)
-        rows = max(1, schedule.micro_batch_size // self.objective.answers_per_unit)
+        rows = max(1, schedule.micro_batch_size // self.algorithm.answers_per_unit)
         parts = pack(self._lengths(units), max_rows=rows, max_tokens=schedule.max_tokens)
         return [[i for unit in part for i in units[unit]] for part in parts]
 
     def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        k = self.objective.answers_per_unit
+        k = self.algorithm.answers_per_unit
         return [indices[i : i + k] for i in range(0, len(indices), k)]
 
     def _lengths(self, units: Sequence[Sequence[int]]) -> list[int]:
         """Tokens of each unit."""
-        return [sum(self.objective.batch.lengths[i] for i in unit) for unit in units]
+        return [sum(self.answers.batch.lengths[i] for i in unit) for unit in units]
 
     def _micro(self, chosen: Sequence[int]) -> MicroBatch:
+        rows_M = self.answers.batch.select_completion_rows(chosen)
         return MicroBatch(
-            batch=self.objective.batch.select(chosen),
-            indices=chosen,
-            rows_M=self.objective.batch.select_completion_rows(chosen),
-            minibatch=self.indices,
+            batch=self.answers.batch.select(chosen),
+            mask_M=torch.ones(len(rows_M), dtype=torch.bool, device=rows_M.device),
+            n_tokens=self.n_tokens,
+            n_answers=self.n_answers,
+            **{name: values[rows_M] for name, values in self.answers.token_values().items()},
         )
 
     def _runs_together(self, chosen: Sequence[int]) -> bool:
         """Whether the lanes of all terms share a backbone forward, for these answers."""
         micro = self._micro(chosen)
-        return self.model.runs_together(micro.batch, _roles(self.objective.terms(micro)))
+        return self.model.runs_together(micro.batch, _roles(self.algorithm.terms(micro)))
 
     def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None) -> Measured:
         """Gradients of micro-batches, one after another; what they tell.
@@ -246,14 +258,14 @@ class _Minibatch:
         total = Measured()
         for chosen in parts:
             micro = self._micro(chosen)
-            terms = self.objective.terms(micro)
+            terms = self.algorithm.terms(micro)
             together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
             measured, results = self._backward(micro.batch, terms, together=together)
-            for role in self.objective.discarded_roles:
+            for role in self.algorithm.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None
             total.add(measured)
-            total.add(self.objective.measure(micro, results))
+            total.add(self.algorithm.measure(micro, results))
         return total
 
     def _backward(self, part: PackedBatch, terms: Sequence[Term], *, together: bool) -> tuple[Measured, list[Any]]:

@@ -8,11 +8,11 @@ import torch
 from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
+from rlhf_engine.algorithms.base import MicroBatch
 from rlhf_engine.algorithms.kl_controller import next_beta
-from rlhf_engine.algorithms.objective import MicroBatch
 from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
-from rlhf_engine.algorithms.policy_objective import PolicySample
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 
@@ -118,36 +118,40 @@ def test_grpo_advantages():
 
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
-    [("grpo", (2.0 + 5.0) / 2), ("bnpo", (1 + 2 + 3 + 4 + 6) / 5), ("dr_grpo", (1 + 2 + 3 + 4 + 6) / (2 * 8))],
+    [("grpo", (2.0 + 5.0) / 2), ("dapo", (1 + 2 + 3 + 4 + 6) / 5), ("dr_grpo", (1 + 2 + 3 + 4 + 6) / (2 * 8))],
 )
 def test_how_grpo_weighs_tokens(loss_type, expected):
     batch = random_batch(((2, 3), (1, 2)))
     weights = grpo.token_weights(batch, loss_type=loss_type, max_completion_length=8)
-    denom = grpo.denominator(list(batch.completion_lens), loss_type=loss_type)
+    denom = 5 if loss_type == "dapo" else 2
     logprobs, losses = torch.zeros(5), torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0])
     loss, _ = ppo_loss(logprobs, logprobs, -losses, weights, denom=denom)
     torch.testing.assert_close(loss, torch.tensor(expected))
 
 
-def grpo_terms(loss_type, **numbers):
-    """A GRPO objective of two answers of 3 and 2 tokens, its micro-batch of all, and its loss."""
+def grpo_terms(loss_type):
+    """GRPO, a micro-batch of two answers of 3 and 2 tokens, and its loss."""
     batch = random_batch(((2, 3), (1, 2)))
     old = torch.tensor([-0.5, -0.1, -1.0, -2.0, -0.7])
-    numbers = {"beta": 0.5, "clip_low": 0.2, "clip_high": 0.3, **numbers}
-    sample = PolicySample(batch=batch, old_logprobs_M=old)
-    objective = grpo.GrpoObjective(
-        sample, torch.ones(5), old - 0.5, loss_type=loss_type, max_completion_length=8, **numbers
+    options = AlgorithmOptions(algorithm="grpo", loss_type=loss_type, beta=0.5, cliprange=0.2, cliprange_high=0.3)
+    algorithm = grpo.Grpo(options, max_completion_length=8)
+    micro = MicroBatch(
+        batch=batch,
+        old_logprobs_M=old,
+        ref_logprobs_M=old - 0.5,
+        advantages_M=torch.ones(5),
+        mask_M=torch.ones(5, dtype=torch.bool),
+        n_tokens=5.0,
+        n_answers=2.0,
     )
-    rows = torch.arange(5)
-    micro = MicroBatch(batch=batch, indices=range(2), rows_M=rows, minibatch=range(2))
-    (term,) = objective.terms(micro)
-    return objective, micro, term.output
+    (term,) = algorithm.terms(micro)
+    return algorithm, micro, term.output
 
 
 @pytest.mark.parametrize(("loss_type", "weights"), [("grpo", [1 / 3] * 3 + [1 / 2] * 2), ("dr_grpo", [1 / 8] * 5)])
 def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
     """The fused loss against the formula, and metrics as means over tokens whatever the weights."""
-    objective, micro, output = grpo_terms(loss_type)
+    algorithm, micro, output = grpo_terms(loss_type)
     new = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.7])
     found = at_logprobs(output, new)
     ratio = (new - output.old_logprob_M).exp()
@@ -162,7 +166,7 @@ def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
         kl=found.kl,
         entropy=(output.mask_M * entropy).sum() / output.denom,
     )
-    measured = objective.measure(micro, [result]).floats()
+    measured = algorithm.measure(micro, [result]).floats()
     assert measured["clip_ratio"] == pytest.approx(1 / 5)
     assert measured["kl_loss"] == pytest.approx(float(kl.mean()))
     assert measured["policy/loss"] == pytest.approx(float(found.loss))

@@ -6,17 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_engine.algorithms.objective import MicroBatch
-from rlhf_engine.algorithms.policy_gradient import PolicyGradientObjective
-from rlhf_engine.algorithms.policy_objective import PolicySample
-from rlhf_engine.algorithms.ppo import (
-    PpoExperience,
-    PpoObjective,
-    PpoOptions,
-    advantages,
-    token_kl,
-    token_rewards,
-)
+from rlhf_engine.algorithms.base import Experience, MicroBatch, TokenValues
+from rlhf_engine.algorithms.ppo import Ppo, advantages, token_kl, token_rewards
+from rlhf_engine.algorithms.remax import ReMax
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.policy.optimizer import RoleOptimizer
@@ -57,7 +50,6 @@ def test_advantages_by_hand():
         gamma=0.5,
         lam=0.5,
         whiten_rewards=False,
-        whiten_advantages=False,
     )
     # δ of the first answer: 0.125 − 0.5, 0.0625 − 0.25, 1 − 0.125; γλ = 0.25
     a2 = 0.875
@@ -72,7 +64,16 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_real_tokens():
     m = batch.n_completion_tokens
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(m, generator=generator), torch.randn(m, generator=generator)
-    advantage, _ = advantages(rewards, values, batch, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True)
+    made = Experience(
+        batch=batch,
+        old_logprobs_M=values,
+        values_M=values,
+        kl_M=rewards,
+        scores_N=torch.zeros(batch.n_sequences),
+        groups_N=torch.arange(batch.n_sequences),
+    )
+    found, _ = ppo().learn_from(made)
+    advantage = found.advantages_M
     assert abs(advantage.mean().item()) < 1e-6
     assert abs(advantage.std().item() - 1) < 1e-4
 
@@ -85,22 +86,21 @@ def test_minibatches_partition():
     assert len(minibatches(3, 8, generator)) == 3
 
 
-def experience(model, batch) -> PpoExperience:
+def experience(model, batch) -> TokenValues:
     scores = model.score(batch, ("actor", "critic"))
     generator = torch.Generator().manual_seed(1)
     m = batch.n_completion_tokens
-    return PpoExperience(
+    return TokenValues(
         batch=batch,
         old_logprobs_M=scores.logprobs_M,
-        old_values_M=scores.values_M,
+        values_M=scores.values_M,
         advantages_M=torch.randn(m, generator=generator),
         returns_M=torch.randn(m, generator=generator),
     )
 
 
-def objective(made: PpoExperience, **changes) -> PpoObjective:
-    options = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5, "entropy_coef": 0.01, "temperature": 1.0}
-    return PpoObjective(made, PpoOptions(**{**options, **changes}))
+def ppo(*, train_actor: bool = True, **changes) -> Ppo:
+    return Ppo(AlgorithmOptions(**{"vf_coef": 0.5, "entropy_coef": 0.01, **changes}), train_actor=train_actor)
 
 
 def schedule(**changes) -> Schedule:
@@ -119,7 +119,7 @@ def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
             model.zero_grad(set_to_none=True)
             return {}
 
-        update(model, objective(experience(model, batch)), schedule(**sizes), step, seed=0)
+        update(model, ppo(), experience(model, batch), schedule(**sizes), step, seed=0)
     whole, parts = found
     assert whole.keys() == parts.keys()
     for name, gradient in whole.items():
@@ -130,7 +130,7 @@ def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
 def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-3, "critic": 5e-3})
-    metrics = update(model, objective(experience(model, batch)), schedule(num_epochs=3), optimizer.step, seed=0)
+    metrics = update(model, ppo(), experience(model, batch), schedule(num_epochs=3), optimizer.step, seed=0)
     assert metrics["mismatch/update_max"] < 1e-4
     assert metrics["approx_kl"] > 0
     assert metrics["optimizer_steps"] == 3
@@ -140,7 +140,7 @@ def test_target_kl_stops_before_the_step_that_exceeds_it():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-2, "critic": 5e-2})
     many = schedule(num_epochs=50, target_kl=1e-3)
-    metrics = update(model, objective(experience(model, batch)), many, optimizer.step, seed=0)
+    metrics = update(model, ppo(), experience(model, batch), many, optimizer.step, seed=0)
     assert metrics["stopped_by_target_kl"] == 1.0
     assert 1 <= metrics["optimizer_steps"] < 50
     assert all(p.grad is None for p in model.parameters())
@@ -152,13 +152,9 @@ def test_target_kl_is_of_this_update_and_not_of_a_policy_that_drew_before(algori
     made = experience(model, batch)
     stale_M = made.old_logprobs_M + torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(3))
     optimizer = RoleOptimizer(model, {"actor": 1e-6, "critic": 1e-6})
-    if algorithm == "ppo":
-        stale = replace(made, old_logprobs_M=stale_M, before_logprobs_M=made.old_logprobs_M)
-        learns = objective(stale)
-    else:
-        sample = PolicySample(batch=batch, old_logprobs_M=stale_M, before_logprobs_M=made.old_logprobs_M)
-        learns = PolicyGradientObjective(sample, made.advantages_M)
-    metrics = update(model, learns, schedule(num_epochs=3, target_kl=0.01), optimizer.step, seed=0)
+    learns = ppo() if algorithm == "ppo" else ReMax(AlgorithmOptions(algorithm="remax"))
+    stale = replace(made, old_logprobs_M=stale_M, logprobs_M=made.old_logprobs_M)
+    metrics = update(model, learns, stale, schedule(num_epochs=3, target_kl=0.01), optimizer.step, seed=0)
     assert metrics["stopped_by_target_kl"] == 0.0
     assert metrics["optimizer_steps"] == 3
     assert metrics["approx_kl"] < 1e-6
@@ -170,19 +166,20 @@ def test_the_share_of_the_value_loss_is_that_of_gradients_at_the_hidden_states()
     made = experience(model, batch)
     shares = {}
     for vf_coef in (0.0, 0.5, 1.5):
-        metrics = update(model, objective(made, vf_coef=vf_coef), schedule(), lambda: {}, seed=0)
+        metrics = update(model, ppo(vf_coef=vf_coef), made, schedule(), lambda: {}, seed=0)
         shares[vf_coef] = metrics["value/gradient_share"]
         model.zero_grad(set_to_none=True)
     assert shares[0.0] == 0.0
     ratio = {coef: share / (1 - share) for coef, share in shares.items()}
     assert ratio[1.5] == pytest.approx(3 * ratio[0.5], rel=1e-4)
     # the value head is linear, h ↦ h w + b, so ∂L_V/∂h_t = (V_t − G_t) w / M where nothing is clipped
-    error_M = made.old_values_M - made.returns_M
+    error_M = made.values_M - made.returns_M
     weight = model.heads[model.roles["critic"].head].weight
     value = 0.5 * float(error_M.norm() * weight.norm()) / batch.n_completion_tokens
-    rows_M = torch.arange(batch.n_completion_tokens)
-    whole = MicroBatch(batch=batch, indices=range(4), rows_M=rows_M, minibatch=range(4))
-    kept = Kept(objective(made).terms(whole)[0].output)
+    m = batch.n_completion_tokens
+    mask_M = torch.ones(m, dtype=torch.bool)
+    whole = MicroBatch(batch=batch, mask_M=mask_M, n_tokens=float(m), n_answers=4.0, **made.token_values())
+    kept = Kept(ppo().terms(whole)[0].output)
     model(batch, [kept])[0].loss.backward()
     assert value / float(kept.hidden_T.grad.norm()) == pytest.approx(ratio[0.5], rel=1e-4)
 
@@ -205,7 +202,7 @@ def test_critic_warm_up_leaves_the_actor_alone():
     model, batch = build(), random_batch()
     before = {n: p.detach().clone() for n, p in model.trainable_parameters("actor").items()}
     optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2}, weight_decay=0.1)
-    update(model, objective(experience(model, batch), train_actor=False), schedule(), optimizer.step, seed=0)
+    update(model, ppo(train_actor=False), experience(model, batch), schedule(), optimizer.step, seed=0)
     assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters("actor").items())
 
 
@@ -217,5 +214,5 @@ def test_a_loss_that_is_not_finite_is_named_and_not_applied(field, culprit):
     getattr(made, field)[3] = float("nan")
     optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
     with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
-        update(model, objective(made), schedule(), optimizer.step, seed=0)
+        update(model, ppo(), made, schedule(), optimizer.step, seed=0)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

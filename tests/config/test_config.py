@@ -40,7 +40,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
         max_completion_length=64, temperature=1.0, reward_funcs=["reward_model"], reward_weights=None,
         reward_timeout=1800.0, missing_eos_penalty=None, missing_eos_score=None, beta=0.05, kl_target=None,
-        kl_horizon=10_000, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2,
+        kl_horizon=10_000, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2, cliprange_high=None, delta=None,
         cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, whiten_rewards=False, whiten_advantages=True,
         target_kl=None, generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
         per_device_train_batch_size=16, max_steps=100, learning_rate=1e-4, critic_learning_rate=None,

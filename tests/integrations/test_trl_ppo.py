@@ -14,13 +14,13 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
-from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ranks, trained, words
 from tests.training.test_data import PROMPTS, write_model
 

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-from rlhf_engine.algorithms.ppo import PpoExperience, PpoObjective, PpoOptions
+from rlhf_engine.algorithms.base import TokenValues
+from rlhf_engine.algorithms.ppo import Ppo
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
@@ -23,7 +25,7 @@ from tests.training.test_data import train_config, write_model
 
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
 TOKENS = sum(p + c for p, c in LENGTHS)
-OPTIONS = PpoOptions(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.01, temperature=1.0)
+PPO = Ppo(AlgorithmOptions(entropy_coef=0.01))
 SCHEDULE = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=7)
 
 
@@ -53,24 +55,24 @@ class LimitedMemory:
         raise torch.OutOfMemoryError("backward")
 
 
-def make() -> tuple[HydraModel, PpoExperience]:
+def make() -> tuple[HydraModel, TokenValues]:
     slots = {name: SlotConfig(r=4, dropout=0.3) for name in ("actor", "critic")}
     model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
     randomise(model, "actor", "critic")
     batch = random_batch(LENGTHS)
     generator = torch.Generator().manual_seed(3)
     scores = model.eval().score(batch, ("actor", "critic"))
-    experience = PpoExperience(
+    experience = TokenValues(
         batch=batch,
         old_logprobs_M=scores.logprobs_M,
-        old_values_M=scores.values_M,
+        values_M=scores.values_M,
         advantages_M=torch.randn(batch.n_completion_tokens, generator=generator),
         returns_M=torch.randn(batch.n_completion_tokens, generator=generator),
     )
     return model.train(), experience
 
 
-def update(model: HydraModel, experience: PpoExperience, schedule: Schedule = SCHEDULE):
+def update(model: HydraModel, experience: TokenValues, schedule: Schedule = SCHEDULE):
     """Gradients of one minibatch over all sequences, with LoRA dropout, and the update's statistics."""
     found: dict[str, torch.Tensor] = {}
 
@@ -79,7 +81,7 @@ def update(model: HydraModel, experience: PpoExperience, schedule: Schedule = SC
         model.zero_grad(set_to_none=True)
         return {}
 
-    stats = learn(model, PpoObjective(experience, OPTIONS), schedule, step, seed=0)
+    stats = learn(model, PPO, experience, schedule, step, seed=0)
     return found, stats
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_engine.algorithms.ppo import ppo_experience
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import Layout, score_rollout
 from rlhf_engine.scoring.off_policy import correct_age, correct_engine
-from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.rl import RlTrainer, make_algorithm
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, train_config, write_model, write_reward, write_rows
 from tests.training.test_rl import same, trained, without_timings
@@ -130,7 +129,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
             policy_version=0,
             first_step_from_reference=True,
         )
-        return ppo_experience(chosen, scored), scored.metrics
+        return make_algorithm(chosen).learn_from(scored)[0], scored.metrics
 
     weighted, metrics_of_weighted = experience(made)
     plain, metrics_of_plain = experience(dataclasses.replace(made, vllm_importance_sampling_correction=False))
@@ -141,7 +140,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         several = torch.tensor(rollout.batch.completion_lens)[rollout.batch.sequence_of_M] > 1
         expected = torch.where(several, 1.2, 1.0)  # of an answer of two tokens or more: 1.35 and beyond
     torch.testing.assert_close(weighted.advantages_M, plain.advantages_M * expected, rtol=1e-4, atol=1e-6)
-    for name in ("old_logprobs_M", "old_values_M", "returns_M"):
+    for name in ("old_logprobs_M", "values_M", "returns_M"):
         assert torch.equal(getattr(weighted, name), getattr(plain, name)), name
     assert metrics_of_weighted == metrics_of_plain
     assert metrics_of_weighted["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)

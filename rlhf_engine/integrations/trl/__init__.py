@@ -1,4 +1,4 @@
-"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), and PPO, ReMax, RLOO, online DPO and reward models.
+"""Behind TRL, from 1.15 on: our kernels in its trainers (`patch`), every algorithm and reward models.
 
 TRL is an optional dependency (`pip install 'rlhf-engine[trl]'`); nothing outside this package imports it.
 """
@@ -11,18 +11,43 @@ from typing import TYPE_CHECKING, Any
 from rlhf_engine.integrations.trl.patching import Patch, patch
 
 if TYPE_CHECKING:
-    from rlhf_engine.integrations.trl.online_dpo import HydraOnlineDPOConfig, HydraOnlineDPOTrainer
-    from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
-    from rlhf_engine.integrations.trl.reinforce import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
+    from rlhf_engine.integrations.trl.base import HydraTrainer
+    from rlhf_engine.integrations.trl.config import (
+        HydraBestOfNConfig,
+        HydraConfig,
+        HydraGRPOConfig,
+        HydraOnlineDPOConfig,
+        HydraPPOConfig,
+        HydraReinforceConfig,
+        HydraRLOOConfig,
+        ReMaxConfig,
+    )
+    from rlhf_engine.integrations.trl.online_dpo import HydraOnlineDPOTrainer
     from rlhf_engine.integrations.trl.reward import PerlRewardConfig, PerlRewardTrainer
+    from rlhf_engine.integrations.trl.trainers import (
+        HydraBestOfNTrainer,
+        HydraGRPOTrainer,
+        HydraPPOTrainer,
+        HydraReinforceTrainer,
+        HydraRLOOTrainer,
+        ReMaxTrainer,
+    )
 
 __all__ = [
+    "HydraBestOfNConfig",
+    "HydraBestOfNTrainer",
+    "HydraConfig",
+    "HydraGRPOConfig",
+    "HydraGRPOTrainer",
     "HydraOnlineDPOConfig",
     "HydraOnlineDPOTrainer",
     "HydraPPOConfig",
     "HydraPPOTrainer",
     "HydraRLOOConfig",
     "HydraRLOOTrainer",
+    "HydraReinforceConfig",
+    "HydraReinforceTrainer",
+    "HydraTrainer",
     "Patch",
     "PerlRewardConfig",
     "PerlRewardTrainer",
@@ -31,17 +56,17 @@ __all__ = [
     "patch",
 ]
 _MODULES = {
-    "HydraPPO": "ppo",
-    "HydraOnlineDPO": "online_dpo",
-    "HydraRLOO": "reinforce",
-    "ReMax": "reinforce",
-    "PerlReward": "reward",
+    "HydraTrainer": "base",
+    "HydraOnlineDPOTrainer": "online_dpo",
+    "PerlRewardConfig": "reward",
+    "PerlRewardTrainer": "reward",
 }
+"""Modules of the names that are neither a config in `config` nor a trainer in `trainers`."""
 
 
 def __getattr__(name: str) -> Any:
     # on demand: classes of TRL are made of classes of TRL, which `patch` alone need not import
-    module = _MODULES.get(name.removesuffix("Config").removesuffix("Trainer"))
-    if module is not None and name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULES.get(name, "config" if name.endswith("Config") else "trainers")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

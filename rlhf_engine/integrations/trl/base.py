@@ -1,7 +1,18 @@
-"""The base class of our trainers behind TRL: GRPOTrainer on one base, with our rollouts, scores and losses.
+"""Our trainer behind TRL: GRPOTrainer on one base, with our rollouts, scores and algorithms.
 
-A subclass says what is learned from a rollout (`experience`), and by which losses (`losses`, `combine`). TRL's data,
-sampling order, rewards, logging, callbacks and checkpoints stay TRL's; the actor is PEFT's adapter `default`.
+    trainer = HydraTrainer(
+        model="path/to/model",
+        args=HydraConfig(output_dir="run", algorithm="reinforce"),
+        reward_funcs=reward,                 # functions, models as in TRL, `reward_model` for one on the same base
+        train_dataset=prompts,
+        peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+
+What is learned from a rollout, and by which losses, is an `Algorithm` of `rlhf_engine.algorithms`, the same as in our
+own loop. TRL's data, sampling order, rewards, logging, callbacks and checkpoints stay TRL's. The actor is PEFT's
+adapter `default`, a critic its adapter `critic`. Log-probs of actor and reference, values and learned rewards come from
+one backbone forward. A checkpoint's root loads with plain PEFT, and `heads.safetensors` beside it has the value head.
 
 Sizes are GRPO's: an optimizer step takes per_device_train_batch_size · gradient_accumulation_steps answers of each
 process, `steps_per_generation` micro-batches share a rollout, and `num_iterations` are epochs.
@@ -11,20 +22,19 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from peft import PeftConfig, PeftModel
 from torch.utils.data import Sampler
 
+from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, find_algorithm
 from rlhf_engine.algorithms.ppo import token_kl
-from rlhf_engine.algorithms.sequences import sequence_sums
+from rlhf_engine.algorithms.sequences import group_sums, sequence_sums
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
@@ -51,6 +61,8 @@ REWARD_MODEL = "reward_model"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
+_EPS = 1e-4
+"""What RLOOTrainer adds to the deviation of advantages."""
 REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
 _OVERRIDDEN = {
@@ -66,59 +78,20 @@ _OVERRIDDEN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """A rollout of this process, scored: N answers of M tokens."""
-
-    batch: PackedBatch
-    logprobs_M: torch.Tensor
-    ref_logprobs_M: torch.Tensor
-    kl_M: torch.Tensor
-    """by `kl_estimator`"""
-    values_M: torch.Tensor | None
-    """where there is a critic"""
-    totals_N: torch.Tensor
-    """weighted rewards, less the penalty for a missing end"""
-    keep_N: torch.Tensor
-    """bool, whether to learn from an answer"""
-
-    @property
-    def keep_M(self) -> torch.Tensor:
-        return self.keep_N[self.batch.sequence_of_M]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Micro:
-    """Answers of one forward and backward."""
-
-    batch: PackedBatch
-    of: dict[str, torch.Tensor]
-    """name → [M], as `experience` has made it"""
-    mask_M: torch.Tensor
-    """bool, tokens to learn from"""
-    n_tokens: float
-    """Denominator: tokens of an optimizer step on this process, as many as the rollout has on average."""
-    n_answers: float
-    """Likewise, answers to learn from."""
-
-    @property
-    def keep_N(self) -> torch.Tensor:
-        """bool [N], whether to learn from an answer."""
-        return self.mask_M[torch.tensor(self.batch.completion_cu[:-1], device=self.mask_M.device)]
-
-
 class HydraTrainer(GRPOTrainer):
-    """GRPOTrainer on one base: actor, reference, and where an algorithm has one a critic."""
+    """GRPOTrainer on one base: actor, reference, and where the algorithm has one a critic."""
 
     reward_func_names: list[str]
     optimizer: Any
     lr_scheduler: Any
-    config_class: type[HydraConfig]
+    config_class: type[HydraConfig] = HydraConfig
     """What `args` are."""
-    has_critic = False
+    algorithm: Algorithm
+    """What is learned from a rollout."""
+    _tag_names: Any = ("trl", "rlhf-engine")
+    _name = "Hydra"
+    _paper: ClassVar[dict[str, str]] = {}
     _evaluated = (-1, 0)
-    hidden: tuple[bool, ...] = ()
-    """Further answers to each prompt, of which TRL is not shown anything: greedy or drawn."""
 
     def __init__(
         self,
@@ -153,10 +126,16 @@ class HydraTrainer(GRPOTrainer):
             raise ConfigError("peft_config: expected a LoraConfig: the base stays frozen, what is trained are adapters")
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
+        self._facts = args.facts
+        self._tag_names = (*HydraTrainer._tag_names, args.algorithm.replace("_", "-"))
+        self.algorithm = find_algorithm(args.algorithm)(
+            args.algorithm_options(),
+            temperature=args.temperature,
+            max_completion_length=args.max_completion_length,
+        )
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or REWARD_MODEL]
         self._uses_reward_model = REWARD_MODEL in functions
-        self.kl_coef = args.beta
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
         try:
             with warnings.catch_warnings():
@@ -195,23 +174,15 @@ class HydraTrainer(GRPOTrainer):
         if self.optimizer is not None:
             self._require_all_trained(self.optimizer)
 
-    # ---- what a subclass says --------------------------------------------------------------------------------------
+    @property
+    def has_critic(self) -> bool:
+        """Whether the algorithm learns values."""
+        return self._facts.has_critic
 
-    @abstractmethod
-    def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
-        """Return the values that the losses need of each token, name → [M]."""
-
-    def usable(self, keep_N: torch.Tensor) -> torch.Tensor:
-        """Which of the answers that have a score can be learned from."""
-        return keep_N
-
-    @abstractmethod
-    def losses(self, micro: Micro) -> tuple[Any, ...]:
-        """Requests to HydraModel.forward."""
-
-    @abstractmethod
-    def combine(self, micro: Micro, results: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a micro-batch, and metrics: sums over it, divided by the denominators that the loss has."""
+    @property
+    def hidden(self) -> tuple[bool, ...]:
+        """Further answers to each prompt, of which TRL is not shown anything: whether each is greedy."""
+        return (True,) if self._facts.with_greedy else ()
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -447,15 +418,17 @@ class HydraTrainer(GRPOTrainer):
         assert ref_logprobs_M is not None
         kl_M = token_kl(logprobs_M, ref_logprobs_M, self.args.kl_estimator)
         self.require_finite("KL of an answer is not finite; no update was made from it", kl_M)
-        keep_N = self._scored & output["completion_mask"].bool().any(1)
-        answers = Answers(
+        groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // self._answers_per_prompt()
+        greedy_N = self._hidden_totals[0][0] if self._facts.with_greedy else None
+        experience = Experience(
             batch=batch,
-            logprobs_M=logprobs_M,
+            groups_N=groups_N,
+            scores_N=self._totals,
+            greedy_scores_N=greedy_N,
+            old_logprobs_M=logprobs_M,
             ref_logprobs_M=ref_logprobs_M,
             kl_M=kl_M,
             values_M=scores.values_M,
-            totals_N=self._totals,
-            keep_N=self.usable(keep_N),
         )
         width = output["completion_ids"].shape[1]
 
@@ -464,21 +437,83 @@ class HydraTrainer(GRPOTrainer):
             return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
         self.note(mode, "kl", kl_M)
+        if greedy_N is not None:
+            self.note(mode, "reward/greedy", greedy_N)
         if self.num_generations == 1:
             self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, which one answer is not
-        made = self.experience(answers)
-        if "advantages" in made:
-            self._tell_advantages(made["advantages"], batch)
-        mask_M = answers.keep_M
+        keep_N = self._usable(self._scored & output["completion_mask"].bool().any(1), groups_N)
+        columns, mask_M = self._prepare(mode, experience, keep_N)
+        if "advantages_M" in columns:
+            self._log_advantages(columns["advantages_M"], batch)
+        learned_N = mask_M[batch.last_completion_rows_N]
         return {
             **output,
             "num_items_in_batch": self.accelerator.reduce(mask_M.sum(), reduction="sum"),
-            "num_units_in_batch": self.accelerator.reduce(answers.keep_N.sum(), reduction="sum"),
-            **{f"of_{name}": padded(x_M) for name, x_M in made.items()},
-            "of_old_logprobs": padded(logprobs_M),
+            "num_units_in_batch": self.accelerator.reduce(learned_N.sum(), reduction="sum"),
+            **{f"of_{name}": padded(x_M) for name, x_M in columns.items()},
             "answer_mask": padded(torch.ones_like(kl_M)).bool(),
             "loss_mask": padded(mask_M.float()).bool(),
         }
+
+    def _answers_per_prompt(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
+        """Which of the answers that have a score can be learned from: [N] bool.
+
+        An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
+        """
+        if self._facts.with_greedy:
+            ((_, scored_N),) = self._hidden_totals
+            keep_N = keep_N & scored_N
+        k, n = self._answers_per_prompt(), len(keep_N)
+        if n % k:
+            raise ConfigError(
+                f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
+            )
+        return keep_N & (group_sums(keep_N.float(), groups_N) >= self._facts.least_drawn)
+
+    def _prepare(
+        self, mode: str, experience: Experience, keep_N: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """What the algorithm learns from: values of each token by field, [M], and the tokens' mask, bool [M].
+
+        A process without an answer to learn from takes part in the sums over all processes.
+        """
+        batch, kept = experience.batch, keep_N.nonzero()[:, 0].tolist()
+        prepared, metrics = self.algorithm.prepare(experience.select(kept)) if kept else (None, {})
+        self._note_all(mode, metrics)
+        zeros_M = torch.zeros_like(experience.kl_M)
+        columns = {**experience.token_values(), "advantages_M": zeros_M}
+        if self.has_critic:
+            columns["returns_M"] = zeros_M
+        values = {} if prepared is None else prepared.token_values()
+        if self._facts.maximises_reward:  # else it has no advantages
+            ends_N = zeros_M[:0].long() if prepared is None else prepared.batch.last_completion_rows_N
+            values["advantages_M"] = self._normalised(values.get("advantages_M", zeros_M[:0]), ends_N)
+        mask_M = torch.zeros_like(experience.kl_M, dtype=torch.bool)
+        if prepared is not None:
+            rows_M = batch.select_completion_rows(prepared.batch.sample_ids)
+            mask_M[rows_M] = True
+            for name, x_M in values.items():
+                columns[name] = columns[name].index_put((rows_M,), x_M)
+        if self.has_critic:
+            self.note(mode, "value/mean", columns["values_M"][mask_M])
+            self.note(mode, "value/return", columns["returns_M"][mask_M])
+        return columns, mask_M
+
+    def _normalised(self, advantages_M: torch.Tensor, ends_N: torch.Tensor) -> torch.Tensor:
+        """Advantages with mean 0 and variance 1 over all processes, where the options say so: by token or by answer.
+
+        ends_N: places of the answers' last tokens.
+        """
+        if self.algorithm.options.whitens_advantages:
+            mean, variance = self.moments(advantages_M)
+            return ((advantages_M.double() - mean) / (variance + 1e-8) ** 0.5).to(advantages_M.dtype)
+        if getattr(self.args, "normalize_advantages", False):
+            mean, variance = self.moments(advantages_M[ends_N])
+            return (advantages_M - mean) / (variance**0.5 + _EPS)
+        return advantages_M
 
     def _denominator(self, in_rollout: torch.Tensor, mode: str) -> float:
         """Of what the whole rollout has to learn from, as much as an optimizer step takes on each process."""
@@ -491,7 +526,7 @@ class HydraTrainer(GRPOTrainer):
         if float(self.accelerator.reduce(bad, reduction="sum")):
             raise NonFiniteError(message)
 
-    def _tell_advantages(self, advantages_M: torch.Tensor, batch: PackedBatch) -> None:
+    def _log_advantages(self, advantages_M: torch.Tensor, batch: PackedBatch) -> None:
         """In the table of `log_completions`: the mean of each answer's, where GRPO's stood."""
         lengths_N = torch.tensor(batch.completion_lens, device=advantages_M.device)
         told = self.accelerator.gather(sequence_sums(advantages_M, batch) / lengths_N).tolist()
@@ -517,6 +552,13 @@ class HydraTrainer(GRPOTrainer):
         mean = total / n
         return mean, max(squares / n - mean * mean, 0.0) * n / (n - 1)
 
+    def _note_all(self, mode: str, metrics: dict[str, float]) -> None:
+        """Metrics: means over the processes that have them."""
+        every = gather_object([metrics])
+        for name in dict.fromkeys(name for found in every for name in found):
+            values = [found[name] for found in every if name in found]
+            self._metrics[mode][name].append(sum(values) / len(values))
+
     def next_evaluated(self) -> int:
         """How many batches this evaluation has had: those of one step differ, and the next evaluation has the same."""
         step, count = self._evaluated
@@ -536,17 +578,29 @@ class HydraTrainer(GRPOTrainer):
         answer = inputs["answer_mask"]
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         real = torch.cat([inputs["prompt_mask"].bool(), answer], 1)
-        micro = Micro(
+        micro = MicroBatch(
             batch=PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist()),
-            of={name.removeprefix("of_"): x[answer] for name, x in inputs.items() if name.startswith("of_")},
             mask_M=inputs["loss_mask"][answer],
             n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
             n_answers=self._denominator(inputs["num_units_in_batch"], mode),
+            **{name.removeprefix("of_"): x[answer] for name, x in inputs.items() if name.startswith("of_")},
         )
-        loss, metrics = self.combine(micro, self.forward(model, micro.batch, self.losses(micro)))
+        return self._loss_of(model, micro, mode)
+
+    def _loss_of(self, model: Any, micro: MicroBatch, mode: str, *, counts: float = 1.0) -> torch.Tensor:
+        """The loss of a micro-batch, whose metrics are logged. counts: 0 for one that is not to be learned from."""
+        terms = self.algorithm.terms(micro)
+        results = self.forward(model, micro.batch, tuple(term.output for term in terms))
+        loss = torch.stack([term.weight * found.loss for term, found in zip(terms, results, strict=True)]).sum()
+        loss = loss * counts
         self.require_finite("the loss is not finite", loss.detach())
-        for name, x in metrics.items():
-            self._metrics[mode][name].append(self.accelerator.gather(x.detach().float()).mean().item())
+        sums = self.algorithm.measure(micro, results).sums
+        # shares of an optimizer step's numbers, of which a logged line is the mean over micro-batches
+        parts = counts * (self.current_gradient_accumulation_steps if mode == "train" else 1)
+        shares = torch.stack([x.detach().double() for x in sums.values()]) * parts
+        means = self.accelerator.reduce(shares, reduction="mean")
+        for name, x in self.algorithm.summarise(Measured(sums=dict(zip(sums, means, strict=True)))).items():
+            self._metrics[mode][name].append(x)
         return loss
 
     def forward(self, model: Any, batch: PackedBatch, requests: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -558,7 +612,7 @@ class HydraTrainer(GRPOTrainer):
 
 
 REWARD_ROLE = "reward"
-"""The role that `reward_model` asks."""
+"""The role that `reward_model` stands for."""
 
 
 class _PromptsOfEpoch(Sampler[int]):

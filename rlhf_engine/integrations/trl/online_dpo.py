@@ -9,56 +9,26 @@ its two answers go through the base together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rlhf_engine.algorithms.online_dpo import dpo_loss
-from rlhf_engine.hydra import LogprobLoss, PackedBatch
+from rlhf_engine.algorithms.base import Experience, MicroBatch
+from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.base import Answers, HydraTrainer, Micro
-from rlhf_engine.integrations.trl.config import HydraConfig
-
-
-@dataclass
-class HydraOnlineDPOConfig(HydraConfig):
-    """GRPOConfig for pairs. beta: temperature of the loss."""
-
-    beta: float = field(default=0.1, metadata={"help": "Temperature of the loss."})
-    answers_per_prompt: int = field(default=2, metadata={"help": "Answers of which the best and the worst are taken."})
-    loss_type: str = field(default="sigmoid", metadata={"help": "sigmoid or ipo."})
-
-    def checks(self) -> dict[str, tuple[bool, str]]:
-        return {
-            **super().checks(),
-            "beta": (self.beta > 0, "a number > 0"),
-            "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
-            "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),
-            "loss_type": (self.loss_type in ("sigmoid", "ipo"), "'sigmoid' or 'ipo'"),
-        }
+from rlhf_engine.integrations.trl.base import HydraTrainer
+from rlhf_engine.integrations.trl.config import HydraOnlineDPOConfig
 
 
 class HydraOnlineDPOTrainer(HydraTrainer):
     """The best of several answers against the worst."""
 
-    _tag_names = ("trl", "rlhf-engine", "online-dpo")
-    _name = "Hydra-Online-DPO"
-    _paper = papers.ONLINE_DPO
+    _name, _paper = "Hydra-Online-DPO", papers.ONLINE_DPO
     config_class = HydraOnlineDPOConfig
 
     @property
-    def hidden(self) -> tuple[bool, ...]:  # type: ignore[override]  # of the base a constant, here of the configuration
+    def hidden(self) -> tuple[bool, ...]:
         return (False,) * (self.args.answers_per_prompt - 1)
-
-    def experience(self, answers: Answers) -> dict[str, torch.Tensor]:
-        return {}
-
-    def losses(self, micro: Micro) -> tuple[Any, ...]:
-        raise NotImplementedError("pairs have a forward of their own")
-
-    def combine(self, micro: Micro, results: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        raise NotImplementedError("pairs have a forward of their own")
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -80,67 +50,50 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         prompts = [prompt for prompt in self._prompt_ids for _ in range(2)]
         batch = PackedBatch.from_lists(prompts, pairs, device=self.accelerator.device)
         with self.accelerator.autocast():  # as the forward that learns
-            ref = self.hydra.score(batch, ("reference",), temperature=self.temperature).ref_logprobs_M
-        assert ref is not None
-        ref_NC = batch.pad(ref)
-        mask_NC = batch.pad(torch.ones_like(ref)).bool()
-        ids_NC = batch.pad(torch.tensor([x for ids in pairs for x in ids], device=ref.device))
-        n, width = len(shown), ref_NC.shape[1]
+            scores = self.hydra.score(batch, ("actor", "reference"), temperature=self.temperature)
+        assert scores.logprobs_M is not None
+        assert scores.ref_logprobs_M is not None
+        ids = torch.tensor([x for row in pairs for x in row], device=batch.device)
+        keep_M = keep_N.repeat_interleave(2)[batch.sequence_of_M]
+
+        def of_pairs(x_M: torch.Tensor) -> torch.Tensor:
+            return batch.pad(x_M).view(len(shown), 2, -1)
+
         return {
-            **{name: output[name] for name in ("prompt_ids", "prompt_mask", "num_items_in_batch")},
-            "pair_ids": ids_NC.view(n, 2, width),
-            "pair_mask": mask_NC.view(n, 2, width),
-            "pair_ref": ref_NC.view(n, 2, width),
+            **{name: output[name] for name in ("prompt_ids", "prompt_mask")},
+            "pair_ids": of_pairs(ids),
+            "pair_mask": of_pairs(torch.ones_like(ids)).bool(),
+            "of_old_logprobs_M": of_pairs(scores.logprobs_M),
+            "of_ref_logprobs_M": of_pairs(scores.ref_logprobs_M),
             "keep": keep_N,
-            "num_units_in_batch": self.accelerator.reduce(keep_N.sum(), reduction="sum"),
+            "num_items_in_batch": self.accelerator.reduce(keep_M.sum(), reduction="sum"),
+            "num_units_in_batch": self.accelerator.reduce(2 * keep_N.sum(), reduction="sum"),
         }
+
+    def _prepare(
+        self, mode: str, experience: Experience, keep_N: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Nothing of the answers that TRL is shown is learned from: the pairs come from all answers."""
+        return {}, keep_N[experience.batch.sequence_of_M]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mode = "train" if self.model.training else "eval"
-        mask, keep = inputs["pair_mask"], inputs["keep"]
+        # a process without a pair takes part with one that counts nothing, because others wait for its gradient
+        counts = float(bool(inputs["keep"].any()))
+        kept = inputs["keep"].nonzero()[:, 0] if counts else torch.zeros(1, dtype=torch.int64)
+        mask, ids = inputs["pair_mask"][kept].flatten(0, 1), inputs["pair_ids"][kept].flatten(0, 1)
         prompts = [
-            ids[real.bool()].tolist() for ids, real in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+            row[real.bool()].tolist()
+            for row, real in zip(inputs["prompt_ids"][kept], inputs["prompt_mask"][kept], strict=True)
+            for _ in range(2)
         ]
-        batch = PackedBatch.from_lists(
-            [prompt for prompt in prompts for _ in range(2)],
-            [
-                ids[real].tolist()
-                for pair, reals in zip(inputs["pair_ids"], mask, strict=True)
-                for ids, real in zip(pair, reals, strict=True)
-            ],
-            device=mask.device,
+        answers = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+        of = {name.removeprefix("of_"): x for name, x in inputs.items() if name.startswith("of_")}
+        micro = MicroBatch(
+            batch=PackedBatch.from_lists(prompts, answers, device=mask.device),
+            mask_M=torch.ones(int(mask.sum()), dtype=torch.bool, device=mask.device),
+            n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
+            n_answers=2 * self._denominator(inputs["num_units_in_batch"] / 2, mode),
+            **{name: x[kept].flatten(0, 1)[mask] for name, x in of.items()},
         )
-        ref_M = inputs["pair_ref"][mask]
-        n = self._denominator(inputs["num_units_in_batch"], mode)
-        kept = [2 * i + j for i in keep.nonzero()[:, 0].tolist() for j in range(2)]
-
-        def loss(logprobs_M: torch.Tensor) -> Any:
-            rows_M, part = batch.select_completion_rows(kept), batch.select(kept)
-            options = {"n_pairs": n, "beta": self.args.beta, "loss_type": self.args.loss_type}
-            return dpo_loss(logprobs_M[rows_M], ref_M[rows_M], part, **options)
-
-        def nothing(logprobs_M: torch.Tensor) -> Any:  # a gradient of 0, because other processes wait for one
-            return _Nothing(0.0 * logprobs_M.sum(), logprobs_M.new_zeros(0), logprobs_M.new_zeros(0))
-
-        output = LogprobLoss(loss=loss if kept else nothing, temperature=self.temperature)
-        (found,) = self.forward(model, batch, (output,))
-        self.require_finite("the loss is not finite", found.loss.detach())
-        self.note(mode, "entropy", found.entropy)
-        chosen, rejected = found.found.chosen_P, found.found.rejected_P
-        for name, x in {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "rewards/margins": chosen - rejected,
-        }.items():
-            self.note(mode, name, x)  # of all processes; where none has a pair there is no line
-        return found.loss
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """What a loss of no pairs returns."""
-
-    loss: torch.Tensor
-    chosen_P: torch.Tensor
-    rejected_P: torch.Tensor
+        return self._loss_of(model, micro, mode, counts=counts)

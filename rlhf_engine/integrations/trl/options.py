@@ -1,4 +1,4 @@
-"""The options of GRPOConfig in three sets: served, harmless, and refused.
+"""The options of GRPOConfig in three sets: served, harmless, and refused; and those that some algorithms read.
 
 Together they name every option of the versions of TRL and transformers that this package knows. `config` refuses the
 third, and whatever stands in none.
@@ -16,7 +16,6 @@ SERVED = frozenset(
         "adam_beta1",
         "adam_beta2",
         "adam_epsilon",
-        "beta",
         "bf16",
         "chat_template_kwargs",
         "dataloader_drop_last",
@@ -28,6 +27,7 @@ SERVED = frozenset(
         "ddp_timeout",
         "disable_dropout",
         "enable_jit_checkpoint",
+        "entropy_coef",
         "eval_delay",
         "eval_on_start",
         "eval_steps",
@@ -139,7 +139,6 @@ HARMLESS = frozenset(
 _ENGINE = "answers come from this package's rollout engine"
 _WHOLE = "ratios are to the whole distribution"
 _BASE = "every process holds the whole base"
-_GROUPS = "advantages are not scaled by groups"
 _OWN_LOSS = "the loss is not GRPO's"
 _ENTROPY = "`entropy_coef` is a constant"
 _REFERENCE = "the reference stays the policy that the run started from"
@@ -153,15 +152,11 @@ REFUSED = {
     "cast_lm_head_to_fp32": "log-probs are in fp32 from the base's own head",
     "data_seed": "prompts are shuffled by `seed`",
     "deepspeed": _BASE,
-    "delta": _OWN_LOSS,
     "ds3_gather_for_generation": _BASE,
-    "entropy_coef": _OWN_LOSS,
     "entropy_coef_delta": _ENTROPY,
     "entropy_coef_max": _ENTROPY,
     "entropy_coef_min": _ENTROPY,
     "entropy_target": _ENTROPY,
-    "epsilon": "no ratio is clipped",
-    "epsilon_high": "no ratio is clipped",
     "fp16_full_eval": "evaluation and training share the base, which would stay rounded",
     "fsdp": _BASE,
     "fsdp_config": _BASE,
@@ -185,7 +180,6 @@ REFUSED = {
     "router_aux_loss_coef": "the router is frozen with the base",
     "sapo_temperature_neg": _OWN_LOSS,
     "sapo_temperature_pos": _OWN_LOSS,
-    "scale_rewards": _GROUPS,
     "sync_ref_model": _REFERENCE,
     "top_entropy_quantile": _OWN_LOSS,
     "top_k": _WHOLE,
@@ -223,9 +217,25 @@ REFUSED = {
 }
 """Options that have to stay at their defaults, and why, except where a class names them in `reads`."""
 
+OF_ALGORITHMS = {
+    "beta": "beta",
+    "critic_learning_rate": "critic_learning_rate",
+    "cliprange_value": "cliprange_value",
+    "delta": "delta",
+    "epsilon": "cliprange",
+    "epsilon_high": "cliprange_high",
+    "gamma": "gamma",
+    "kl_estimator": "kl_estimator",
+    "lam": "lam",
+    "scale_rewards": "scale_rewards",
+    "vf_coef": "vf_coef",
+    "whiten_advantages": "whiten_advantages",
+}
+"""Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
+
 ALSO_DEFAULT: dict[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": (False,),
-    "scale_rewards": (False,),
+    "scale_rewards": (False, "none"),
     "top_k": (None, -1),
 }
 """Other ways to write a default."""

@@ -50,3 +50,17 @@ PERL = _paper(
     "PERL: Parameter Efficient Reinforcement Learning from Human Feedback",
     "Hakim Sidahmed and Samrat Phatale and others",
 )
+GRPO = _paper(
+    "shao2024deepseekmath",
+    "2402.03300",
+    2024,
+    "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+    "Zhihong Shao and Peiyi Wang and others",
+)
+BEST_OF_N = _paper(
+    "stiennon2020learning",
+    "2009.01325",
+    2020,
+    "Learning to summarize from human feedback",
+    "Nisan Stiennon and Long Ouyang and others",
+)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_engine.algorithms.base import find_algorithm
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.scoring.experience import Layout, score_rollout
-from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.rl import RlTrainer, make_algorithm
 from rlhf_engine.training.update import Schedule, update
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
@@ -65,8 +64,8 @@ def config(model, folder, reward, **changes):
     return train_config(model, folder, **{**options, **changes})
 
 
-def objective_of(trainer, **changes):
-    """What the first step would learn."""
+def first_step(trainer, **changes):
+    """What the first step would learn from: (prepared, as it was scored, as it was drawn)."""
     made = dataclasses.replace(trainer.config, **changes)
     layout = Layout.of(made.prompts_per_step, made.generations, with_greedy=made.algorithm == "remax")
     trainer.rollouts.sync(0)
@@ -90,8 +89,8 @@ def objective_of(trainer, **changes):
         policy_version=0,
         first_step_from_reference=True,
     )
-    objective, metrics = find_algorithm(made.algorithm).make_objective(made, scored, train_actor=True)
-    return SimpleNamespace(objective=objective, metrics=metrics), scored, rollout
+    answers, metrics = make_algorithm(made).learn_from(scored)
+    return SimpleNamespace(answers=answers, metrics=metrics), scored, rollout
 
 
 @pytest.mark.parametrize("name", ["remax", "online_dpo", *slowly("rloo", "reinforce", "grpo", "best_of_n")])
@@ -112,7 +111,7 @@ def test_a_stopped_run_goes_on_with_the_same_floats(name, model, reward, tmp_pat
 @pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, **options))
-    made, _, _ = objective_of(trainer)
+    made, _, _ = first_step(trainer)
     found = []
 
     def step():
@@ -122,7 +121,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options, model, r
 
     for size in (99, 3):
         schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=size)
-        stats = update(trainer.model, made.objective, schedule, step, seed=0)
+        stats = update(trainer.model, make_algorithm(trainer.config), made.answers, schedule, step, seed=0)
         found.append(stats)
     whole, stats, parts, other_stats = found
     assert whole.keys() == parts.keys()
@@ -173,17 +172,17 @@ def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_p
 
 def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
-    made, scored, rollout = objective_of(trainer)
+    made, scored, rollout = first_step(trainer)
     assert rollout.batch.n_sequences == 16
     assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 8
     assert rollout.stats.prompts <= 8  # both answers share the prompt's prefill
     for i in range(8):
         assert scored.batch.completion_tokens(i) == rollout.batch.completion_tokens(2 * i)
-    again, other, _ = objective_of(trainer)
+    again, other, _ = first_step(trainer)
     assert torch.equal(other.greedy_scores_N, scored.greedy_scores_N)
     expected = (scored.scores_N - scored.greedy_scores_N)[scored.batch.sequence_of_M]
-    assert torch.equal(made.objective._advantages_M, expected)
-    assert torch.equal(again.objective._advantages_M, expected)
+    assert torch.equal(made.answers.advantages_M, expected)
+    assert torch.equal(again.answers.advantages_M, expected)
 
 
 @pytest.mark.parametrize("name", ["remax", "rloo"])
@@ -218,7 +217,7 @@ def test_greedy_answers_are_scored_by_the_lane_with_any_estimate_of_the_kl(estim
 def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp_path):
     """The greedy answer of the second prompt has no score: the pairs after it must not move up."""
     spec = write_reward(tmp_path, "return [None if i == 3 else float(i) for i, _ in enumerate(completion_ids)]")
-    _, scored, _ = objective_of(RlTrainer(config(model, tmp_path / "run", spec, algorithm="remax")))
+    _, scored, _ = first_step(RlTrainer(config(model, tmp_path / "run", spec, algorithm="remax")))
     assert scored.scores_N.tolist() == [0.0, *(float(i) for i in range(4, 16, 2))]
     distinct = scored.greedy_scores_N - scored.scores_N
     assert set(distinct.tolist()) <= {0.0, 1.0}  # 0 where both answers are the same tokens
@@ -328,17 +327,17 @@ def test_online_dpo_prefers_answers_that_end(model, tmp_path):
     spec = write_reward(tmp_path, "return [1.0 for _ in completion_ids]")
     options = {"algorithm": "online_dpo", "missing_eos_penalty": 1.0, "max_completion_length": 12}
     trainer = RlTrainer(config(model, tmp_path / "run", spec, generation_batch_size=64, **options))
-    made, scored, _ = objective_of(trainer)
+    made, scored, _ = first_step(trainer)
     assert set(scored.scores_N.tolist()) == {0.0, 1.0}
-    pairs = made.objective.batch
+    pairs = made.answers.batch
     ends = [pairs.completion_tokens(i)[-1] in trainer._sampling(0).eos_token_ids for i in range(pairs.n_sequences)]
     assert ends == [True, False] * (pairs.n_sequences // 2)
 
 
 def test_best_of_n_learns_the_best_answer_of_each_prompt(model, reward, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="best_of_n"))
-    made, scored, _ = objective_of(trainer)
-    chosen = made.objective.batch
+    made, scored, _ = first_step(trainer)
+    chosen = made.answers.batch
     assert chosen.n_sequences == 4
     best = scored.scores_N.view(4, 4).argmax(1).tolist()
     for prompt, place in enumerate(best):
@@ -357,11 +356,11 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
     )
     made = config(model, tmp_path / "run", spec, algorithm=name)
     trainer = RlTrainer(made)
-    made, scored, _ = objective_of(trainer)
+    made, scored, _ = first_step(trainer)
     n_drawn = 8 if name == "remax" else 16
     assert scored.batch.n_sequences == n_drawn - skipped
     assert scored.metrics["completions/skipped"] == skipped
-    assert made.objective.batch.n_sequences > 0
+    assert made.answers.batch.n_sequences > 0
     assert trainer.step()["optimizer_steps"] == 1.0
 
 
@@ -380,7 +379,7 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
         ),
         (
             {"algorithm": "grpo", "loss_type": "ipo"},
-            "loss_type: expected one of grpo, bnpo, dr_grpo for grpo, got 'ipo'",
+            "loss_type: expected one of grpo, dapo, dr_grpo for grpo, got 'ipo'",
         ),
         ({"algorithm": "ppo", "loss_type": "grpo"}, "loss_type: expected it unset for ppo, which does not read it"),
         (

@@ -1,7 +1,7 @@
 """What each algorithm learns from given numbers, against its formula written out answer by answer.
 
 Everything differs from everything: policy, policy before and reference, KL, values, weights of another engine. So a
-recipe that hands on the wrong one, or leaves one out, is found.
+algorithm that hands on the wrong one, or leaves one out, is found.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import pytest
 import torch
 
-from rlhf_engine.algorithms.base import Experience, find_algorithm
-from rlhf_engine.algorithms.objective import MicroBatch
+from rlhf_engine.algorithms.base import Algorithm, Experience, MicroBatch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PolicyLoss
+from rlhf_engine.training.rl import make_algorithm
 from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 
@@ -26,12 +26,6 @@ BETA, CLIP, EPS = 0.3, 0.2, 1e-4
 
 def numbers(seed: int) -> torch.Tensor:
     return torch.randn(10, generator=torch.Generator().manual_seed(seed))
-
-
-def objective_of(options, experience, *, train_actor=True):
-    """What an update of the options' algorithm minimises."""
-    module = find_algorithm(options.algorithm)
-    return module.make_objective(options, experience, train_actor=train_actor)[0]
 
 
 SCORED = Experience(
@@ -131,7 +125,7 @@ def grpo(answers):
     return sum(x / a.length for x, a in zip(grpo_tokens(answers, scaled=True), answers, strict=True)) / 4
 
 
-def grpo_bnpo(answers):
+def grpo_dapo(answers):
     return sum(grpo_tokens(answers, scaled=True)) / 10
 
 
@@ -165,7 +159,7 @@ CASES = [
     (rloo, {"num_generations": 2}),
     (rloo_vanilla, {"num_generations": 2, "loss_type": "vanilla"}),
     (grpo, {}),
-    (grpo_bnpo, {"loss_type": "bnpo"}),
+    (grpo_dapo, {"loss_type": "dapo"}),
     (grpo_plain, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     (online_dpo, {}),
     (online_dpo_ipo, {"loss_type": "ipo"}),
@@ -179,17 +173,26 @@ def config(algorithm: str, **changes) -> TrainConfig:
     return TrainConfig(**required, **beta, algorithm=algorithm, **changes)
 
 
-def everything(objective) -> MicroBatch:
-    n = objective.batch.n_sequences
-    rows_M = torch.arange(objective.batch.n_completion_tokens)
-    return MicroBatch(batch=objective.batch, indices=range(n), rows_M=rows_M, minibatch=range(n))
+def learned(options, experience, *, train_actor=True) -> tuple[Algorithm, MicroBatch]:
+    """The algorithm of the options, and all that it learns from an experience as one micro-batch."""
+    algorithm = make_algorithm(options, train_actor=train_actor)
+    answers, _ = algorithm.learn_from(experience)
+    n = answers.batch.n_completion_tokens
+    micro = MicroBatch(
+        batch=answers.batch,
+        mask_M=torch.ones(n, dtype=torch.bool),
+        n_tokens=float(n),
+        n_answers=float(answers.batch.n_sequences),
+        **answers.token_values(),
+    )
+    return algorithm, micro
 
 
-def loss_of(objective, logprobs_M):
-    """What an objective minimises, at these log-probs of its answers' tokens."""
-    fused = objective.terms(everything(objective))[0].output
+def loss_of(algorithm, micro, logprobs_M):
+    """What is minimised, at these log-probs of the answers' tokens."""
+    fused = algorithm.terms(micro)[0].output
     if not isinstance(fused, PolicyLoss):
-        return objective.loss(logprobs_M, everything(objective)).loss
+        return algorithm.loss(logprobs_M, micro).loss
     return at_logprobs(fused, logprobs_M).loss
 
 
@@ -199,11 +202,11 @@ def test_what_is_learned_from_given_numbers(formula, options):
     leaf = POLICY_M.clone().requires_grad_()
     formula([Answer(i, leaf) for i in range(4)]).backward()
     expected = leaf.grad
-    objective = objective_of(config(name, **options), SCORED)
+    algorithm, micro = learned(config(name, **options), SCORED)
     chosen = {"best_of_n": [0, 2]}.get(name, [0, 1, 2, 3])
     rows_M = SCORED.batch.select_completion_rows(chosen)
     mine = POLICY_M.clone().requires_grad_()
-    loss_of(objective, mine[rows_M]).backward()
+    loss_of(algorithm, micro, mine[rows_M]).backward()
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-6)
 
@@ -211,15 +214,15 @@ def test_what_is_learned_from_given_numbers(formula, options):
 def test_values_are_taught_the_returns_of_each_algorithm():
     """REINFORCE: (1−β) score less β KL to go; PPO: GAE's, with the whole score."""
     answers = [Answer(i, POLICY_M) for i in range(4)]
-    objective = objective_of(config("reinforce", vf_coef=0.7), SCORED)
-    *_, value = objective.terms(everything(objective))
+    algorithm, micro = learned(config("reinforce", vf_coef=0.7), SCORED)
+    *_, value = algorithm.terms(micro)
     to_go = torch.cat([(1 - BETA) * a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)
     assert torch.equal(value.output.old_value_M, SCORED.values_M)
     assert value.weight == 0.7
     assert value.output.denom == 4  # a sum per answer, as the policy's
-    made = objective_of(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED)
-    policy, value = made.terms(everything(made))
+    algorithm, micro = learned(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED)
+    policy, value = algorithm.terms(micro)
     to_go = torch.cat([a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)
     torch.testing.assert_close(policy.output.advantage_M, SCORED.weights_M * (to_go - SCORED.values_M))
@@ -229,9 +232,9 @@ def test_values_are_taught_the_returns_of_each_algorithm():
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
 def test_a_warm_up_teaches_the_values_alone(name):
     made = config(name, max_steps=2, critic_warmup_steps=1)
-    objective = objective_of(made, SCORED, train_actor=False)
-    assert objective.discarded_roles == ("actor",)
-    (term,) = objective.terms(everything(objective))
+    algorithm, micro = learned(made, SCORED, train_actor=False)
+    assert algorithm.discarded_roles == ("actor",)
+    (term,) = algorithm.terms(micro)
     assert term.output.roles == ("critic",)
 
 
@@ -241,6 +244,5 @@ def test_without_weights_every_answer_counts_as_drawn():
         found = []
         for weights in (None, torch.ones(10)):
             scored = dataclasses.replace(SCORED, weights_M=weights)
-            objective = objective_of(config(name), scored)
-            found.append(loss_of(objective, POLICY_M))
+            found.append(loss_of(*learned(config(name), scored), POLICY_M))
         assert torch.equal(*found)
