@@ -207,7 +207,7 @@ class AlgorithmOptions(Options):
     @property
     def has_ratio(self) -> bool:
         """Whether the loss has the ratio to the policy that drew, by which answers serve more than one update."""
-        return self.facts.reads_option("cliprange") and self.chosen_loss_type != "vanilla"
+        return self.facts.has_token_ratio or self.chosen_loss_type == "proximal"
 
     @property
     def least_drawn(self) -> int:

@@ -18,6 +18,7 @@ from rlhf_engine.config import (
     TrainConfig,
     parse_config,
 )
+from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
@@ -304,7 +305,7 @@ def test_configs_do_not_share_lists() -> None:
     assert parse().reward_funcs is not config.reward_funcs
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "online_dpo", "best_of_n", "remax", "rloo", "reinforce"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_that_are_sums_per_answer_are_not_scaled_down_unless_wanted(algorithm: str) -> None:
     is_sum = algorithm in ("remax", "rloo", "reinforce")
     assert parse("--algorithm", algorithm).largest_grad_norm == (None if is_sum else 1.0)

@@ -18,6 +18,8 @@ METHODS = {
     "HydraPPO": ("Hydra-PPO", "2309.00754", "Efficient RLHF"),
     "ReMax": ("ReMax", "2310.10505", "ReMax: A Simple"),
     "HydraRLOO": ("Hydra-RLOO", "2402.14740", "Back to Basics"),
+    "HydraReinforce": ("Hydra-REINFORCE", "2403.10704", "PERL: Parameter Efficient"),
+    "HydraBestOfN": ("Hydra-Best-of-N", "2009.01325", "Learning to summarize"),
     "HydraOnlineDPO": ("Hydra-Online-DPO", "2402.04792", "Direct Language Model Alignment"),
 }
 

@@ -105,7 +105,7 @@ def test_answers_without_a_score_are_in_no_pair(folder, tmp_path):
     [
         ({"answers_per_prompt": 1}, "answers_per_prompt: expected at least 2, got 1"),
         ({"num_generations": 2}, "num_generations: expected 1: answers_per_prompt says how many are drawn"),
-        ({"epsilon": 0.1}, r"epsilon: expected 0\.2, because no ratio is clipped, got 0\.1"),
+        ({"epsilon": 0.1}, r"epsilon: expected 0\.2, because online_dpo does not read it, got 0\.1"),
         ({"beta": 0.0}, "beta: expected a number > 0"),
         ({"loss_type": "hinge"}, "loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"),
     ],

@@ -13,22 +13,35 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RLOOConfig, RLOOTrainer, TrlParser
 
+from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import (
+    HydraBestOfNConfig,
+    HydraGRPOConfig,
+    HydraGRPOTrainer,
     HydraOnlineDPOConfig,
     HydraPPOConfig,
     HydraPPOTrainer,
+    HydraReinforceConfig,
     HydraRLOOConfig,
     HydraRLOOTrainer,
     ReMaxConfig,
 )
 from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, REFUSED, SERVED
+from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
 from rlhf_engine.integrations.trl.reward import SERVED_FOR_THUMBS
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
 from tests.training.test_data import PROMPTS, write_model
 
-CONFIGS = {"PPO": HydraPPOConfig, "ReMax": ReMaxConfig, "RLOO": HydraRLOOConfig, "online DPO": HydraOnlineDPOConfig}
+CONFIGS = {
+    "PPO": HydraPPOConfig,
+    "REINFORCE": HydraReinforceConfig,
+    "ReMax": ReMaxConfig,
+    "RLOO": HydraRLOOConfig,
+    "GRPO": HydraGRPOConfig,
+    "best of N": HydraBestOfNConfig,
+    "online DPO": HydraOnlineDPOConfig,
+}
 KWARGS = '{"use_reentrant": false}'
 GUIDE = Path(__file__).parents[2] / "docs" / "trl.md"
 ONE_BATCH = {
@@ -56,14 +69,14 @@ def test_every_option_of_trl_is_served_harmless_or_refused():
     sets = {"served": set(SERVED), "harmless": set(HARMLESS), "refused": set(REFUSED)}
     assert not sets["served"] & sets["harmless"]
     assert not sets["refused"] & (sets["served"] | sets["harmless"])
-    known = set().union(*sets.values())
+    assert not OF_ALGORITHMS.keys() & set().union(*sets.values())
+    of_grpo = OF_ALGORITHMS.keys() & set(options(GRPOConfig))
+    known = of_grpo.union(*sets.values())
     assert set(options(GRPOConfig)) - known == set()
     assert set(options(RLOOConfig)) - known - set(options(HydraRLOOConfig)) == set()
     # a name that TRL gives up would never be checked; these two are younger than the oldest transformers
     newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}
     assert known - set(options(GRPOConfig)) in (set(), newer)
-    for config in CONFIGS.values():
-        assert set(config.reads) <= set(REFUSED)
 
 
 def other(option: dataclasses.Field):
@@ -79,7 +92,9 @@ def other(option: dataclasses.Field):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_is_refused_has_to_stay_at_its_default(kind, tmp_path):
     config = CONFIGS[kind]
-    for name in set(REFUSED) - set(config.reads):
+    facts = config(str(tmp_path), use_cpu=True, bf16=False).facts
+    unread = {name for name, ours in OF_ALGORITHMS.items() if not facts.reads_option(ours)}
+    for name in REFUSED.keys() | unread:
         value = other(options(config)[name])
         assert value not in ALSO_DEFAULT.get(name, ())
         with pytest.raises(ConfigError, match=f"^{name}: expected .*, because .*, got ") as error:
@@ -107,13 +122,16 @@ def test_an_option_that_no_set_names_has_to_stay_at_its_default(tmp_path, monkey
     monkeypatch.setattr("rlhf_engine.integrations.trl.config.GRPOConfig", newer)
     config = dataclasses.make_dataclass("Newer", [("novelty", float, 0.5)], bases=(HydraPPOConfig,))
     config(str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(ConfigError, match=r"novelty: expected 0\.5, because Newer does not read it, got 0\.7"):
+    with pytest.raises(ConfigError, match=r"novelty: expected 0\.5, because ppo does not read it, got 0\.7"):
         config(str(tmp_path), use_cpu=True, bf16=False, novelty=0.7)
 
 
 def test_the_table_in_the_guide_is_that_of_the_sets():
     def cell(config, name):
-        read = name in SERVED | HARMLESS or name in config.reads or (name not in REFUSED and name in options(config))
+        if name in OF_ALGORITHMS:
+            facts = ALGORITHMS[options(config)["algorithm"].default]
+            return "yes" if facts.reads_option(OF_ALGORITHMS[name]) else "–"
+        read = name in SERVED | HARMLESS or (name not in REFUSED and name in options(config))
         return "yes" if read else "–"
 
     common = set(options(RewardConfig)) & set(options(GRPOConfig))  # transformers' own and TRL's for all trainers
@@ -207,10 +225,39 @@ def test_ppo_has_the_policy_loss_of_grpo_trainer(changes, folder, tmp_path):
         ours, GRPOTrainer, GRPOConfig(str(tmp_path), **ONE_BATCH, beta=0.0, loss_type="dapo", **changes), folder
     )
     inputs = ours._generate_and_score_completions([{"prompt": p} for p in PROMPTS[:2] for _ in range(4)])
-    old = inputs["of_old_logprobs"] + drift(inputs)
-    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs": old})
-    expected = loss_and_gradients(theirs, {**inputs, "old_per_token_logps": old, "advantages": inputs["of_advantages"]})
+    old = inputs["of_old_logprobs_M"] + drift(inputs)
+    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs_M": old})
+    shown = {"old_per_token_logps": old, "advantages": inputs["of_advantages_M"]}
+    expected = loss_and_gradients(theirs, {**inputs, **shown})
     assert_equal(mine, expected)
+    assert float(mine["loss"]) != 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.1},
+        {"loss_type": "dr_grpo", "epsilon_high": 0.4},
+        {"delta": 1.5, "beta": 0.1},
+    ],
+    ids=lambda changes: "-".join(changes) or "defaults",
+)
+def test_grpo_has_the_advantages_and_the_loss_of_grpo_trainer(changes, folder, tmp_path):
+    given = {**ONE_BATCH, **changes}
+    ours = make_trainer(HydraGRPOTrainer, HydraGRPOConfig(str(tmp_path), **given), folder)
+    plain = {"use_bias_correction_kl": False} if "use_bias_correction_kl" in options(GRPOConfig) else {}
+    theirs = beside(ours, GRPOTrainer, GRPOConfig(str(tmp_path), **given, **plain), folder)
+    rows = [{"prompt": p} for p in PROMPTS[:2] for _ in range(4)]
+    inputs = ours._generate_and_score_completions(rows)
+    answers = [list(ours._answers.completion_tokens(i)) for i in range(8)]
+    theirs._generate_single_turn = lambda *arguments, **options: (answers, None)
+    expected = theirs._generate_and_score_completions(rows)
+    assert torch.allclose(inputs["of_advantages_M"][:, 0], expected["advantages"], atol=1e-5)
+    assert float(expected["advantages"].abs().max()) > 0.1
+    old = inputs["of_old_logprobs_M"] + drift(inputs)
+    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs_M": old})
+    assert_equal(mine, loss_and_gradients(theirs, {**expected, "old_per_token_logps": old}))
     assert float(mine["loss"]) != 0.0
 
 
@@ -228,10 +275,10 @@ def test_rloo_has_the_advantages_and_the_loss_of_rloo_trainer(changes, folder, t
     answers = [list(ours._answers.completion_tokens(i)) for i in range(8)]
     theirs._generate_single_turn = lambda prompt_ids, images, fields: answers
     expected = theirs._generate_and_score_completions(rows)
-    assert torch.allclose(inputs["of_advantages"][:, 0], expected["advantages"], atol=1e-5)
+    assert torch.allclose(inputs["of_advantages_M"][:, 0], expected["advantages"], atol=1e-5)
     assert float(expected["advantages"].abs().max()) > 0.1
     moved = drift(inputs)
-    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs": inputs["of_old_logprobs"] + moved})
+    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs_M": inputs["of_old_logprobs_M"] + moved})
     assert_equal(mine, loss_and_gradients(theirs, {**expected, "old_logps": expected["old_logps"] + moved.sum(1)}))
 
 
@@ -244,7 +291,7 @@ def test_the_entropy_bonus_of_rloo_is_a_mean_over_kept_tokens(folder, tmp_path):
     inputs["num_items_in_batch"] = inputs["loss_mask"].sum()
     plain = trainer._compute_loss(trainer.model, inputs).detach()
     entropy = trainer._metrics["train"]["entropy"][-1]
-    trainer.args.entropy_coef = 0.5
+    trainer.algorithm.options = dataclasses.replace(trainer.algorithm.options, entropy_coef=0.5)
     assert float(trainer._compute_loss(trainer.model, inputs).detach() - plain) == pytest.approx(
         -0.5 * entropy, rel=1e-4
     )

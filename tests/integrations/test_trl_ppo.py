@@ -14,14 +14,14 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from rlhf_engine.integrations.trl.ppo import HydraPPOConfig, HydraPPOTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ranks, trained, words
+from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ranks, trained, watched, words
 from tests.training.test_data import PROMPTS, write_model
 
 
@@ -77,13 +77,12 @@ def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
 
 def test_the_table_of_answers_has_these_advantages(folder, tmp_path):
     trainer = make(folder, tmp_path, max_steps=1, log_completions=True, whiten_advantages=False)
-    seen = []
-    experience = trainer.experience
-    trainer.experience = lambda answers: seen.append((answers.batch, experience(answers))) or seen[-1][1]
+    seen = watched(trainer)
     trainer.train()
-    ((batch, made),) = seen
+    (made,) = seen
+    advantages, lengths = made.columns["advantages_M"], list(made.experience.batch.completion_lens)
     told = pandas.concat(pandas.read_parquet(path) for path in (tmp_path / "completions").glob("*.parquet"))
-    expected = [float(x.mean()) for x in made["advantages"].split(list(batch.completion_lens))]
+    expected = [float(x.mean()) for x in advantages.split(lengths)]
     assert told["advantage"].tolist() == pytest.approx(expected, rel=1e-5)
     assert told["words"].tolist() == words(None, told["completion"].tolist(), None)
 
@@ -139,10 +138,10 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
             lists["prompt"].append(part["prompt_ids"][i][part["prompt_mask"][i].bool()].tolist())
             lists["answer"].append(part["completion_ids"][i][mask].tolist())
             for key, name in (
-                ("old", "of_old_logprobs"),
-                ("adv", "of_advantages"),
-                ("ret", "of_returns"),
-                ("val", "of_values"),
+                ("old", "of_old_logprobs_M"),
+                ("adv", "of_advantages_M"),
+                ("ret", "of_returns_M"),
+                ("val", "of_values_M"),
             ):
                 lists[key].append(part[name][i][mask])
     batch = PackedBatch.from_lists(lists["prompt"], lists["answer"])
@@ -164,7 +163,7 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
     head = model.heads["value"].weight.grad
     assert float((gradients["hydra_heads.value.weight"] - head).abs().max()) < 1e-4 * float(head.abs().max())
     # advantages are whitened over the whole rollout
-    whole = experience["of_advantages"][experience["answer_mask"]]
+    whole = experience["of_advantages_M"][experience["answer_mask"]]
     assert abs(float(whole.mean())) < 1e-5
     assert float(whole.var()) == pytest.approx(1.0, abs=1e-3)
 
@@ -196,10 +195,10 @@ def test_a_resumed_run_goes_on_in_its_epoch_and_its_line_of_the_log(folder, tmp_
     """An epoch is three rollouts, a line of the log one; the stop lies in the second epoch's first rollout."""
     options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "num_iterations": 1}
     whole = make(folder, tmp_path / "whole", **options)
-    asked = watched(whole)
+    asked = prompts_of(whole)
     whole.train()
     resumed = make(folder, tmp_path / "parts", **options)
-    again = watched(resumed)
+    again = prompts_of(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-7"))
     assert len(asked) == 5
     assert asked[0] != asked[3]  # each epoch has an order of its own
@@ -215,7 +214,7 @@ def test_a_resumed_run_goes_on_in_its_epoch_and_its_line_of_the_log(folder, tmp_
     assert "reward" in told(resumed)[3]
 
 
-def watched(trainer) -> list[list[str]]:
+def prompts_of(trainer) -> list[list[str]]:
     """The prompts of each rollout, to be."""
     found: list[list[str]] = []
     compute = trainer._generate_and_score_completions
@@ -302,7 +301,7 @@ def test_ends_and_answers_without_a_reward(folder, tmp_path):
         ended = answer[-1] in ends
         # undiscounted, a first token's return is its advantage before whitening plus its value: lam < 1 leaves the last
         last = len(answer) - 1
-        assert float(out["of_returns"][i][last]) == pytest.approx(1.0 if ended else -4.0, abs=1e-4)
+        assert float(out["of_returns_M"][i][last]) == pytest.approx(1.0 if ended else -4.0, abs=1e-4)
 
 
 def test_evaluation_uses_the_same_path(folder, tmp_path):
@@ -310,11 +309,10 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
     found = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:8]]))
     assert math.isfinite(found["eval_loss"])
     assert found["eval_reward"] > 0
-    seen = []
-    experience = trainer.experience
-    trainer.experience = lambda answers: seen.append(answers.batch.tokens_T.tolist()) or experience(answers)
+    made = watched(trainer)
     for _ in range(2):  # two batches of the same prompt
         trainer.evaluate(Dataset.from_list([{"prompt": PROMPTS[0]}] * 16))
+    seen = [x.experience.batch.tokens_T.tolist() for x in made]
     assert len(seen) == 4
     assert seen[0] != seen[1]
     assert seen[:2] == seen[2:]
@@ -332,7 +330,7 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
         ({"cliprange_value": 0.0}, "cliprange_value: expected a number > 0"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
         ({"loss_type": "dr_grpo"}, "loss_type: expected 'ppo', got 'dr_grpo'"),
-        ({"scale_rewards": True}, "scale_rewards: expected 'none', because .* got True"),
+        ({"scale_rewards": True}, "scale_rewards: expected None, because .* got True"),
         ({"epsilon": -0.1}, r"epsilon: expected a number > 0, got -0\.1"),
         ({"beta": -1.0}, r"beta: expected a number >= 0, got -1\.0"),
         ({"temperature": 0.0}, "temperature: expected a number > 0"),

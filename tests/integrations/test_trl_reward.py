@@ -18,7 +18,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
 from rlhf_engine.tokenizing import load_tokenizer
 from tests.integrations.test_trl_ppo import config
-from tests.integrations.trl_runs import LORA, trained
+from tests.integrations.trl_runs import LORA, trained, watched
 from tests.training.test_data import PROMPTS, write_model
 
 PAIRS = [{"prompt": p, "chosen": f" {p} sings", "rejected": " sea sea"} for p in PROMPTS]
@@ -156,15 +156,13 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
         processing_class=load_tokenizer(folder),
         peft_config=copy.deepcopy(LORA),
     )
-    seen = []
-    experience = policy.experience
-    policy.experience = lambda answers: seen.append(answers) or experience(answers)
+    seen = watched(policy)
     policy.train()
-    answers = seen[0]
+    answers = seen[0].experience
     for i in range(answers.batch.n_sequences):
         ids = torch.tensor([answers.batch.prompt_tokens(i) + answers.batch.completion_tokens(i)])
         with torch.no_grad():
-            assert float(answers.totals_N[i]) == pytest.approx(float(loaded(ids).logits[0, 0]), abs=1e-4)
+            assert float(answers.scores_N[i]) == pytest.approx(float(loaded(ids).logits[0, 0]), abs=1e-4)
     assert not any("reward" in name for name in trained(policy))
 
 

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.tokenizing import load_tokenizer
 from tests.training.test_data import PROMPTS
 
@@ -81,6 +82,33 @@ def rollouts(trainer) -> list[dict[str, Any]]:
         return seen[-1]
 
     trainer._generate_and_score_completions = keep
+    return seen
+
+
+class Prepared(NamedTuple):
+    """What a trainer makes of a rollout."""
+
+    experience: Experience
+    """All answers that TRL is shown."""
+    keep_N: torch.Tensor
+    """bool [N], those that have a score and can be learned from."""
+    columns: dict[str, torch.Tensor]
+    """Values of each token by field of `TokenValues`."""
+    mask_M: torch.Tensor
+    """bool [M], tokens that are learned from."""
+
+
+def watched(trainer) -> list[Prepared]:
+    """What is made of every rollout to come."""
+    seen: list[Prepared] = []
+    prepare = trainer._prepare
+
+    def keep(mode, experience, keep_N):
+        columns, mask_M = prepare(mode, experience, keep_N)
+        seen.append(Prepared(experience, keep_N, columns, mask_M))
+        return columns, mask_M
+
+    trainer._prepare = keep
     return seen
 
 

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig
+from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import peak_memory_bytes, read_metrics, write_json_atomic
 from rlhf_engine.training.rl import Answers, RlTrainer
@@ -174,13 +175,11 @@ def win_rate(answers: Answers, others: Answers) -> float:
 _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"lam": 1.0, "num_mini_batches": 3, "num_ppo_epochs": 2, "critic_learning_rate": 2e-3},
     "reinforce": {"num_mini_batches": 3, "learning_rate": 1e-3, "critic_learning_rate": 2e-3},
-    "remax": {},
-    "rloo": {},
     "grpo": {"num_mini_batches": 3, "learning_rate": 1e-3},
     "online_dpo": {"num_mini_batches": 3, "learning_rate": 5e-4, "beta": 0.3},
     "best_of_n": {"num_mini_batches": 3, "learning_rate": 5e-4},
 }
-"""What each algorithm needs beside the rest, which is the same for all; found on seeds that no table shows."""
+"""What some algorithms need beside the rest, which is the same for all; found on seeds that no table shows."""
 
 
 def rl_options(start: Path) -> dict[str, Any]:
@@ -214,9 +213,9 @@ def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
         "kernels": config.kernels,
         "seed": config.seed,
     }
-    if config.algorithm != "best_of_n":
+    if ALGORITHMS[config.algorithm].reads_option("beta"):
         common["beta"] = 0.1
-    return TrainConfig(**{**common, **_ALGORITHMS[config.algorithm]})
+    return TrainConfig(**{**common, **_ALGORITHMS.get(config.algorithm, {})})
 
 
 def _read_start(start: Path, output: Path) -> dict[str, float]:

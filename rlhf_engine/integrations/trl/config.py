@@ -54,6 +54,8 @@ class HydraConfig(GRPOConfig):
         default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `reward_model`."}
     )
 
+    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Refused where it is True."})
+
     hidden_answers: ClassVar[int] = 0
     """Further answers to each prompt that TRL is not shown; a greedy one is not counted."""
 
@@ -73,7 +75,8 @@ class HydraConfig(GRPOConfig):
         except ValueError as error:  # the last check but those of vLLM, which are not for here
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
-        self._require({**self._ranges(), **self.checks()})
+        self._require(self._ranges())
+        self._require(self.checks())
 
     def _fill_in(self) -> None:
         """Set what depends on the algorithm."""
@@ -106,6 +109,7 @@ class HydraConfig(GRPOConfig):
         return {
             "loss_type": (self.loss_type in kinds, " or ".join(map(repr, kinds))),
             "scale_rewards": (self.scale_rewards in ("group", "none"), "'group' or 'none'"),
+            "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
             "max_completion_length": (isinstance(length, int) and length > 0, "an integer > 0"),
             "num_iterations": (self.num_iterations >= 1, "an integer > 0"),
             "temperature": (self.temperature > 0, "a number > 0"),
@@ -129,7 +133,6 @@ class HydraConfig(GRPOConfig):
         """option → (whether it can be served, what is expected)"""
         own = "the HydraModel recomputes activations in its own way"
         return {
-            "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
             "torch_compile": (
                 not (self.torch_compile and self.gradient_checkpointing),
                 "False with gradient_checkpointing=True, whose recomputation torch.compile does not trace",

@@ -187,7 +187,7 @@ REFUSED = {
     "train_sampling_strategy": "prompts are drawn in TRL's order for groups",
     "transformers_continuous_batching_config": _ENGINE,
     "use_adaptive_entropy": _ENTROPY,
-    "use_bias_correction_kl": "the KL is part of the reward",
+    "use_bias_correction_kl": "no KL is weighed by the ratio",
     "use_cache": "only the rollout engine has a cache",
     "use_liger_kernel": "the base runs on this package's kernels",
     "use_transformers_continuous_batching": _ENGINE,

@@ -1,4 +1,4 @@
-"""`ReMaxTrainer` and `HydraRLOOTrainer`: their advantages by hand, one base, resuming, and what they refuse."""
+"""Trainers behind TRL beside PPO's: what they learn from by hand, one base, resuming, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,13 +12,31 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 from datasets import Dataset
 from peft import LoraConfig
 
-from rlhf_engine.algorithms import rloo
+from rlhf_engine.algorithms import reinforce, rloo
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl import HydraRLOOConfig, HydraRLOOTrainer, ReMaxConfig, ReMaxTrainer
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, trained, words
+from rlhf_engine.integrations.trl import (
+    HydraBestOfNConfig,
+    HydraBestOfNTrainer,
+    HydraGRPOConfig,
+    HydraGRPOTrainer,
+    HydraReinforceConfig,
+    HydraReinforceTrainer,
+    HydraRLOOConfig,
+    HydraRLOOTrainer,
+    ReMaxConfig,
+    ReMaxTrainer,
+)
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, trained, watched, words
 from tests.training.test_data import PROMPTS, write_model
 
-KINDS = {"remax": (ReMaxTrainer, ReMaxConfig, 1), "rloo": (HydraRLOOTrainer, HydraRLOOConfig, 4)}
+KINDS = {
+    "remax": (ReMaxTrainer, ReMaxConfig),
+    "rloo": (HydraRLOOTrainer, HydraRLOOConfig),
+    "grpo": (HydraGRPOTrainer, HydraGRPOConfig),
+    "best_of_n": (HydraBestOfNTrainer, HydraBestOfNConfig),
+    "reinforce": (HydraReinforceTrainer, HydraReinforceConfig),
+}
+WITHOUT_CRITIC = ("remax", "rloo", "grpo", "best_of_n")
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +45,12 @@ def folder(tmp_path_factory):
 
 
 def make(kind, folder, output, reward_funcs=words, *, peft_config=LORA, **changes):
-    trainer_class, config_class, _ = KINDS[kind]
+    trainer_class, config_class = KINDS[kind]
     args = config_class(**{**QUICK, "output_dir": str(output), **changes})
     return make_trainer(trainer_class, args, folder, reward_funcs, peft_config=peft_config)
 
 
-def watched(trainer) -> list[tuple]:
-    """(answers, what was made of them) of every rollout to come."""
-    seen = []
-    experience = trainer.experience
-
-    def keep(answers):
-        made = experience(answers)
-        seen.append((answers, made, trainer._hidden_totals[0][0] if trainer._hidden_totals else None))
-        return made
-
-    trainer.experience = keep
-    return seen
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITHOUT_CRITIC)
 def test_it_trains_the_actor_alone_and_resumes_with_the_same_floats(kind, folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = make(kind, folder, tmp_path / "whole", ["reward_model", words], **options)
@@ -74,23 +78,66 @@ def test_remax_takes_the_greedy_score_off_and_each_token_s_kl_to_go(folder, tmp_
     seen = watched(trainer)
     trainer.train()
     moved = 0.0
-    for answers, made, greedy in seen:
-        lengths = answers.batch.completion_lens
-        assert answers.totals_N.tolist() == [float(n) for n in lengths]
+    for answers, _, columns, _ in seen:
+        lengths, greedy = answers.batch.completion_lens, answers.greedy_scores_N
+        assert answers.scores_N.tolist() == [float(n) for n in lengths]
         at = 0
         for i, n in enumerate(lengths):
             kl = answers.kl_M[at : at + n]
             expected = n - greedy[i] - 0.3 * kl.flip(0).cumsum(0).flip(0)
-            assert torch.allclose(made["advantages"][at : at + n], expected, atol=1e-5)
+            assert torch.allclose(columns["advantages_M"][at : at + n], expected, atol=1e-5)
             moved = max(moved, float(kl.abs().max()))
             at += n
     assert moved > 1e-3
     # the same prompt has the same greedy answer until the policy moves
-    answers, _, greedy = seen[0]
+    answers, greedy = seen[0].experience, seen[0].experience.greedy_scores_N
     by_prompt: dict[tuple, set] = {}
     for i in range(answers.batch.n_sequences):
         by_prompt.setdefault(tuple(answers.batch.prompt_tokens(i)), set()).add(float(greedy[i]))
     assert all(len(found) == 1 for found in by_prompt.values())
+
+
+def test_reinforce_learns_values_beside_the_policy(folder, tmp_path):
+    trainer = make("reinforce", folder, tmp_path, ["reward_model", words], beta=0.2, gamma=0.9)
+    seen, before = watched(trainer), trained(trainer)
+    trainer.train()
+    after = trained(trainer)
+    assert {name.split(".")[-2] for name in before} == {"default", "critic", "value"}
+    assert not any(torch.equal(before[name], after[name]) for name in before if "lora_B" in name)
+    for answers, _, columns, mask_M in seen:
+        assert mask_M.all()
+        expected_M = reinforce.returns(answers.scores_N, answers.kl_M, answers.batch, beta=0.2, gamma=0.9)
+        assert torch.equal(columns["returns_M"], expected_M)
+        assert torch.equal(columns["advantages_M"], expected_M - answers.values_M)
+    assert {"value/loss", "value/mean", "value/explained_variance", "policy/loss"} <= rows(trainer)[0].keys()
+
+
+def test_best_of_n_learns_one_answer_of_each_prompt(folder, tmp_path):
+    trainer = make("best_of_n", folder, tmp_path, num_generations=4)
+    seen = watched(trainer)
+    out = rollouts(trainer)
+    trainer.train()
+    for (answers, _, columns, mask_M), given in zip(seen, out, strict=True):
+        learned = mask_M[answers.batch.last_completion_rows_N].view(-1, 4)
+        best = answers.scores_N.view(-1, 4).argmax(1)
+        assert torch.equal(learned, torch.nn.functional.one_hot(best, 4).bool())
+        assert int(given["num_units_in_batch"]) == len(best)
+        assert not columns["advantages_M"].any()
+    assert float(rows(trainer)[-1]["reward/best"]) >= float(rows(trainer)[-1]["reward"])
+
+
+def test_grpo_leaves_a_group_out_that_has_one_score(folder, tmp_path):
+    def one_of_four(prompts, completions, completion_ids, **columns):
+        return [float(i) if i % 8 < 5 else None for i in range(len(prompts))]
+
+    trainer = make("grpo", folder, tmp_path, one_of_four, num_generations=4, scale_rewards="none", max_steps=1)
+    seen = watched(trainer)
+    trainer.train()
+    answers, keep_N, columns, mask_M = seen[0]
+    assert keep_N.tolist() == [True] * 4 + [False] * 4
+    ends_N = answers.batch.last_completion_rows_N
+    assert columns["advantages_M"][ends_N].tolist() == [-1.5, -0.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0]
+    assert torch.equal(mask_M, keep_N[answers.batch.sequence_of_M])
 
 
 @pytest.mark.parametrize("loss_type", ["proximal", "vanilla"])
@@ -98,10 +145,10 @@ def test_rloo_compares_the_answers_to_a_prompt(folder, tmp_path, loss_type):
     trainer = make("rloo", folder, tmp_path, beta=0.0, loss_type=loss_type)
     seen = watched(trainer)
     trainer.train()
-    for answers, made, _ in seen:
+    for answers, _, columns, _ in seen:
         first = torch.tensor(answers.batch.completion_cu[:-1])
-        groups = made["advantages"][first].view(-1, 4)
-        scores = answers.totals_N.view(-1, 4)
+        groups = columns["advantages_M"][first].view(-1, 4)
+        scores = answers.scores_N.view(-1, 4)
         for i in range(4):
             others = scores[:, [j for j in range(4) if j != i]].mean(1)
             assert torch.allclose(groups[:, i], scores[:, i] - others, atol=1e-5)
@@ -116,7 +163,7 @@ def test_rloo_leaves_answers_out_that_have_no_other_to_compare_with(folder, tmp_
     trainer = make("rloo", folder, tmp_path, one_of_four, max_steps=1)
     seen = watched(trainer)
     trainer.train()
-    assert seen[0][0].keep_N.tolist() == [True, True, False, False, *[False] * 4]
+    assert seen[0].keep_N.tolist() == [True, True, False, False, *[False] * 4]
 
 
 @pytest.mark.parametrize(("kind", "options"), [("remax", {}), ("rloo", {"loss_type": "vanilla"}), ("rloo", {})])
@@ -126,48 +173,54 @@ def test_means_are_over_the_answers_that_are_learned_from(kind, options, folder,
 
     trainer = make(kind, folder, tmp_path, some, beta=0.0, max_steps=1, **options)
     seen, denominators = watched(trainer), []
-    losses = trainer.losses
+    terms = trainer.algorithm.terms
 
     def keep(micro):
         denominators.append(micro.n_answers)
-        return losses(micro)
+        return terms(micro)
 
-    trainer.losses = keep
+    trainer.algorithm.terms = keep
     trainer.train()
-    answers, _, _ = seen[0]
-    assert 0 < int(answers.keep_N.sum()) < len(answers.keep_N)
-    assert set(denominators) == {float(answers.keep_N.sum())}
+    keep_N = seen[0].keep_N
+    assert 0 < int(keep_N.sum()) < len(keep_N)
+    assert set(denominators) == {float(keep_N.sum())}
 
 
 def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
     sizes = {"num_generations": 4, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     trainer = make("rloo", folder, tmp_path, loss_type="vanilla", max_steps=1, **sizes)
-    made = []
-    experience = trainer.experience
-    trainer.experience = lambda answers: made.append((answers, experience(answers))) or made[-1][1]
+    seen = watched(trainer)
     found = trainer.evaluate(Dataset.from_list([{"prompt": p} for p in PROMPTS[:2]]))
     assert math.isfinite(found["eval_loss"])
-    ((answers, of),) = made
-    scores_N = rloo.returns(answers.totals_N, answers.kl_M, answers.batch, beta=trainer.kl_coef)
+    ((answers, _, columns, _),) = seen
+    scores_N = rloo.returns(answers.scores_N, answers.kl_M, answers.batch, beta=trainer.args.beta)
     expected_N = scores_N - scores_N.view(2, 2).flip(1).view(-1)  # each less the other answer to its prompt
-    assert torch.equal(of["advantages"], expected_N[answers.batch.sequence_of_M])
+    assert torch.equal(columns["advantages_M"], expected_N[answers.batch.sequence_of_M])
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("remax", {"num_generations": 2}, "num_generations: expected 1, got 2"),
-        ("remax", {"num_iterations": 2}, "num_iterations: expected 1: one update per rollout"),
+        ("remax", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: remax has no ratio"),
         (
             "remax",
             {"steps_per_generation": 4},
-            "steps_per_generation: expected gradient_accumulation_steps: one update",
+            "steps_per_generation: expected gradient_accumulation_steps, one update",
         ),
-        ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because no ratio is clipped, got 0\.1"),
+        ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because remax does not read it, got 0\.1"),
         ("remax", {"loss_type": "grpo"}, "loss_type: expected 'remax', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
         ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("rloo", {"loss_type": "grpo"}, "loss_type: expected 'proximal' or 'vanilla', got 'grpo'"),
+        ("reinforce", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: reinforce has no"),
+        ("reinforce", {"beta": 1.5}, "beta: expected a number from 0 to 1, got 1.5"),
+        ("grpo", {"loss_type": "bnpo"}, "loss_type: expected 'grpo' or 'dapo' or 'dr_grpo', got 'bnpo'"),
+        ("grpo", {"scale_rewards": "batch"}, "scale_rewards: expected 'group' or 'none', got 'batch'"),
+        ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: expected False, because no KL is weighed"),
+        ("grpo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
+        ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
+        ("best_of_n", {"beta": 0.1}, r"beta: expected 0\.05, because best_of_n does not read it, got 0\.1"),
         ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),
     ],
 )

@@ -1,0 +1,110 @@
+"""CISPO: its loss by hand, behind TRL against TRL's own, and from the command line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_engine.algorithms.base import Experience, MicroBatch
+from rlhf_engine.algorithms.cispo import Cispo
+from rlhf_engine.commands.main import main
+from rlhf_engine.config.algorithm import AlgorithmOptions
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.runs.metrics import read_metrics
+from tests.conftest import random_batch
+from tests.training.test_data import PROMPTS, write_model, write_reward
+
+
+def test_a_weight_is_the_ratio_up_to_a_bound_and_no_token_loses_its_gradient():
+    batch = random_batch(((2, 2), (1, 2)))
+    new = torch.tensor([-1.0, -1.0, -2.0, -0.5], requires_grad=True)
+    old = torch.tensor([-1.1, -2.0, -1.0, -0.5])
+    micro = MicroBatch(
+        batch=batch,
+        old_logprobs_M=old,
+        ref_logprobs_M=new.detach() + math.log(2),
+        advantages_M=torch.tensor([2.0, 2.0, -1.0, -1.0]),
+        mask_M=torch.tensor([True, True, True, False]),
+        n_tokens=4.0,
+        n_answers=2.0,
+    )
+    algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange_high=0.5))
+    found = algorithm.loss(new, micro)
+    found.loss.backward()
+    weights = torch.tensor([math.exp(0.1), 1.5, math.exp(-1.0), 0.0])
+    kl = 2 - 1 - math.log(2)
+    slope = torch.tensor([1 - 2.0] * 3 + [0.0])  # of k3 where π_ref = 2 π
+    torch.testing.assert_close(new.grad, (-weights * micro.advantages_M + 0.5 * slope) / 4)
+    policy = float((weights * micro.advantages_M * new.detach()).sum())
+    assert float(found.loss) == pytest.approx((0.5 * 3 * kl - policy) / 4)
+    told = algorithm.more_sums(micro, found)
+    assert {name: float(x) for name, x in told.items()} == pytest.approx({"clip_ratio": 1 / 4, "kl_loss": 3 * kl / 4})
+
+
+def test_advantages_are_those_of_grpo():
+    batch = random_batch(((2, 1), (2, 2)))
+    zeros = torch.zeros(3)
+    made = Experience(
+        batch=batch,
+        groups_N=torch.tensor([0, 0]),
+        scores_N=torch.tensor([1.0, 3.0]),
+        old_logprobs_M=zeros,
+        ref_logprobs_M=zeros,
+        kl_M=zeros,
+    )
+    found, metrics = Cispo(AlgorithmOptions(algorithm="cispo", scale_rewards="none")).learn_from(made)
+    assert found.advantages_M.tolist() == [-1.0, 1.0, 1.0]
+    assert metrics == {"advantage_std": 1.0}
+
+
+def test_it_trains_from_the_command_line(tmp_path):
+    folder = write_model(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{p}"}}\n' for p in PROMPTS))
+    reward = write_reward(tmp_path, "return [float(len(set(row))) for row in completion_ids]")
+    flags = {
+        "model_name_or_path": folder,
+        "dataset_name": prompts,
+        "output_dir": tmp_path / "run",
+        "reward_funcs": reward,
+        "algorithm": "cispo",
+        "cliprange_high": 5.0,
+        "num_mini_batches": 2,
+        "generation_batch_size": 16,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "save_steps": 0,
+    }
+    assert main(["train", *(word for name, x in flags.items() for word in (f"--{name}", str(x)))]) == 0
+    lines = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/loss" in row]
+    assert len(lines) == 2
+    assert all(math.isfinite(row["policy/loss"]) and row["grad_norm/actor"] > 0 for row in lines)
+    with pytest.raises(ConfigError, match="cliprange: expected it unset for cispo, which does not read it"):
+        AlgorithmOptions(algorithm="cispo", num_generations=4, cliprange=0.1).check_algorithm()
+
+
+def test_behind_trl_it_has_the_loss_of_trl(tmp_path):
+    pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rlhf_engine.integrations.trl import HydraConfig, HydraTrainer
+    from tests.integrations.test_trl_options import ONE_BATCH, assert_equal, beside, drift, loss_and_gradients
+    from tests.integrations.trl_runs import make_trainer, rows
+
+    folder = write_model(tmp_path / "model")
+    given = {**ONE_BATCH, "beta": 0.0, "max_steps": 2}
+    ours = make_trainer(HydraTrainer, HydraConfig(str(tmp_path), algorithm="cispo", epsilon_high=0.5, **given), folder)
+    config = GRPOConfig(str(tmp_path), loss_type="cispo", epsilon_high=1.5, **given)  # the largest weight itself
+    theirs = beside(ours, GRPOTrainer, config, folder)
+    prompts = [{"prompt": p} for p in PROMPTS[:2] for _ in range(4)]
+    inputs = ours._generate_and_score_completions(prompts)
+    old = inputs["of_old_logprobs_M"] + drift(inputs)
+    mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs_M": old})
+    shown = {"old_per_token_logps": old, "advantages": inputs["of_advantages_M"][:, 0]}
+    assert_equal(mine, loss_and_gradients(theirs, {**inputs, **shown}))
+    ours.train()
+    assert all(float(row["grad_norm"]) > 0 for row in rows(ours))
+    assert "cispo" in ours._tag_names
