@@ -8,6 +8,7 @@ import sys
 import torch
 
 from rlhf_engine.algorithms.ppo import advantages, token_rewards
+from rlhf_engine.algorithms.sequences import whitened
 from rlhf_engine.hydra import HydraModel, PolicyLoss, ValueLoss, hydra_roles, save_pretrained
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
@@ -32,8 +33,8 @@ for step in range(steps):
     old = model.score(batch, ("actor", "reference", "critic"))  # one forward of the base
     kl = old.logprobs_M - old.ref_logprobs_M
     rewards = token_rewards(kl, scores, batch, beta)
-    knobs = {"gamma": 1.0, "lam": 0.95, "whiten_rewards": False, "whiten_advantages": True}
-    advantage, returns = advantages(rewards, old.values_M, batch, **knobs)
+    advantage, returns = advantages(rewards, old.values_M, batch, gamma=1.0, lam=0.95)
+    advantage = whitened(advantage, batch)
     mask, n = torch.ones(len(kl), dtype=torch.bool), float(len(kl))
     for _ in range(2):  # epochs
         policy = PolicyLoss(old_logprob_M=old.logprobs_M, advantage_M=advantage, mask_M=mask, denom=n)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from rlhf_kernels.gae import whiten
 
+from rlhf_engine.algorithms.sequences import whitened
 from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmOptions
 from rlhf_engine.hydra import Output, PackedBatch
 
@@ -197,10 +197,9 @@ class Algorithm(ABC):
         prepared, metrics = self.prepare(experience)
         if prepared is None or prepared.advantages_M is None:
             return prepared, metrics
-        advantages_M, batch = prepared.advantages_M, prepared.batch
+        advantages_M = prepared.advantages_M
         if self.options.whitens_advantages:
-            mask_NC = batch.pad(torch.ones_like(advantages_M))
-            advantages_M = batch.unpad(whiten(batch.pad(advantages_M), mask_NC))
+            advantages_M = whitened(advantages_M, prepared.batch)
         if prepared.weights_M is not None:
             advantages_M = advantages_M * prepared.weights_M
         return replace(prepared, advantages_M=advantages_M), metrics

@@ -6,7 +6,7 @@ Legend: N sequences, M completion tokens packed; groups_N int64 [N] says which p
 from __future__ import annotations
 
 import torch
-from rlhf_kernels.gae import gae
+from rlhf_kernels.gae import gae, whiten
 
 from rlhf_engine.hydra import PackedBatch
 
@@ -31,6 +31,12 @@ def to_go(x_M: torch.Tensor, batch: PackedBatch, *, gamma: float = 1.0) -> torch
     # generalised advantage estimation with λ = 1 and values of 0 is this sum
     sums_NC = gae(x_NC, torch.zeros_like(x_NC), batch.pad(torch.ones_like(x_M)), gamma=gamma, lam=1.0).advantage
     return batch.unpad(sums_NC)
+
+
+def whitened(x_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Numbers of all tokens with mean 0 and variance 1, [M]."""
+    _check_tokens("x_M", x_M, batch)
+    return batch.unpad(whiten(batch.pad(x_M), batch.pad(torch.ones_like(x_M))))
 
 
 def group_sums(x_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
