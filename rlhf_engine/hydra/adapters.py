@@ -1,4 +1,4 @@
-"""The adapter bank: LoRA slots, of which the gated linears of a backbone can run any per row.
+"""Adapters: LoRA slots, of which the gated linears of a backbone can run any per row.
 
 y = x Wᵀ + b + s_i · dropout(x) A_iᵀ B_iᵀ on the rows of slot i;  y = x Wᵀ + b on rows that are off.
 
@@ -79,6 +79,8 @@ class AdapterSlot(nn.Module):
         self.trainable = trainable
         # ModuleDict keys must not contain dots
         self.pairs = nn.ModuleDict({encode(path): pair for path, pair in pairs.items()})
+        self.paths = frozenset(pairs)
+        """Names of the linears that the slot adapts."""
         self.requires_grad_(trainable)
 
     def items(self) -> Iterator[tuple[str, LoraPair]]:

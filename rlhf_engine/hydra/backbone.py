@@ -71,6 +71,10 @@ class Backbone(nn.Module):
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
+        self._slots: dict[str, AdapterSlot] = {}
+        """The same, for calls."""
+        self.source: str | None = None
+        """Folder that the base was loaded from, where heads may lie beside it."""
         self._hash: str | None = None
         self._base_model_hash: str | None = None
         first, second = probe.TRIES
@@ -100,6 +104,21 @@ class Backbone(nn.Module):
             self.blocks_prefix = _blocks_prefix(model)
         self.hidden_size, self.cache_bytes_per_position = probe.check(self, own)
         """Width of the hidden states that heads read, and bytes of the keys and values of one token in all layers."""
+
+    def beside(self) -> Backbone:
+        """The same base with slots of its own, none so far; both may run and train, one at a time or in two threads.
+
+        Raises ValueError for a base that is trained itself, or of which this process holds a share.
+        """
+        if not self.frozen or self.sharded:
+            state = "trained itself" if not self.frozen else "sharded"
+            raise ValueError(f"backbone: expected a frozen base that is whole to share, got one that is {state}")
+        other = Backbone.__new__(Backbone)
+        nn.Module.__init__(other)
+        for name in _OF_BASE:
+            setattr(other, name, getattr(self, name))
+        other.slots, other._slots = nn.ModuleDict(), {}
+        return other
 
     def train(self, mode: bool = True) -> Backbone:
         """Train mode for what looks at it to checkpoint gradients, and eval mode for all other modules of the base:
@@ -186,9 +205,17 @@ class Backbone(nn.Module):
 
     def lm_head_in(self, slot: str | None) -> LmHead:
         """The head as a slot's lane sees it: with the slot's LoRA on it, if it has one there."""
-        gated = [layer for layer in self.linears.values() if isinstance(layer, GatedHead)]
-        lora = gated[0].lora(slot) if gated else None
+        gated = self._gated_head()
+        lora = None if gated is None or slot is None else gated.lora(self.slot(slot))
         return dataclasses.replace(self.lm_head, lora=lora)
+
+    def adapts_head(self, slot: str) -> bool:
+        """Whether a slot has LoRA on the LM head."""
+        gated = self._gated_head()
+        return gated is not None and gated.path in self.slot(slot).paths
+
+    def _gated_head(self) -> GatedHead | None:
+        return next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
 
     def run(
         self,
@@ -209,7 +236,8 @@ class Backbone(nn.Module):
                 f"{self.model.config._attn_implementation!r}: two models may share one config object, and setting the "
                 "attention of one sets that of the other"
             )
-        with gate.enter(gate.BackboneCall(table=table, attention=attention, dropout=dropout, windows=windows)):
+        call = gate.BackboneCall(table=table, attention=attention, slots=self._slots, dropout=dropout, windows=windows)
+        with gate.enter(call):
             out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
@@ -223,7 +251,7 @@ class Backbone(nn.Module):
         dtype: torch.dtype,
         generator: torch.Generator,
     ) -> AdapterSlot:
-        """Create a slot that starts as OFF (B = 0) and tell the linears about it."""
+        """Create a slot that starts as OFF (B = 0)."""
         if name in self.slots:
             raise ValueError(f"slot: {name!r} exists already on this backbone")
         pairs = {}
@@ -236,9 +264,14 @@ class Backbone(nn.Module):
             pairs[path] = pair
         slot = AdapterSlot(name, config, pairs, trainable)
         self.slots[name] = slot
-        for path in pairs:
-            self.linears[path].slots[name] = slot
+        self._slots = {**self._slots, name: slot}  # another dict: a call in another thread may read the one it has
         return slot
+
+    def remove_slot(self, name: str) -> None:
+        """Give a slot up. Raises ValueError for one that does not exist."""
+        self.slot(name)
+        del self.slots[name]
+        self._slots = {other: slot for other, slot in self._slots.items() if other != name}
 
     def slot(self, name: str) -> AdapterSlot:
         """The named slot. Raises ValueError with the names there are."""
@@ -269,6 +302,13 @@ class Backbone(nn.Module):
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": gate.checkpoint_contexts}
         )
+
+
+_OF_BASE = (
+    *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
+    *("cache_bytes_per_position", "_hash", "_base_model_hash"),
+)
+"""What backbones on one base share; the slots are each one's own."""
 
 
 def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import torch
 from rlhf_kernels.lora import Segments
 
 if TYPE_CHECKING:
+    from rlhf_engine.hydra.adapters import AdapterSlot
     from rlhf_engine.hydra.attention import AttentionPlan
 
 
@@ -51,6 +52,8 @@ class BackboneCall:
 
     table: SlotTable
     attention: AttentionPlan
+    slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
+    """The slots that the table names; others may be there. Layers hold none, so that models may share a base."""
     dropout: DropoutKey | None = None
     windows: list[int | None] | None = None
     """Where given, every layer's attention notes the sliding window that it was asked for: proof of what ran."""

@@ -32,7 +32,7 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 
 class GatedLayer:
-    """Where a linear sits, what shape it has, and which slots adapt it."""
+    """Where a linear is in the model, and its shape."""
 
     def __init__(self, path: str, stream: int, in_features: int, out_features: int) -> None:
         self.path = path
@@ -41,17 +41,15 @@ class GatedLayer:
         """Number that keeps the dropout masks of two layers apart."""
         self.in_features = in_features
         self.out_features = out_features
-        # A plain dict: the slot modules are registered with the HydraModel, not with the backbone
-        self.slots: dict[str, AdapterSlot] = {}
 
     def lora_arguments(self, call: gate.BackboneCall) -> tuple[Any, ...] | None:
         """(A, B, scales, segments, dropout) of the slots that run here in this call; None if there are none."""
-        wanted = call.table.slots
-        present = tuple(name for name in self.slots if name in wanted)
+        slots, wanted, path = call.slots, call.table.slots, self.path
+        present = tuple(name for name in slots if name in wanted and path in slots[name].paths)
         if not present:
             return None
-        pairs = [self.slots[name].pair(self.path) for name in present]
-        configs = [self.slots[name].config for name in present]
+        pairs = [slots[name].pair(path) for name in present]
+        configs = [slots[name].config for name in present]
         dropout = None
         if call.dropout is not None and any(config.dropout for config in configs):
             dropout = Dropout(
@@ -130,13 +128,12 @@ class GatedOutput:
 class GatedHead(GatedLayer):
     """The LM head. Its embedding twin, where the weight is tied, is not touched by the head's LoRA."""
 
-    def lora(self, slot: str | None) -> HeadLora | None:
+    def lora(self, slot: AdapterSlot | None) -> HeadLora | None:
         """What the vocabulary kernels add to the logits for a slot; None if the slot leaves the head alone."""
-        if slot is None or slot not in self.slots:
+        if slot is None or self.path not in slot.paths:
             return None
-        found = self.slots[slot]
-        pair = found.pair(self.path)
-        return HeadLora(pair.A, pair.B, found.config.scale)
+        pair = slot.pair(self.path)
+        return HeadLora(pair.A, pair.B, slot.config.scale)
 
 
 def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor, *, copy: bool = False) -> torch.Tensor:

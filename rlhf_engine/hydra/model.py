@@ -1,5 +1,7 @@
 """HydraModel: every role of RLHF on one frozen backbone.
 
+A model has the roles, slots and heads of one policy. Several models may share one base, see `HydraModel.beside`.
+
     model = HydraModel.from_pretrained("path/to/model", roles=hydra_roles())
     scores = model.score(batch)                                   # log-probs, entropies, values, rewards
     policy, value = model(batch, (PolicyLoss(...), ValueLoss(...)))  # losses, inside forward
@@ -95,18 +97,12 @@ class HydraModel(nn.Module):
         )
         self.adapter_dtype = adapter_dtype
         slots = dict(slots or {})
-        self._check_names(slots)
+        _check_names(self, self.roles, slots)
         self._generator = torch.Generator().manual_seed(seed)
-        self._add_slots(slots, adapter_dtype)
-        head_names = sorted({r.head for r in self.roles.values()} - {LM_HEAD})
-        backbone_of = {r.head: r.backbone for r in self.roles.values()}
-        self.heads = nn.ModuleDict(
-            {n: ScalarHead(self.backbone(backbone_of[n]).hidden_size, self.device) for n in head_names}
-        )
+        self._add_slots(slots, self.roles)
+        self.heads = nn.ModuleDict()
         self.trained_heads: set[str] = set()
-        trained_heads = trainable_heads(self.roles)
-        for name, head in self.heads.items():
-            head.requires_grad_(name in trained_heads)
+        self._add_heads()
 
     @classmethod
     def from_pretrained(
@@ -205,14 +201,106 @@ class HydraModel(nn.Module):
         if adapter is not None:
             peft_io.load_tensors(model.backbone("base").slot("actor"), adapter.tensors, "the PeftModel's adapter")
         if isinstance(base, (str, os.PathLike)):
-            model.trained_heads |= peft_io.load_heads_if_present(model.heads, base)
-        for role in roles.values():
-            score = model.backbone(role.backbone).score
+            model.backbone().source = os.fspath(base)
+        model._load_heads()
+        return model
+
+    def _load_heads(self) -> None:
+        """Take the heads that lie beside the base, or that a backbone brought along."""
+        source = self.backbone().source if "base" in self.backbones else None
+        if source is not None:
+            self.trained_heads |= peft_io.load_heads_if_present(self.heads, source)
+        for role in self.roles.values():
+            score = self.backbone(role.backbone).score
             if role.head == "reward" and score is not None:
                 # the reward model came as a sequence classifier, whose score is the head
-                reward_model.load_reward_head(model.heads["reward"], score, f"backbone {role.backbone!r}")  # type: ignore[arg-type]
-                model.trained_heads.add("reward")
+                reward_model.load_reward_head(self.heads["reward"], score, f"backbone {role.backbone!r}")  # type: ignore[arg-type]
+                self.trained_heads.add("reward")
+
+    def beside(
+        self,
+        *,
+        roles: Roles,
+        slots: Mapping[str, SlotConfig] | None = None,
+        token_budget: int | None = None,
+        adapter_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> HydraModel:
+        """Another model on the same frozen backbones, with roles, slots and heads of its own: for another policy.
+
+        Names of slots and roles may be those of this model. What is trained here is not seen there. Memory is taken for
+        the new slots and heads alone, and goes when the new model does.
+
+        Args:
+            roles: on backbones that this model has.
+            slots, token_budget, adapter_dtype, seed: as of `from_pretrained`.
+
+        Raises:
+            ValueError: a backbone that is trained itself, or names that do not fit together.
+        """
+        used = dict.fromkeys(role.backbone for role in roles.values())
+        backbones = {name: self.backbone(name).beside() for name in used}
+        model = HydraModel(
+            backbones, roles=roles, slots=slots, token_budget=token_budget, adapter_dtype=adapter_dtype, seed=seed
+        )
+        model._load_heads()
         return model
+
+    def add_roles(self, roles: Roles, slots: Mapping[str, SlotConfig] | None = None) -> None:
+        """Add roles while the model lives, with the slots and heads that they need and that are not there yet.
+
+        Args:
+            roles: of names that are free.
+            slots: shapes and origins of new slots whose defaults do not fit.
+
+        Raises:
+            ValueError: a name that is taken, or anything else that does not fit together; nothing was added then.
+        """
+        taken = sorted(self.roles.keys() & roles.keys())
+        if taken:
+            raise ValueError(f"roles: expected names that are free, got {taken}")
+        table, slots = {**self.roles, **roles}, dict(slots or {})
+        held = {slot for name in self.backbones for slot in self.backbone(name).slots}
+        if held & slots.keys():
+            raise ValueError(f"slots: expected names that are free, got {sorted(held & slots.keys())}")
+        _check_names(self, table, slots)
+        before, self.roles = self.roles, table
+        added = False
+        try:
+            self._add_slots(slots, roles)
+            self._add_heads()
+            added = True
+        finally:
+            if not added:
+                self.roles = before
+                self._drop_unused()
+
+    def remove_roles(self, names: Sequence[str]) -> None:
+        """Remove roles, and the slots and heads that no other role uses.
+
+        An optimizer that holds their parameters keeps them, and goes on with tensors that nothing reads.
+
+        Raises:
+            ValueError: a role that does not exist, or all of them.
+        """
+        for name in names:
+            require_role(self.roles, name)
+        left = {name: role for name, role in self.roles.items() if name not in names}
+        if not left:
+            raise ValueError(f"names: expected a role to be left, got all of {sorted(self.roles)}")
+        self.roles = left
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Give up slots and heads that no role uses."""
+        for name in self.backbones:
+            backbone = self.backbone(name)
+            used = {role.slot for role in self.roles.values() if role.backbone == name}
+            for slot in [slot for slot in backbone.slots if slot not in used]:
+                backbone.remove_slot(slot)
+        for head in [head for head in self.heads if head not in {role.head for role in self.roles.values()}]:
+            del self.heads[head]
+            self.trained_heads.discard(head)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -285,7 +373,7 @@ class HydraModel(nn.Module):
         names = [role for output in outputs for role in output.roles]
         lanes = fold_lanes(self.roles, names)
         self._check_length(batch, lanes)
-        with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_trunk(lane)]
+        with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_slot(lane)]
         without = [lane for lane in lanes if lane not in with_grad]
         hidden: dict[str, torch.Tensor] = {}
         for group, grad in ((with_grad, True), (without, False)):
@@ -361,11 +449,11 @@ class HydraModel(nn.Module):
             group = [lane for lane in lanes if lane.backbone == name]
             calls = [group] if self._fits(batch, len(group)) else [[lane] for lane in group]
             for call in calls:
-                hidden = self._trunk_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
+                hidden = self._backbone_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
                 found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
         return [found[lane] for lane in lanes]
 
-    def _trunk_call(
+    def _backbone_call(
         self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
     ) -> torch.Tensor:
         """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another."""
@@ -386,7 +474,7 @@ class HydraModel(nn.Module):
             dropout,
         )
 
-    def _trains_trunk(self, lane: Lane) -> bool:
+    def _trains_slot(self, lane: Lane) -> bool:
         if lane.slot is OFF:
             return not self.backbone(lane.backbone).frozen
         return self.backbone(lane.backbone).slot(lane.slot).trainable
@@ -398,45 +486,31 @@ class HydraModel(nn.Module):
 
     # ---- building --------------------------------------------------------------------------------------------------
 
-    def _check_names(self, slots: Mapping[str, SlotConfig]) -> None:
-        used = {r.slot for r in self.roles.values() if r.slot is not OFF}
-        unused = sorted(set(slots) - used)
-        if unused:
-            raise ValueError(f"slots: expected names that a role uses ({sorted(used)}), got {unused}")
-        for name, role in self.roles.items():
-            for part in {role.slot, role.head} - {OFF, LM_HEAD}:
-                if hasattr(nn.ModuleDict, str(part)):
-                    raise ValueError(f"roles[{name!r}]: expected another name than {part!r}, which torch uses itself")
-            if role.backbone not in self.backbones:
-                raise ValueError(
-                    f"roles[{name!r}].backbone: expected one of {sorted(self.backbones)}, got {role.backbone!r}"
-                )
-            if role.head == LM_HEAD and not self.backbone(role.backbone).has_lm_head:
-                raise ValueError(f"roles[{name!r}]: expected a backbone with an LM head, got {role.backbone!r}")
-            for part in ("slot", "head"):
-                part_name = getattr(role, part)
-                others = {r.backbone for r in self.roles.values() if getattr(r, part) == part_name} - {role.backbone}
-                if part_name not in (OFF, LM_HEAD) and others:
-                    raise ValueError(
-                        f"roles[{name!r}].{part}: expected {part_name!r} on one backbone, got it on {role.backbone!r} "
-                        f"and on {sorted(others)}; a {part} belongs to the backbone that it was made for"
-                    )
-
-    def _add_slots(self, slots: Mapping[str, SlotConfig], dtype: torch.dtype) -> None:
+    def _add_slots(self, slots: Mapping[str, SlotConfig], roles: Roles) -> None:
+        """Make the slots of some roles, as far as they are not there yet."""
         for name in self.backbones:
             backbone = self.backbone(name)
-            used = dict.fromkeys(r.slot for r in self.roles.values() if r.backbone == name and r.slot is not OFF)
+            used = dict.fromkeys(r.slot for r in roles.values() if r.backbone == name and r.slot is not OFF)
+            new = [slot for slot in used if slot not in backbone.slots]
             trained = trainable_slots(self.roles, name)
-            for slot in used:
+            for slot in new:
                 backbone.add_slot(
                     slot,
                     slots.get(slot, SlotConfig()),
                     trainable=slot in trained,
-                    dtype=dtype,
+                    dtype=self.adapter_dtype,
                     generator=self._generator,
                 )
-            for slot in used:
+            for slot in new:
                 self._initialise(backbone, slot)
+
+    def _add_heads(self) -> None:
+        """Make the scalar heads that roles read and that are not there yet."""
+        backbone_of = {role.head: role.backbone for role in self.roles.values()}
+        trained = trainable_heads(self.roles)
+        for name in sorted(backbone_of.keys() - {LM_HEAD} - self.heads.keys()):
+            head = ScalarHead(self.backbone(backbone_of[name]).hidden_size, self.device)
+            self.heads[name] = head.requires_grad_(name in trained)
 
     def _initialise(self, backbone: Backbone, name: str, starting: tuple[str, ...] = ()) -> None:
         slot = backbone.slot(name)
@@ -461,6 +535,32 @@ class HydraModel(nn.Module):
                 raise ValueError(
                     f"batch: expected sequences of at most {limit} tokens (the context of backbone {lane.backbone!r}), "
                     f"got one of {longest}"
+                )
+
+
+def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig]) -> None:
+    """Raise ValueError for roles and slots that do not fit together, or on the model's backbones."""
+    used = {r.slot for r in roles.values() if r.slot is not OFF}
+    unused = sorted(set(slots) - used)
+    if unused:
+        raise ValueError(f"slots: expected names that a role uses ({sorted(used)}), got {unused}")
+    for name, role in roles.items():
+        for part in {role.slot, role.head} - {OFF, LM_HEAD}:
+            if hasattr(nn.ModuleDict, str(part)):
+                raise ValueError(f"roles[{name!r}]: expected another name than {part!r}, which torch uses itself")
+        if role.backbone not in model.backbones:
+            raise ValueError(
+                f"roles[{name!r}].backbone: expected one of {sorted(model.backbones)}, got {role.backbone!r}"
+            )
+        if role.head == LM_HEAD and not model.backbone(role.backbone).has_lm_head:
+            raise ValueError(f"roles[{name!r}]: expected a backbone with an LM head, got {role.backbone!r}")
+        for part in ("slot", "head"):
+            part_name = getattr(role, part)
+            others = {r.backbone for r in roles.values() if getattr(r, part) == part_name} - {role.backbone}
+            if part_name not in (OFF, LM_HEAD) and others:
+                raise ValueError(
+                    f"roles[{name!r}].{part}: expected {part_name!r} on one backbone, got it on {role.backbone!r} "
+                    f"and on {sorted(others)}; a {part} belongs to the backbone that it was made for"
                 )
 
 

@@ -20,7 +20,6 @@ from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.eager import is_eager
-from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
@@ -129,8 +128,7 @@ class RolloutEngine:
         )
         columns = max(row.blocks_needed for row in rows)
         slots = sorted({row.slot for row in rows if row.slot is not None})
-        heads = [layer for layer in self.backbone.linears.values() if isinstance(layer, GatedHead)]
-        head_slots = frozenset(slot for head in heads for slot in head.slots)
+        head_slots = frozenset(slot for slot in self.backbone.slots if self.backbone.adapts_head(slot))
         self._live = LiveRows(self.backbone.device, columns, slots, head_slots)
         self._sampler = Sampler(self.backbone, sampling.eos_token_ids)
         self._step = self._make_step(step, slots, columns)
