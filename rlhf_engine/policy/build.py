@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -53,16 +54,23 @@ def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
     return roles
 
 
-def build_policy_model(config: TrainConfig) -> HydraModel:
-    """Backbones, slots and heads of an RL run. Raises ConfigError, where possible before any weights are read.
+def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> HydraModel:
+    """Backbones, slots and heads of an RL run.
 
     With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
     the base model, not the policy that supervised training made.
+
+    Args:
+        config: options of the run.
+        base: a model whose frozen backbones are used in place of others; None: they are loaded.
+
+    Raises:
+        ConfigError: sources or options that cannot serve, where possible before any weights are read.
     """
     roles = ppo_roles(config)
     if config.is_async:
         roles |= _copies_of_the_actor(roles["actor"])
-    model = _load(config, roles, list(roles))
+    model = _load(config, roles, list(roles), base)
     require_savable(model)
     if config.critic_init == "reward":
         _start_critic_as_reward(model)
@@ -89,7 +97,9 @@ def build_generator_model(config: TrainConfig) -> HydraModel:
     return _load(config, roles, [*kept, "reward"] if "reward" in roles else kept)
 
 
-def _load(config: TrainConfig, table: dict[str, RoleSpec], names: list[str]) -> HydraModel:
+def _load(
+    config: TrainConfig, table: dict[str, RoleSpec], names: list[str], base: HydraModel | None = None
+) -> HydraModel:
     """The named roles of a role table, with the slots and backbones that they need."""
     check_sources(config)
     roles = {name: table[name] for name in names}
@@ -104,24 +114,52 @@ def _load(config: TrainConfig, table: dict[str, RoleSpec], names: list[str]) -> 
     dtype = DTYPES[config.dtype]
     # a base that is to be sharded need not fit into the memory of one device
     device = torch.device("cpu") if config.shard_base else resolve_device(config.device)
-    sources = _sources(config, roles, dtype, device, quantization)
-    roles = sources.roles
-    model = HydraModel.from_pretrained(
-        sources.base,
-        roles=roles,
-        slots=slots,
-        backbones=sources.others,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        token_budget=config.token_budget,
-        adapter_dtype=DTYPES[config.adapter_dtype],
-        seed=config.seed,
-    )
+    own: dict[str, Any] = {
+        "slots": slots,
+        "token_budget": config.token_budget,
+        "adapter_dtype": DTYPES[config.adapter_dtype],
+        "seed": config.seed,
+    }
+    if base is not None:
+        _require_base(config, base, roles, device)
+        model = base.beside(roles=roles, **own)
+    else:
+        sources = _sources(config, roles, dtype, device, quantization)
+        model = HydraModel.from_pretrained(
+            sources.base,
+            roles=sources.roles,
+            backbones=sources.others,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            **own,
+        )
     if head is not None:
         reward_model.load_reward_head(_head(model, "reward"), head, "reward_funcs: 'reward_model'")
         model.trained_heads.add("reward")
     return model
+
+
+def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSpec], device: torch.device) -> None:
+    """Raise ConfigError for options that ask for another base than the given one."""
+    lacking = {role.backbone for role in roles.values()} - base.backbones.keys()
+    if lacking:
+        raise ConfigError(
+            f"method: expected one whose backbones the given model has, {sorted(base.backbones)}, got {config.method!r}"
+        )
+    backbone = base.backbone()
+    source = None if backbone.source is None else Path(backbone.source).resolve()
+    expected = {
+        "model_name_or_path": (source, Path(config.model_name_or_path).resolve()),
+        "dtype": (backbone.dtype, DTYPES[config.dtype]),
+        "device": (base.device, device),
+        "load_in_8bit, load_in_4bit": (backbone.quantized, _quantization(config) != "none"),
+        "reward_model_path": (None, config.reward_model_path),
+        "shard_base": (False, config.shard_base),
+    }
+    for option, (theirs, ours) in expected.items():
+        if theirs != ours:
+            raise ConfigError(f"{option}: expected that of the given model, {theirs}, got {ours}")
 
 
 @dataclass(frozen=True, kw_only=True)

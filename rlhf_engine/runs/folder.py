@@ -8,11 +8,14 @@ import fcntl
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.io import finish_replacements, remove
+from safetensors import SafetensorError
+
+from rlhf_engine.errors import CheckpointWriteError, ConfigError
+from rlhf_engine.io import finish_replacements, put_in_place, remove
+from rlhf_engine.manifest import write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
@@ -109,3 +112,24 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
             remove(checkpoint)
+
+
+def write_final(output: Path, write: Callable[[Path], object]) -> None:
+    """Write the result of a run into final/, which appears whole or not at all, as checkpoints do.
+
+    Args:
+        output: folder of the run.
+        write: writes the result's files into the folder that it is given.
+
+    Raises:
+        CheckpointWriteError: a full disk, or a folder that cannot be written.
+    """
+    temporary, final = output / f".{FINAL_FOLDER}.tmp", output / FINAL_FOLDER
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        write(temporary)
+        write_manifest(temporary)
+        put_in_place(temporary, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error

@@ -8,64 +8,75 @@ functions of (seed, step), so a resumed run makes the same floats as one that ne
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-
-from rlhf_engine.algorithms.base import Algorithm, find_algorithm
-from rlhf_engine.algorithms.kl_controller import next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
-from rlhf_engine.distributed.process_group import ALONE, World, fingerprint, fingerprint_of_all
-from rlhf_engine.errors import CheckpointWriteError, EngineError
+from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.policy_store import put
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepOrders, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.io import put_in_place
-from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.build import PAST, build_policy_model, shard_base
-from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.build import make_rollouts
-from rlhf_engine.runs.checkpoint import TrainerState, load_checkpoint, load_policies, save_checkpoint
+from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
-from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps
+from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import peak_memory_bytes
-from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, Joint, mismatch_bound, score_rollout
+from rlhf_engine.scoring.experience import Joint, score_rollout
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
-    Ranks,
     require_same_start,
-    require_same_weights,
     require_served,
-    sum_gradients,
 )
 from rlhf_engine.training.evaluation import Answers, Evaluation
-from rlhf_engine.training.rl_inputs import load_inputs, new_state, resumed_state
+from rlhf_engine.training.policy import Policy
+from rlhf_engine.training.rl_inputs import load_inputs, new_state
 from rlhf_engine.training.run import Run
-from rlhf_engine.training.update import Schedule, nothing_learned
-from rlhf_engine.training.update import update as learn
 
 
 class RlTrainer(Run):
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
     config: TrainConfig
-    state: TrainerState
+    policy: Policy
+    """What is trained."""
 
-    def __init__(self, config: TrainConfig, world: World = ALONE, *, connect: Connect | None = None) -> None:
-        """world: the ranks of the run, of which this is one. connect: starts generators in other processes, for an
-        `async_mode` that has them.
+    @property
+    def state(self) -> TrainerState:
+        """Counters of the policy."""
+        return self.policy.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self.policy.state = state
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World = ALONE,
+        *,
+        connect: Connect | None = None,
+        base: HydraModel | None = None,
+    ) -> None:
+        """Find everything that can be wrong with the request.
+
+        Args:
+            config: options of the run.
+            world: the ranks of the run, of which this process is one.
+            connect: starts generators in other processes, for an `async_mode` that has them.
+            base: a model whose frozen backbones serve this run as well, such as that of another run; None: load them.
+
+        Raises:
+            ConfigError: a request that cannot be served.
         """
         require_served(config, world)
-        self.world, self._connect = world, connect
+        self.world, self._connect, self._base = world, connect, base
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
         self.output, self.total_steps = Path(config.output_dir), config.max_steps
         world.run_on_all_ranks("the start of the run", self._load)
@@ -78,7 +89,7 @@ class RlTrainer(Run):
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", self._prepare)
         if world.size > 1:
-            self._check_same(self.state.step)
+            self.policy.require_same(self.state.step)
 
     def _load(self) -> None:
         """Data, and the model as it is before any step."""
@@ -89,25 +100,14 @@ class RlTrainer(Run):
             self._inputs.eval_set,
             self._inputs.reports,
         )
-        self.model: HydraModel = build_policy_model(self.config)
+        self.model: HydraModel = build_policy_model(self.config, self._base)
 
     def _prepare(self) -> None:
         """What works on the model, and where the run stands."""
         config, inputs = self.config, self._inputs
         self.rollouts = make_rollouts(config, self.model, inputs.server, inputs.all_prompts())
-        rates = {"actor": config.learning_rate}
-        if config.has_critic:
-            critic_rate = config.critic_learning_rate
-            rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
-        self.optimizer = RoleOptimizer.configured(self.model, rates, config)
-        self.model.eval()
-        self.state = new_state(config, inputs)
-        if inputs.resume is not None:
-            found: TrainerState = load_checkpoint(inputs.resume, self.model, self.optimizer)
-            self.state = resumed_state(found, self.state, inputs.resume)
-        self._token_budget = self.model.token_budget
-        if self.state.token_budget is not None:
-            self.model.token_budget = self.state.token_budget
+        self.policy = Policy(config, self.model, new_state(config, inputs), resume=inputs.resume, world=self.world)
+        self.optimizer = self.policy.optimizer
         self._orders = StepOrders(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
@@ -118,10 +118,6 @@ class RlTrainer(Run):
         self._evaluation = Evaluation(
             config, inputs, self.model, self.rollouts, self._sampling, self.world, self.whole_base, self.output
         )
-        # the actor starts as the reference unless it brings weights of its own
-        self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
-        self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
-        """Roles of which no update has been seen to change anything yet."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class RlTrainer(Run):
 
     def end(self) -> None:
         """The final model, and samples if there are any."""
-        self._save_final()
+        write_final(self.output, self._write_model)
         self._note_samples()
         self._evaluation.write_samples()
 
@@ -193,8 +189,7 @@ class RlTrainer(Run):
             drawn_by={str(step): version for step, version in past.drawn_by.items()},
         )
         policies = {policy.version: policy for policy in past.policies.values()}
-        keep = self.config.save_total_limit
-        folder = save_checkpoint(self.output, self.model, self.optimizer, state, keep=keep, policies=policies)
+        folder = self.policy.save(self.output, state, policies)
         self._saved_step = self.state.step
         return folder
 
@@ -207,9 +202,7 @@ class RlTrainer(Run):
 
     def step(self) -> dict[str, float]:
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
-        config, state, world = self.config, self.state, self.world
-        if state.beta is not None:
-            config = replace(config, beta=state.beta)
+        config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
         questions = self._orders.questions(state.step)
         own = self._orders.shares(questions, world.size)[world.rank]
@@ -236,46 +229,13 @@ class RlTrainer(Run):
                 policy_version=state.policy_version,
                 frozen=sampled.frozen,
                 past=sampled.policy is not None,
-                first_step_from_reference=self._starts_as_reference and state.policy_version == 0,
+                first_step_from_reference=self.policy.is_reference,
                 joint=Joint(world, rollout, questions.layout),
             )
-        train_actor = state.step >= config.critic_warmup_steps
-        algorithm = make_algorithm(config, train_actor=train_actor)
-        learned, algorithm_metrics = algorithm.learn_from(experience)
         clock.lap("score")
-        factor = lr_factor(
-            state.step,
-            kind=config.lr_scheduler_type,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.max_steps,
-        )
-        self.optimizer.set_lr_factor(factor)
-        before = self._fingerprints()
-        self.model.train()
-        schedule = self._schedule()
-        update = nothing_learned(schedule)
-        if learned is not None:
-            seed = config.seed * 1_000_003 + state.step
-            ranks = None if world.size == 1 else Ranks(world, in_step=config.shard_base)
-            update = learn(self.model, algorithm, learned, schedule, self._apply, seed=seed, ranks=ranks)
-        self.model.eval()
-        self._check_moved(before, update)
-        if config.has_critic:
-            self.model.trained_heads.add("value")
-        clock.lap("update")
-        if world.size > 1:
-            self._check_same(state.step + 1)
         n_answers = len(questions.indices)
-        self.state = replace(
-            state,
-            step=state.step + 1,
-            samples=state.samples + n_answers,
-            policy_version=state.policy_version + int(train_actor and update["optimizer_steps"] > 0),
-            micro_batch_size=self._if_lowered(int(update["micro_batch_size"]), config.per_device_train_batch_size),
-            token_budget=self._if_lowered(self.model.token_budget, self._token_budget),
-            beta=self._next_beta(experience.metrics["kl"], n_answers),
-        )
-        self.optimizer.is_whole = True
+        learned = self.policy.learn(experience, n_answers=n_answers)
+        clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.is_async:
             clock.lap("publish")
@@ -285,13 +245,10 @@ class RlTrainer(Run):
         generate_seconds = most.pop("generate")
         return {
             **experience.metrics,
-            **algorithm_metrics,
             **sampled.metrics,
             **published,
-            **update,
+            **learned,
             **most,
-            **({} if state.beta is None else {"beta": state.beta}),
-            "learning_rate": config.learning_rate * factor,
             "tokens_per_second": tokens / generate_seconds,
             "samples_per_second": n_answers / most["seconds/step"],
             "samples": float(self.state.samples),
@@ -328,35 +285,15 @@ class RlTrainer(Run):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _save_final(self) -> None:
-        """final/ appears whole or not at all, as checkpoints do."""
-        temporary, final = self.output / f".{FINAL_FOLDER}.tmp", self.output / FINAL_FOLDER
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            save_pretrained(self.model, temporary)
-            self.tokenizer.save_pretrained(temporary)
-            write_manifest(temporary)
-            put_in_place(temporary, final)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
+    def _write_model(self, folder: Path) -> None:
+        save_pretrained(self.model, folder)
+        self.tokenizer.save_pretrained(folder)
 
     def _note_best(self, reward: float | None) -> None:
         """Remember the step with the highest reward on held-out prompts, whose checkpoint is kept."""
         best = self.state.best_reward
         if reward is not None and (best is None or reward > best):
             self.state = replace(self.state, best_step=self.state.step, best_reward=reward)
-
-    def _next_beta(self, kl: float, n_answers: int) -> float | None:
-        """After a step of so many answers with a mean KL of `kl` nats; None where it does not adapt."""
-        config, beta = self.config, self.state.beta
-        if beta is None or config.kl_target is None:
-            return None
-        return next_beta(beta, kl, target=config.kl_target, horizon=config.kl_horizon, n_answers=n_answers)
-
-    @staticmethod
-    def _if_lowered(found: int, configured: int) -> int | None:
-        return found if found < configured else None
 
     def _sampling(self, seed: int) -> SamplingConfig:
         return SamplingConfig(
@@ -385,53 +322,3 @@ class RlTrainer(Run):
             world=self.world,
             connect=self._connect,
         )
-
-    def _schedule(self) -> Schedule:
-        config = self.config
-        return Schedule(
-            num_epochs=config.epochs,
-            num_mini_batches=config.mini_batches,
-            micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
-            # dropout masks are the update's alone
-            max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
-            target_kl=config.target_kl,
-        )
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.optimizer.groups.values() for p in group.values()]
-
-    def _apply(self) -> dict[str, float]:
-        """An optimizer step on the gradients of a minibatch, of which each rank has its share."""
-        sum_gradients(self.world, self._trained())
-        return self.optimizer.step()
-
-    def _check_same(self, step: int) -> None:
-        """Ranks hold the same parameters after so many steps, and go on with the memory that all of them have."""
-        require_same_weights(self.world, fingerprint_of_all(self._trained()), step)
-        self.model.token_budget = min(self.world.gather(self.model.token_budget))
-
-    def _fingerprints(self) -> dict[str, list[int]]:
-        """Of the trained weights of every role that no update has been seen to change yet."""
-        return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
-
-    def _check_moved(self, before: dict[str, list[int]], update: dict[str, float]) -> None:
-        """A role's first update with a gradient and a learning rate must have changed some tensor."""
-        for role, tensors in before.items():
-            if self.optimizer.learning_rates[role] == 0 or update.get(f"grad_norm/{role}", 0.0) == 0.0:
-                continue
-            if [fingerprint(w) for w in self.optimizer.weights(role)] == tensors:
-                raise EngineError(
-                    f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
-                )
-            self._unmoved.remove(role)
-
-
-def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """The algorithm of a run with its options. train_actor: False while only a critic warms up."""
-    return find_algorithm(config.algorithm)(
-        config,
-        temperature=config.temperature,
-        max_completion_length=config.max_completion_length,
-        train_actor=train_actor,
-    )

@@ -14,7 +14,6 @@ The best step on held-out rows becomes the final model; its checkpoint is kept u
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +27,6 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.io import put_in_place
-from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import (
@@ -46,6 +43,7 @@ from rlhf_engine.runs.folder import (
     RECORD_FILE,
     check_output,
     require_unlocked,
+    write_final,
 )
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
@@ -177,7 +175,7 @@ class RewardTrainer(SupervisedRun):
         """
         self.plot()
         self._load_best()
-        self._save_final()
+        write_final(self.output, lambda folder: write_reward_model(self.model, self.tokenizer, folder, self.config))
         result = self.result()
         self.write_record(result)
         return result
@@ -361,14 +359,6 @@ class RewardTrainer(SupervisedRun):
 
     def _checkpoint(self, step: int) -> Path:
         return self.output / f"checkpoint-{step}"
-
-    def _save_final(self) -> None:
-        """final/ appears whole or not at all, as checkpoints do."""
-        temporary = self.output / f".{FINAL_FOLDER}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        write_reward_model(self.model, self.tokenizer, temporary, self.config)
-        write_manifest(temporary)
-        put_in_place(temporary, self.output / FINAL_FOLDER)
 
     def describe(self) -> dict[str, Any]:
         """Objective, rows, notes, and how much is trained."""

@@ -1,0 +1,100 @@
+"""Two policies of different rank, method, algorithm and seed on one base: each makes the floats that it makes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model, write_reward
+from tests.training.test_rl import metrics, same, trained
+
+POLICIES = {
+    "first": {"method": "hydra_ppo", "lora_r": 4, "lora_dropout": 0.1, "seed": 1, "num_mini_batches": 2},
+    "second": {"method": "j_hydra_ppo", "lora_r": 8, "seed": 2, "kl_target": 3.0, "kl_horizon": 1000},
+    "third": {"algorithm": "grpo", "lora_r": 2, "seed": 3, "lora_target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def reward(tmp_path):
+    return write_reward(tmp_path, "return [float(len(set(row))) + 0.01 * sum(row) for row in completion_ids]")
+
+
+def config(model, output, reward, name, **changes):
+    common = {"reward_funcs": [reward], "generation_batch_size": 16, "max_steps": 3, "save_steps": 1}
+    if POLICIES[name].get("algorithm", "ppo") != "ppo":
+        common |= {"num_mini_batches": None, "num_ppo_epochs": None}
+    return train_config(model, output, **{**common, **POLICIES[name], **changes})
+
+
+def test_policies_take_turns_with_the_floats_that_each_has_alone(model, reward, tmp_path):
+    alone = {}
+    for name in POLICIES:
+        alone[name] = RlTrainer(config(model, tmp_path / "alone" / name, reward, name))
+        alone[name].run()
+    together: dict[str, RlTrainer] = {}
+    for name in POLICIES:
+        base = next(iter(together.values())).model if together else None
+        together[name] = RlTrainer(config(model, tmp_path / "together" / name, reward, name), base=base)
+    assert len({id(trainer.model.backbone().model) for trainer in together.values()}) == 1
+    steps = {name: [trainer.step()] for name, trainer in together.items()}
+    for name in ("second", "third", "first", "first", "third", "second"):  # in any order
+        steps[name].append(together[name].step())
+    for name, trainer in together.items():
+        assert same(trained(trainer), trained(alone[name])), name
+        expected = metrics(alone[name])
+        for row, found in zip(expected, steps[name], strict=True):
+            shared = row.keys() & found.keys()
+            assert {"reward", "kl", "policy/loss", "grad_norm/actor"} <= shared
+            assert {key: found[key] for key in shared} == {key: row[key] for key in shared}, name
+    weights = [next(iter(trained(trainer).values())) for trainer in together.values()]
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights) if a.shape == b.shape)
+
+
+def test_a_run_beside_another_resumes_and_leaves_the_other_alone(model, reward, tmp_path):
+    first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
+    whole = RlTrainer(config(model, tmp_path / "whole", reward, "second"))
+    whole.run()
+    first.step()
+    before = {key: tensor.clone() for key, tensor in trained(first).items()}
+    made = config(model, tmp_path / "parts", reward, "second", max_steps=2)
+    RlTrainer(made, base=first.model).run()
+    made = dataclasses.replace(made, max_steps=3, resume_from_checkpoint="auto")
+    resumed = RlTrainer(made, base=first.model)
+    assert resumed.state.step == 2
+    resumed.run()
+    assert same(trained(resumed), trained(whole))
+    assert same(trained(first), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"method": "lora_ppo"},
+            r"method: expected one whose backbones the given model has, \['base'\], got 'lora_ppo'",
+        ),
+        ({"dtype": "bfloat16"}, "dtype: expected that of the given model, torch.float32, got torch.bfloat16"),
+    ],
+)
+def test_options_that_ask_for_another_base(changes, message, model, reward, tmp_path):
+    first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
+    with pytest.raises(ConfigError, match=message):
+        RlTrainer(config(model, tmp_path / "second", reward, "second", **changes), base=first.model)
+
+
+def test_another_folder_is_another_base(model, reward, tmp_path):
+    first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
+    other = write_model(tmp_path / "other")
+    with pytest.raises(ConfigError, match="model_name_or_path: expected that of the given model"):
+        RlTrainer(config(other, tmp_path / "second", reward, "second"), base=first.model)
