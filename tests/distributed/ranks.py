@@ -47,7 +47,7 @@ def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[
 
     def step() -> dict[str, float]:
         i = next(number)
-        found.update({f"{i} {names[p]}": p.grad.clone() for p in trainer._trained() if p.grad is not None})
+        found.update({f"{i} {names[p]}": p.grad.clone() for p in trainer.policy.trained() if p.grad is not None})
         return apply()
 
     trainer.optimizer.step = step  # type: ignore[method-assign]

@@ -391,7 +391,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
         return update(model, objective, schedule, step, seed=seed)
 
     def taken() -> dict[str, float]:
-        gradients.append({p: p.grad.clone() for p in trainer._trained() if p.grad is not None})
+        gradients.append({p: p.grad.clone() for p in trainer.policy.trained() if p.grad is not None})
         trainer.model.zero_grad(set_to_none=True)
         return {}
 

@@ -12,7 +12,8 @@ import torch
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.scoring.experience import Layout, score_rollout
-from rlhf_engine.training.rl import RlTrainer, make_algorithm
+from rlhf_engine.training.policy import make_algorithm
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule, update
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
@@ -249,7 +250,7 @@ def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path,
     made = config(model, tmp_path / "run", reward, algorithm="reinforce", critic_warmup_steps=1, max_steps=3)
     trainer = RlTrainer(made)
     trainer.step()
-    assert trainer._unmoved == {"actor"}
+    assert trainer.policy._unmoved == {"actor"}
     step = trainer.optimizer.step
 
     def leaves_the_actor():

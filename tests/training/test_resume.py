@@ -248,7 +248,7 @@ def test_a_final_model_without_checkpoints_is_not_a_run_to_begin_again(model, tm
 
 def test_a_role_that_has_moved_before_need_not_move_again(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run"))
-    assert trainer._unmoved == {"actor", "critic"}
+    assert trainer.policy._unmoved == {"actor", "critic"}
     trainer.step()
     resume = str(trainer.save())
     assert RlTrainer(train_config(model, tmp_path / "b", resume_from_checkpoint=resume))._unmoved == set()
