@@ -19,16 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.generators import serialize
 from rlhf_engine.generators.policy_store import Snapshot
-from rlhf_engine.generators.work import Answered, Order, gather_rollout
+from rlhf_engine.generators.work import WorkItem, gather_rollout
 from rlhf_engine.hydra import PackedBatch, Scores, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.planning.phases import Setting, plain_model, shallow
 from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker
-from rlhf_engine.rollout import Rollout, RolloutStats, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats, SamplingConfig
 from rlhf_engine.scoring.gather import gather_scores
-from rlhf_engine.scoring.score import FrozenScores
 
 T = TypeVar("T")
 OUT = Path(__file__).resolve().parent / "results" / "cpu" / "scaling"
@@ -171,7 +170,7 @@ def _fit(size: Callable[[int, int, int], int]) -> PerAnswer:
     return PerAnswer(answer=per_answer[0] - prompt * p0 - completion * c0, prompt=prompt, completion=completion)
 
 
-def answered(answers: int, prompt: int, completion: int, *, vocabulary: int = 32000) -> Answered:
+def made_up(answers: int, prompt: int, completion: int, *, vocabulary: int = 32000) -> Rollout:
     """What a generator sends that also asks the frozen lanes."""
     length, tokens = prompt + completion, answers * completion
     batch = PackedBatch(
@@ -180,38 +179,39 @@ def answered(answers: int, prompt: int, completion: int, *, vocabulary: int = 32
         prompt_lens=(prompt,) * answers,
         sample_ids=tuple(range(_BASE, _BASE + answers)),
     )
-    rollout = Rollout(
+    return Rollout(
         batch=batch,
         logprobs_M=torch.zeros(tokens),
         versions_M=torch.zeros(tokens, dtype=torch.int64),
         finish_reasons=("eos",) * answers,
         filtered=False,
         stats=RolloutStats(tokens=tokens),
+        frozen=Scores(
+            past_logprobs_M=torch.zeros(tokens), ref_logprobs_M=torch.zeros(tokens), rewards_N=torch.zeros(answers)
+        ),
     )
-    return Answered(rollout, FrozenScores(torch.zeros(tokens), torch.zeros(tokens), torch.zeros(answers)))
 
 
 def answer_bytes() -> PerAnswer:
     """From a generator to the learner, as `wire` packs them; plain values as pickle has them."""
-    return _fit(lambda *sizes: len(pickle.dumps(serialize.pack_answers(answered(*sizes)))))
+    return _fit(lambda *sizes: len(pickle.dumps(serialize.pack_rollout(made_up(*sizes)))))
 
 
-def order_bytes() -> PerAnswer:
+def item_bytes() -> PerAnswer:
     """From the learner to a generator: each answer's prompt."""
 
     def size(answers: int, prompt: int, completion: int) -> int:
-        batch = answered(answers, prompt, completion).rollout.batch
-        order = Order(
+        batch = made_up(answers, prompt, completion).batch
+        ids = [batch.tokens_T[i * (prompt + completion) :][:prompt].tolist() for i in range(answers)]
+        item = WorkItem(
             step=100,
             share=0,
             n_shares=1,
             version=100,
-            prompts=tuple(tuple(batch.tokens_T[i * (prompt + completion) :][:prompt].tolist()) for i in range(answers)),
-            greedy=(False,) * answers,
-            sample_ids=batch.sample_ids,
+            prompts=PromptBatch.of(range(answers), ids, generations=1, first_id=_BASE),
             sampling=SamplingConfig(max_completion_length=completion, eos_token_ids=(2,)),
         )
-        return len(pickle.dumps(serialize.pack_order(order)))
+        return len(pickle.dumps(serialize.pack_item(item)))
 
     return _fit(size)
 
@@ -238,7 +238,7 @@ def gathered_bytes(*, critic: bool) -> PerAnswer:
 
     def size(answers: int, prompt: int, completion: int) -> int:
         ledger, tokens = Ledger(), torch.zeros(answers * completion)
-        gather_rollout(ledger, answered(answers, prompt, completion).rollout)
+        gather_rollout(ledger, made_up(answers, prompt, completion))
         scores = Scores(
             logprobs_M=tokens,
             entropies_M=tokens,

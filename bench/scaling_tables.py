@@ -160,7 +160,7 @@ def answers() -> str:
     """Bytes of a step's answers."""
     head = ("per step", "bytes per answer + prompt token + answer token", str(SMALL), str(LARGE))
     kinds = {
-        "prompts to generators": pieces.order_bytes(),
+        "prompts to generators": pieces.item_bytes(),
         "answers and what frozen lanes say of them to the learner": pieces.answer_bytes(),
         "data-parallel: gathered on every rank, PPO (GRPO: 4 less)": pieces.gathered_bytes(critic=True),
     }

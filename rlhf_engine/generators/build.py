@@ -10,19 +10,19 @@ import torch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.policy_store import VersionStore
+from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.sources import Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker, Source
 from rlhf_engine.generators.staleness import StalenessRule
 from rlhf_engine.generators.thread import GeneratorThread
 from rlhf_engine.generators.transport import Transport
-from rlhf_engine.generators.work import StepOrders
-from rlhf_engine.generators.worker import OrderDrawer
-from rlhf_engine.hydra import HydraModel, PackedBatch
-from rlhf_engine.policy.build import BEHAVIOUR
+from rlhf_engine.generators.work import StepPrompts
+from rlhf_engine.generators.worker import Worker
+from rlhf_engine.hydra import HydraModel
+from rlhf_engine.policy.build import BEHAVIOUR, PAST
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import Rollouts
-from rlhf_engine.scoring.score import FrozenScores, score_frozen
+from rlhf_engine.scoring.score import FrozenRoles
 
 Connect = Callable[[HydraModel], Transport]
 """Starts generators in other processes, for the learner's model."""
@@ -32,7 +32,7 @@ def make_source(
     config: TrainConfig,
     model: HydraModel,
     rollouts: Rollouts,
-    orders: StepOrders,
+    prompts: StepPrompts,
     past: PastState,
     *,
     step: int,
@@ -47,7 +47,7 @@ def make_source(
     connect: for async_mode 'ray'. Raises ConfigError where it is missing.
     """
     if not config.is_async:
-        return OwnPolicy(rollouts, orders, world)
+        return OwnPolicy(rollouts, prompts, world)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError(
             "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray.connect, got none"
@@ -56,15 +56,17 @@ def make_source(
     rule = StalenessRule.of(config)
     in_flight = config.async_policy == "in_flight"
 
-    def score(batch: PackedBatch) -> FrozenScores | None:
-        return score_frozen(model, batch, config, past=None if in_flight else BEHAVIOUR, reward=reward)
+    score = FrozenRoles(model, config, past=None if in_flight else BEHAVIOUR, reward=reward)
+
+    def hold(policy: Snapshot) -> None:
+        put(policy, model.role_backbone(PAST).slot(PAST))
 
     options = EngineOptions.of(config)
     device = model.role_backbone(BEHAVIOUR).device
     threads = _generator_threads(config, device)
     if config.async_mode in ("off", "replay"):
-        draw = OrderDrawer(model, store, options, score=score)
-        return PastPolicies(draw, store, tracker, orders, rule, world, threads=threads)
+        worker = Worker(model, store, options, score=score)
+        return PastPolicies(worker, store, tracker, prompts, rule, world, hold=hold, threads=threads)
     hurry, stop = threading.Event(), threading.Event()
 
     def start() -> Transport:
@@ -72,7 +74,7 @@ def make_source(
             return connect(model)
         # who asks the frozen lanes must not show in their bits
         alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
-        draw = OrderDrawer(
+        worker = Worker(
             model,
             store,
             options,
@@ -81,14 +83,14 @@ def make_source(
             hurry=hurry.is_set if alike else lambda: False,
             stopped=stop.is_set,
         )
-        return GeneratorThread(draw, store, stop=stop, device=device, beat=lambda: draw.beat, threads=threads)
+        return GeneratorThread(worker, store, stop=stop, device=device, beat=lambda: worker.beat, threads=threads)
 
     n_shares = config.ray_generators if config.async_mode == "ray" else 1
 
     def begin() -> Scheduler:
         return Scheduler(
             start(),
-            orders.orders,
+            prompts.items,
             rule,
             tracker.after,
             step=step,
@@ -99,7 +101,7 @@ def make_source(
             hurry=hurry,
         )
 
-    return Concurrent(begin, store, tracker, drawn_by=past.drawn_by, n_shares=n_shares, mixed=in_flight)
+    return Concurrent(begin, store, tracker, drawn_by=past.drawn_by, n_shares=n_shares, mixed=in_flight, hold=hold)
 
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""Hands orders to generators: in time, none too early, each to one that is idle, and again where one is lost.
+"""Hands work to generators: in time, none too early, each to one that is idle, and again where one is lost.
 
 What is learned from comes from `take`, step by step; nothing is drawn that would be too old by then, so nothing is ever
 thrown away, and nothing beyond the last step is drawn at all. A step's answers are taken once: what a generator still
@@ -11,29 +11,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.generators.staleness import StalenessRule, newest_after
 from rlhf_engine.generators.transport import Drawn, Event, Joined, Lost, Transport
-from rlhf_engine.generators.work import Answered, Order, join
+from rlhf_engine.generators.work import WorkItem, join
+from rlhf_engine.rollout import Rollout
 
-MakeOrders = Callable[[int, int, int], list[Order]]
-"""(step, version, shares) → orders"""
+MakeItems = Callable[[int, int, int], list[WorkItem]]
+"""(step, version, shares) → work items"""
 _LOOK = 0.2
 """Seconds between two looks at generators that may hang."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepAnswers:
-    """The answers of a step."""
+class Taken(NamedTuple):
+    """The answers of a step, and how the generators do."""
 
-    answered: Answered
-    version: int
-    """That they were asked of."""
-    generate_seconds: float
-    """Of the share that took longest."""
+    rollout: Rollout
     wait_seconds: float
     """That the learner had to wait."""
     ready: int
@@ -48,7 +44,7 @@ class Scheduler:
     def __init__(
         self,
         transport: Transport,
-        make_orders: MakeOrders,
+        make_items: MakeItems,
         rule: StalenessRule,
         policies: Mapping[int, Snapshot],
         *,
@@ -63,10 +59,10 @@ class Scheduler:
 
         step: the first one whose answers are to be drawn; total_steps: the last one is before it.
 
-        n_shares: orders per step. timeout: seconds of silence after which a generator is given up. drawn_by: step →
+        n_shares: work items per step. timeout: seconds of silence after which a generator is given up. drawn_by: step →
         version of steps that a run had begun to draw when it was stopped. hurry: set while the learner waits.
         """
-        self._transport, self._make_orders, self._rule = transport, make_orders, rule
+        self._transport, self._make_items, self._rule = transport, make_items, rule
         self._total, self._n_shares, self._timeout = total_steps, n_shares, timeout
         self._done, self._next_step = step, step
         self._after = {done: snapshot.version for done, snapshot in sorted(policies.items())}
@@ -74,9 +70,9 @@ class Scheduler:
         self._drawn_by: dict[int, int] = {}
         self._asked = dict(drawn_by or {})
         self._hurry = hurry or threading.Event()
-        self._waiting: deque[Order] = deque()
+        self._waiting: deque[WorkItem] = deque()
         self._idle: list[str] = []
-        self._running: dict[str, tuple[Order, float]] = {}
+        self._running: dict[str, tuple[WorkItem, float]] = {}
         self._shares: dict[int, dict[int, Drawn]] = {}
         self._busy = 0.0
         self._failure: BaseException | None = None
@@ -104,7 +100,7 @@ class Scheduler:
             self._dispatch()
         return sent
 
-    def take(self, step: int) -> StepAnswers:
+    def take(self, step: int) -> Taken:
         """The answers of a step, as soon as they are there. Raises GeneratorError if nobody is left to draw them."""
         began = time.perf_counter()
         with self._changed:
@@ -122,15 +118,8 @@ class Scheduler:
             ready = sum(self._complete(later) for later in self._shares)
             now = time.perf_counter()
             busy = self._busy + sum(now - since for _, since in self._running.values())
-        drawn = [shares[i] for i in range(len(shares))]
-        return StepAnswers(
-            answered=join([share.answered for share in drawn]),
-            version=drawn[0].order.version,
-            generate_seconds=max(share.seconds for share in drawn),
-            wait_seconds=now - began,
-            ready=ready,
-            busy_seconds=busy,
-        )
+        rollout = join([shares[i].rollout for i in range(len(shares))])
+        return Taken(rollout, wait_seconds=now - began, ready=ready, busy_seconds=busy)
 
     def policies(self) -> dict[int, int]:
         """Steps done → version, of the policies that may still draw or have drawn what is not learned from yet."""
@@ -153,10 +142,10 @@ class Scheduler:
 
     def _complete(self, step: int) -> bool:
         shares = self._shares.get(step, {})
-        return bool(shares) and len(shares) == next(iter(shares.values())).order.n_shares
+        return bool(shares) and len(shares) == next(iter(shares.values())).item.n_shares
 
     def _forget(self) -> None:
-        """Policies that no order can ask for, and that no answers waiting to be learned from are of."""
+        """Policies that no work item can name, and that no answers waiting to be learned from are of."""
         first = newest_after(self._after, self._rule.earliest(self._done))
         drawn = {version for step, version in self._drawn_by.items() if step >= self._done}
         asked = {version for step, version in self._asked.items() if step >= self._done}
@@ -167,16 +156,16 @@ class Scheduler:
         self._transport.keep(frozenset(self._after.values()))
 
     def _dispatch(self) -> None:
-        """Orders to generators that are idle."""
+        """Work to generators that are idle."""
         while self._idle and not self._closed:
-            order = self._next_order()
-            if order is None:
+            item = self._next_item()
+            if item is None:
                 return
             worker = self._idle.pop(0)
-            self._running[worker] = (order, time.perf_counter())
-            self._transport.submit(worker, order)
+            self._running[worker] = (item, time.perf_counter())
+            self._transport.submit(worker, item)
 
-    def _next_order(self) -> Order | None:
+    def _next_item(self) -> WorkItem | None:
         if not self._waiting:
             step = self._next_step
             if step >= min(self._total, self._rule.drawable(self._done)):
@@ -185,7 +174,7 @@ class Scheduler:
             if version is None:
                 version = self._after[newest_after(self._after, self._rule.drawn_after(step, self._done))]
             self._drawn_by[step] = version
-            self._waiting.extend(self._make_orders(step, version, self._n_shares))
+            self._waiting.extend(self._make_items(step, version, self._n_shares))
             self._next_step += 1
         return self._waiting.popleft()
 
@@ -210,34 +199,34 @@ class Scheduler:
         if isinstance(event, Joined):
             self._idle.append(event.worker)
             return
-        order = self._stop_running(event.worker)
+        item = self._stop_running(event.worker)
         if isinstance(event, Drawn):
-            if order is event.order:
-                self._shares.setdefault(order.step, {})[order.share] = event
+            if item is event.item:
+                self._shares.setdefault(item.step, {})[item.share] = event
                 self._idle.append(event.worker)
             return
         assert isinstance(event, Lost)
-        if order is not None:
-            self._waiting.appendleft(order)
+        if item is not None:
+            self._waiting.appendleft(item)
         if event.worker in self._idle:
             self._idle.remove(event.worker)
         if not self._idle and not self._running and not self._transport.expects_more():
             self._failure = event.cause
 
-    def _stop_running(self, worker: str) -> Order | None:
+    def _stop_running(self, worker: str) -> WorkItem | None:
         if worker not in self._running:
             return None
-        order, since = self._running.pop(worker)
+        item, since = self._running.pop(worker)
         self._busy += time.perf_counter() - since
-        return order
+        return item
 
     def _give_up_silent(self) -> None:
-        for worker, (order, _) in list(self._running.items()):
+        for worker, (item, _) in list(self._running.items()):
             silent = self._transport.silent_for(worker)
             if silent > self._timeout:
                 self._transport.give_up(
                     worker,
                     TimeoutError(
-                        f"{worker} has drawn no token of {order.name} for {silent:.0f} seconds (async_timeout)"
+                        f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds (async_timeout)"
                     ),
                 )

@@ -1,4 +1,4 @@
-"""Policies, orders and answers as bytes and plain values, for generators in other processes.
+"""Policies, work items and answers as bytes and plain values, for generators in other processes.
 
 A policy goes over as the bytes of a safetensors file beside its version and its digest, which the receiver checks,
 and answers beside a digest of their own; nothing is pickled here.
@@ -18,11 +18,10 @@ from safetensors.torch import load, save
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators.policy_store import Snapshot, digest
-from rlhf_engine.generators.work import Answered, Order, put_together, take_apart
+from rlhf_engine.generators.work import WorkItem, put_together, take_apart
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
-from rlhf_engine.rollout import SamplingConfig
-from rlhf_engine.scoring.score import FrozenScores
+from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 
 
 class Parcel(NamedTuple):
@@ -58,44 +57,35 @@ def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapsho
     return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
 
 
-def pack_order(order: Order) -> dict[str, Any]:
+def pack_item(item: WorkItem) -> dict[str, Any]:
     """Numbers, texts and tuples of them by name."""
-    return dataclasses.asdict(order)
+    return dataclasses.asdict(item)
 
 
-def unpack_order(values: Mapping[str, Any]) -> Order:
-    """What `pack_order` was given."""
-    return Order(**{**values, "sampling": SamplingConfig(**values["sampling"])})
+def unpack_item(values: Mapping[str, Any]) -> WorkItem:
+    """What `pack_item` was given."""
+    prompts, sampling = PromptBatch(**values["prompts"]), SamplingConfig(**values["sampling"])
+    return WorkItem(**{**values, "prompts": prompts, "sampling": sampling})
 
 
-def pack_answers(answered: Answered) -> dict[str, Any]:
+def pack_rollout(rollout: Rollout) -> dict[str, Any]:
     """Plain values by name; tensors as the bytes of one safetensors file under `tensors`, and a digest of it all."""
-    rollout, frozen = answered
     plain, tensors = take_apart(rollout)
-    for name, tensor in zip(FrozenScores._fields, frozen or (), strict=False):
-        if tensor is not None:
-            tensors[name] = tensor
-    values = {
-        "tensors": save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}),
-        "scored": frozen is not None,
-        **plain,
-    }
+    values = {"tensors": save({name: x.detach().contiguous().cpu() for name, x in tensors.items()}), **plain}
     return {**values, "digest": _digest(values)}
 
 
-def unpack_answers(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Answered:
-    """What `pack_answers` was given, on a device. Raises EngineError for answers that are not what was sent."""
+def unpack_rollout(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Rollout:
+    """What `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
     found = _digest(values)
     if found != values.get("digest"):
         expected = str(values.get("digest"))[:12]
         raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {found[:12]}…")
-    tensors = {name: tensor.to(device) for name, tensor in load(values["tensors"]).items()}
-    frozen = FrozenScores(*map(tensors.get, FrozenScores._fields)) if values["scored"] else None
-    return Answered(put_together(values, tensors), frozen)
+    return put_together(values, {name: x.to(device) for name, x in load(values["tensors"]).items()})
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """SHA-256 of what `pack_answers` makes."""
+    """SHA-256 of what `pack_rollout` makes."""
     plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
     found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     found.update(values["tensors"])

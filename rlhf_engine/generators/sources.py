@@ -1,4 +1,4 @@
-"""What the training loop asks for the answers of a step.
+"""Where the training loop gets the answers of a step from.
 
 OwnPolicy      every step draws its own, on the very weights that train
 PastPolicies   one after the other, by the policies that a rule names; what a concurrent run draws, repeated
@@ -8,6 +8,7 @@ Concurrent     generators draw the answers of later steps meanwhile
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,28 +20,11 @@ from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, take
 from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.staleness import StalenessRule, newest_after
-from rlhf_engine.generators.work import StepOrders
-from rlhf_engine.generators.worker import OrderDrawer
+from rlhf_engine.generators.work import StepPrompts
+from rlhf_engine.generators.worker import Worker
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.rollout.backend import Rollouts
-from rlhf_engine.scoring.score import FrozenScores
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sampled:
-    """The answers of a step and who drew them."""
-
-    rollout: Rollout
-    frozen: FrozenScores | None
-    """What frozen lanes say of the answers, where the generator has asked them."""
-    policy: Snapshot | None
-    """That drew them, where answers are drawn beside the updates; None if several had a share in an answer."""
-    generate_seconds: float
-    """That drawing took, whether or not the learner waited for it."""
-    seconds: dict[str, float]
-    """Of the learner's time, by phase."""
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,11 +37,23 @@ class PastState:
     """Step → version, of steps whose answers had been begun."""
 
 
+Lap = Callable[[str], None]
+"""Called with the name of a phase at its end."""
+Hold = Callable[[Snapshot], None]
+"""Puts a policy where the learner scores answers by it."""
+
+
 class Source(Protocol):
     """Answers, step by step."""
 
-    def draw(self, step: int, version: int) -> Sampled:
-        """Of a step, which is the next one to learn from; version: of the present policy."""
+    def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
+        """The answers of a step, which is the next one to learn from, and metrics.
+
+        Args:
+            step: counted from 0.
+            version: of the present policy.
+            lap: called with the name of a phase at its end.
+        """
         ...
 
     def learned(self, done: int, version: int) -> dict[str, float]:
@@ -76,29 +72,23 @@ class Source(Protocol):
 class OwnPolicy:
     """Every step draws its own answers."""
 
-    def __init__(self, rollouts: Rollouts, orders: StepOrders, world: World = ALONE) -> None:
+    def __init__(self, rollouts: Rollouts, prompts: StepPrompts, world: World = ALONE) -> None:
         """world: ranks, of which this one draws its share."""
-        self._rollouts, self._orders, self._world = rollouts, orders, world
+        self._rollouts, self._prompts, self._world = rollouts, prompts, world
 
-    def draw(self, step: int, version: int) -> Sampled:
+    def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """By the present policy."""
-        began = time.perf_counter()
         synced = self._rollouts.sync(version)
-        seconds = {"sync": time.perf_counter() - began} if synced else {}
-        order = self._orders.orders(step, version, self._world.size)[self._world.rank]
+        if synced:
+            lap("sync")
+        item = self._prompts.items(step, version, self._world.size)[self._world.rank]
         began = time.perf_counter()
         rollout = self._rollouts.generate(
-            order.prompts, order.sampling, sample_ids=order.sample_ids, greedy=order.greedy
+            item.prompts.prompts, item.sampling, sample_ids=item.prompts.sample_ids, greedy=item.prompts.greedy
         )
-        seconds["generate"] = time.perf_counter() - began
-        return Sampled(
-            rollout=rollout,
-            frozen=None,
-            policy=None,
-            generate_seconds=seconds["generate"],
-            seconds=seconds,
-            metrics=synced,
-        )
+        lap("generate")
+        stats = dataclasses.replace(rollout.stats, seconds=time.perf_counter() - began)
+        return dataclasses.replace(rollout, stats=stats), synced
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Nothing to do."""
@@ -137,42 +127,43 @@ class PastPolicies:
 
     def __init__(
         self,
-        draw: OrderDrawer,
+        worker: Worker,
         store: VersionStore,
         tracker: PolicyTracker,
-        orders: StepOrders,
+        prompts: StepPrompts,
         rule: StalenessRule,
         world: World = ALONE,
         *,
+        hold: Hold,
         threads: int | None = None,
     ) -> None:
-        """world: ranks, of which this one draws its share. threads: of the CPU, those that a generator would take from
-        the learner; each side has its own number here as well, because the bits of a product may depend on it.
+        """Take what draws.
+
+        Args:
+            worker, store, tracker, prompts, rule: what draws, by which policies, which answers, and how old.
+            world: ranks, of which this one draws its share.
+            hold: puts the policy that drew where the learner scores by it.
+            threads: of the CPU, those that a generator would take from the learner. Each side has its own number here
+                as well, because the bits of a product may depend on it.
         """
-        self._draw, self._store, self._tracker, self._orders, self._rule = draw, store, tracker, orders, rule
-        self._world = world
+        self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
+        self._world, self._hold = world, hold
         self._threads = threads
         self._all_threads: int | None = None
         self._after = dict(tracker.after)
         for snapshot in self._after.values():
             store.add(snapshot)
 
-    def draw(self, step: int, version: int) -> Sampled:
+    def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """On this thread."""
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
-        order = self._orders.orders(step, policy.version, self._world.size)[self._world.rank]
-        began = time.perf_counter()
+        item = self._prompts.items(step, policy.version, self._world.size)[self._world.rank]
         with self._generator_threads():
-            rollout, frozen = self._draw(order)
-        seconds = time.perf_counter() - began
-        return Sampled(
-            rollout=rollout,
-            frozen=frozen,
-            policy=policy,
-            generate_seconds=seconds,
-            seconds={"generate": seconds},
-            metrics={},
-        )
+            rollout = self._worker(item)
+        lap("generate")
+        if rollout.frozen is None:
+            self._hold(policy)
+        return rollout, {}
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for."""
@@ -220,15 +211,17 @@ class Concurrent:
         drawn_by: Mapping[int, int],
         n_shares: int,
         mixed: bool,
+        hold: Hold,
     ) -> None:
-        """begin: starts the generators and what hands orders to them, with the first `draw`. store: in which policies
+        """begin: starts the generators and what hands work to them, with the first `draw`. store: in which policies
         are kept for the learner.
 
         drawn_by: step → version of steps that a run had begun to draw when it was stopped. n_shares: generators, each
-        of which gets a share of a step. mixed: answers may be of several policies.
+        of which gets a share of a step. mixed: answers may be of several policies. hold: puts the policy that drew
+        where the learner scores by it.
         """
         self._begin, self._store, self._tracker = begin, store, tracker
-        self._mixed, self._n_shares = mixed, n_shares
+        self._mixed, self._n_shares, self._hold = mixed, n_shares, hold
         self._policies = dict(tracker.after)
         self._drawn_by = dict(drawn_by)
         self._scheduler: Scheduler | None = None
@@ -237,40 +230,34 @@ class Concurrent:
         for snapshot in self._policies.values():
             store.add(snapshot)
 
-    def draw(self, step: int, version: int) -> Sampled:
+    def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """What generators have drawn or are about to."""
         if self._scheduler is None:
             self._scheduler = self._begin()
         began = time.perf_counter()
-        found = self._scheduler.take(step)
+        rollout, waited, ready, busy_seconds = self._scheduler.take(step)
+        lap("wait")
         now = time.perf_counter()
         last, busy = self._last or (began, 0.0)
-        self._last = now, found.busy_seconds
-        wall = now - last
-        learning = wall - found.wait_seconds
-        longer = max(found.generate_seconds, learning)
+        self._last = now, busy_seconds
+        wall, drawing = now - last, rollout.stats.seconds
+        learning = wall - waited
+        longer = max(drawing, learning)
         metrics = {
-            "async/ready_steps": float(found.ready),
-            "async/generate_seconds": found.generate_seconds,
+            "async/ready_steps": float(ready),
+            "async/generate_seconds": drawing,
             "async/learner_utilisation": learning / wall,
-            "async/generator_utilisation": min(1.0, (found.busy_seconds - busy) / wall / self._n_shares),
-            "async/speedup_bound": (found.generate_seconds + learning) / longer,
-            "async/speedup": (found.generate_seconds + learning) / max(wall, longer),
+            "async/generator_utilisation": min(1.0, (busy_seconds - busy) / wall / self._n_shares),
+            "async/speedup_bound": (drawing + learning) / longer,
+            "async/speedup": (drawing + learning) / max(wall, longer),
         }
-        policy = None if self._mixed else self._store.get(found.version)
-        rollout, frozen = found.answered
-        made = [rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *(frozen or ())]
-        for tensor in made:
-            if tensor is not None and tensor.is_cuda:  # made on a generator's stream
+        if not self._mixed and rollout.frozen is None:
+            self._hold(self._store.get(rollout.policy_version))
+        scores = [] if rollout.frozen is None else [x for _, x in rollout.frozen.items()]
+        for tensor in (rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *scores):
+            if tensor.is_cuda:  # made on a generator's stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return Sampled(
-            rollout=rollout,
-            frozen=frozen,
-            policy=policy,
-            generate_seconds=found.generate_seconds,
-            seconds={"wait": found.wait_seconds},
-            metrics=metrics,
-        )
+        return rollout, metrics
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Publish the policy."""

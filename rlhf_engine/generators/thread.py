@@ -17,18 +17,19 @@ import torch
 
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore
 from rlhf_engine.generators.transport import Drawn, Event, Joined, Lost
-from rlhf_engine.generators.work import Answered, Order
+from rlhf_engine.generators.work import WorkItem
 from rlhf_engine.generators.worker import StoppedError
+from rlhf_engine.rollout import Rollout
 
 WORKER = "generator"
 
 
 class GeneratorThread:
-    """The transport to the thread: orders and policies go over as objects."""
+    """The transport to the thread: work items and policies go over as objects."""
 
     def __init__(
         self,
-        draw: Callable[[Order], Answered],
+        draw: Callable[[WorkItem], Rollout],
         store: VersionStore,
         *,
         stop: threading.Event,
@@ -36,7 +37,8 @@ class GeneratorThread:
         beat: Callable[[], float] = lambda: 0.0,
         threads: int | None = None,
     ) -> None:
-        """draw: of an order; it ends with StoppedError soon after `stop` is set. beat: when it was last seen at work.
+        """draw: answers of a work item; it ends with StoppedError soon after `stop` is set. beat: when it was last at
+        work.
 
         threads: of this process's CPU threads, those that the generator takes from the learner.
         """
@@ -46,7 +48,7 @@ class GeneratorThread:
         self._threads = threads
         self._draw, self._store, self._stop, self._beat = draw, store, stop, beat
         self._device = torch.device(device)
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[WorkItem | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._began = time.monotonic()
         self._given_up = False
@@ -56,7 +58,7 @@ class GeneratorThread:
         self._events.put(Joined(worker=WORKER))
 
     def publish(self, snapshot: Snapshot) -> int:
-        """From here on orders may name it; a copy goes into the generator's slot."""
+        """From here on work items may name it; a copy goes into the generator's slot."""
         self._store.add(snapshot)
         return snapshot.n_bytes
 
@@ -64,10 +66,10 @@ class GeneratorThread:
         """Forget the others."""
         self._store.keep(versions)
 
-    def submit(self, worker: str, order: Order) -> None:
+    def submit(self, worker: str, item: WorkItem) -> None:
         """The thread draws it next."""
         self._began = time.monotonic()
-        self._orders.put(order)
+        self._items.put(item)
 
     def next_event(self, timeout: float) -> Event | None:
         """What happened next."""
@@ -77,7 +79,7 @@ class GeneratorThread:
             return None
 
     def silent_for(self, worker: str) -> float:
-        """Since the last token, or since the order came."""
+        """Since the last token, or since the work came."""
         return time.monotonic() - max(self._began, self._beat())
 
     def expects_more(self) -> bool:
@@ -93,7 +95,7 @@ class GeneratorThread:
     def close(self) -> None:
         """Ends after the token that is being drawn."""
         self._stop.set()
-        self._orders.put(None)
+        self._items.put(None)
         if not self._given_up:
             self._thread.join()
         if self._learner_threads is not None:
@@ -102,17 +104,16 @@ class GeneratorThread:
     def _work(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)  # this thread's own
-        while (order := self._orders.get()) is not None:
-            began = time.perf_counter()
+        while (item := self._items.get()) is not None:
             try:
                 with self._stream():
-                    answered = self._draw(order)
+                    rollout = self._draw(item)
             except StoppedError:
                 return
             except BaseException as error:  # whatever it is, the learner has to hear of it, and raises it
                 self._events.put(Lost(worker=WORKER, cause=error))
                 return
-            self._events.put(Drawn(worker=WORKER, order=order, answered=answered, seconds=time.perf_counter() - began))
+            self._events.put(Drawn(worker=WORKER, item=item, rollout=rollout))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:

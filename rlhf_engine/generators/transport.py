@@ -1,7 +1,7 @@
-"""What carries orders and policies to generators, and answers back.
+"""What carries work items and policies to generators, and answers back.
 
 The scheduler talks to generators through a `Transport` alone, wherever they are: a thread beside the learner, processes
-on this machine or on others. Generators draw one order at a time. Whatever becomes of one is an event.
+on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is an event.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_engine.generators.policy_store import Snapshot
-from rlhf_engine.generators.work import Answered, Order
+from rlhf_engine.generators.work import WorkItem
+from rlhf_engine.rollout import Rollout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
-    """A generator has drawn the answers of an order."""
+    """A generator has drawn the answers of a work item."""
 
     worker: str
-    order: Order
-    answered: Answered
-    seconds: float
-    """That it took."""
+    item: WorkItem
+    rollout: Rollout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lost:
-    """A generator is no more; its order, if it had one, is nobody's."""
+    """A generator is no more; its work item, if it had one, is nobody's."""
 
     worker: str
     cause: BaseException
@@ -34,7 +33,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joined:
-    """A generator takes orders from now on, and has every policy that is held."""
+    """A generator takes work from now on, and has every policy that is held."""
 
     worker: str
 
@@ -50,11 +49,11 @@ class Transport(Protocol):
         ...
 
     def keep(self, versions: frozenset[int]) -> None:
-        """No order will ask for policies of other versions any more."""
+        """No work item will name policies of other versions any more."""
         ...
 
-    def submit(self, worker: str, order: Order) -> None:
-        """Have an idle generator draw an order."""
+    def submit(self, worker: str, item: WorkItem) -> None:
+        """Have an idle generator draw a work item."""
         ...
 
     def next_event(self, timeout: float) -> Event | None:
@@ -62,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def silent_for(self, worker: str) -> float:
-        """Seconds since a generator with an order has last shown that it is at work."""
+        """Seconds since a generator with work has last shown that it is at work."""
         ...
 
     def expects_more(self) -> bool:

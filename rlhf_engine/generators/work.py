@@ -6,32 +6,22 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, batch_indices
 from rlhf_engine.distributed.process_group import World
-from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.hydra import PackedBatch, Scores
+from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
-from rlhf_engine.scoring.experience import Layout
-from rlhf_engine.scoring.score import FrozenScores
-
-
-class Questions(NamedTuple):
-    """The answers that a step learns from."""
-
-    indices: list[int]
-    """Row of the training data of each answer."""
-    layout: Layout
-    sample_ids: range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """Answers to draw: those of a step, or a share of them."""
+class WorkItem:
+    """Answers for a generator to draw: those of a step, or a share of them."""
 
     step: int
     """They are learned from in that step, counted from 0."""
@@ -40,9 +30,7 @@ class Order:
     n_shares: int
     version: int
     """Of the policy that is to draw them."""
-    prompts: tuple[tuple[int, ...], ...]
-    greedy: tuple[bool, ...]
-    sample_ids: tuple[int, ...]
+    prompts: PromptBatch
     sampling: SamplingConfig
 
     @property
@@ -52,16 +40,8 @@ class Order:
         return f"the answers of step {self.step + 1}{part}"
 
 
-class Answered(NamedTuple):
-    """What a generator makes of an order."""
-
-    rollout: Rollout
-    frozen: FrozenScores | None
-    """Of the answers that are learned from; None where that is left to the learner"""
-
-
-class StepOrders:
-    """Questions and orders of every step of a run."""
+class StepPrompts:
+    """The prompts of every step of a run, and the work items that they make."""
 
     def __init__(
         self, config: TrainConfig, prompts: PromptSet, sampling: SamplingConfig, *, step: int, samples: int
@@ -70,73 +50,65 @@ class StepOrders:
         self._config, self._prompts, self._sampling = config, prompts, sampling
         self._step, self._samples = step, samples
 
-    def questions(self, step: int) -> Questions:
-        """Of a step."""
+    def prompts(self, step: int) -> PromptBatch:
+        """All prompts of a step."""
         config = self._config
-        rows = batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed)
-        layout = Layout.of(len(rows), config.generations, with_greedy=config.facts.with_greedy)
-        indices = [rows[group] for group in layout.groups]
-        first = self._samples + (step - self._step) * len(indices)
-        return Questions(indices, layout, range(first, first + len(indices)))
+        n_answers = config.prompts_per_step * config.generations
+        return PromptBatch.of(
+            batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed),
+            self._prompts.ids,
+            generations=config.generations,
+            with_greedy=config.facts.with_greedy,
+            first_id=self._samples + (step - self._step) * n_answers,
+        )
 
-    def shares(self, questions: Questions, n_shares: int) -> list[Questions]:
-        """A step's questions in so many nearly equal shares; the answers to a prompt stay together."""
-        indices, layout, ids = questions
-        n_prompts = self._config.prompts_per_step
+    def shares(self, step: int, n_shares: int) -> list[PromptBatch]:
+        """The prompts of a step in so many nearly equal shares; the answers to a prompt stay together."""
+        prompts, n_prompts = self.prompts(step), self._config.prompts_per_step
         bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
-        return [
-            Questions(indices[a:b], Layout(layout.groups[a:b], layout.greedy[a:b]), ids[a:b])
-            for a, b in itertools.pairwise(bounds)
-        ]
+        return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
 
-    def orders(self, step: int, version: int, n_shares: int = 1) -> list[Order]:
-        """A step's answers in so many `shares`, or one for each prompt."""
+    def items(self, step: int, version: int, n_shares: int = 1) -> list[WorkItem]:
+        """The work items of a step: so many `shares`, or one for each prompt."""
         n_shares = min(n_shares, self._config.prompts_per_step)
         return [
-            Order(
-                step=step,
-                share=i,
-                n_shares=n_shares,
-                version=version,
-                prompts=tuple(tuple(self._prompts.ids[j]) for j in share.indices),
-                greedy=tuple(share.layout.greedy),
-                sample_ids=tuple(share.sample_ids),
-                sampling=self._sampling,
-            )
-            for i, share in enumerate(self.shares(self.questions(step), n_shares))
+            WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)
+            for i, share in enumerate(self.shares(step, n_shares))
         ]
 
 
-def join(shares: Sequence[Answered]) -> Answered:
-    """The shares of a step, in their order, as one."""
+def join(shares: Sequence[Rollout]) -> Rollout:
+    """The shares of a step, in their order, as one. Frozen scores stay where every share has them."""
     if len(shares) == 1:
         return shares[0]
-    rollouts = [share.rollout for share in shares]
-    scored = [share.frozen for share in shares if share.frozen is not None]
-    first = rollouts[0]
-    rollout = Rollout(
-        batch=PackedBatch.concat([rollout.batch for rollout in rollouts]),
-        logprobs_M=torch.cat([rollout.logprobs_M for rollout in rollouts]),
-        versions_M=torch.cat([rollout.versions_M for rollout in rollouts]),
-        finish_reasons=tuple(reason for rollout in rollouts for reason in rollout.finish_reasons),
-        filtered=any(rollout.filtered for rollout in rollouts),
-        stats=first.stats.beside(*(rollout.stats for rollout in rollouts[1:])),
+    frozen = [share.frozen for share in shares if share.frozen is not None]
+    return Rollout(
+        batch=PackedBatch.concat([share.batch for share in shares]),
+        logprobs_M=torch.cat([share.logprobs_M for share in shares]),
+        versions_M=torch.cat([share.versions_M for share in shares]),
+        finish_reasons=tuple(reason for share in shares for reason in share.finish_reasons),
+        filtered=any(share.filtered for share in shares),
+        stats=shares[0].stats.beside(*(share.stats for share in shares[1:])),
+        frozen=join_scores(frozen) if len(frozen) == len(shares) else None,
     )
-    return Answered(rollout, FrozenScores.concat(scored) if len(scored) == len(shares) else None)
 
 
 def gather_rollout(world: World, rollout: Rollout) -> Rollout:
-    """The answers of all ranks, in the ranks' order, as one rollout."""
+    """The answers of all ranks, in the ranks' order, as one rollout, without frozen scores."""
     if world.size == 1:
         return rollout
-    plain, tensors = take_apart(rollout)
+    plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
     parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
-    return join([Answered(put_together(values, found), None) for values, found in parts]).rollout
+    return join([put_together(values, found) for values, found in parts])
+
+
+_FROZEN = "frozen/"
+"""Prefix of the names of frozen scores among the tensors of a rollout."""
 
 
 def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Plain values and tensors of a rollout, by name, to be sent."""
-    batch = rollout.batch
+    batch, frozen = rollout.batch, rollout.frozen
     plain = {
         "cu_seqlens": batch.cu_seqlens,
         "prompt_lens": batch.prompt_lens,
@@ -144,12 +116,16 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
         "finish_reasons": rollout.finish_reasons,
         "filtered": rollout.filtered,
         "stats": dataclasses.asdict(rollout.stats),
+        "has_frozen": frozen is not None,
     }
-    return plain, {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
+    tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
+    scores = {} if frozen is None else {f"{_FROZEN}{name}": x for name, x in frozen.items()}
+    return plain, {**tensors, **scores}
 
 
 def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollout:
     """The rollout that `take_apart` was given; what else is among the values or tensors is left alone."""
+    scores = {name.removeprefix(_FROZEN): x for name, x in tensors.items() if name.startswith(_FROZEN)}
     return Rollout(
         batch=PackedBatch(
             tokens_T=tensors["tokens"],
@@ -162,4 +138,5 @@ def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollou
         finish_reasons=tuple(plain["finish_reasons"]),
         filtered=plain["filtered"],
         stats=RolloutStats(**plain["stats"]),
+        frozen=Scores(**scores) if plain["has_frozen"] else None,
     )

@@ -1,25 +1,25 @@
-"""Drawing the answers of an order on a model, by the policy that the order names."""
+"""Draws the answers of a work item on a model, by the policy that the item names."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
-from rlhf_engine.generators.work import Answered, Order
-from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.generators.work import WorkItem
+from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.policy.build import BEHAVIOUR
-from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine
+from rlhf_engine.rollout import EngineOptions, Request, Rollout, RolloutEngine
 from rlhf_engine.rollout.generate import collect
-from rlhf_engine.scoring.score import FrozenScores
 
 
 class StoppedError(Exception):
     """The drawing was called off."""
 
 
-class OrderDrawer:
-    """Draws orders in the lane of `behaviour`, one at a time."""
+class Worker:
+    """Draws work items in the lane of `behaviour`, one at a time."""
 
     def __init__(
         self,
@@ -28,12 +28,18 @@ class OrderDrawer:
         options: EngineOptions | None = None,
         *,
         in_flight: bool = False,
-        score: Callable[[PackedBatch], FrozenScores | None] | None = None,
+        score: Callable[[PackedBatch], Scores | None] | None = None,
         hurry: Callable[[], bool] = lambda: False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """in_flight: answers that are being written go on with each newer policy. score: asks the frozen lanes of the
-        answers that are learned from, unless there is `hurry` when they are drawn. stopped: asked before every token.
+        """Take a model and the policies that may draw.
+
+        Args:
+            model, store, options: what draws, by which policies, and how.
+            in_flight: whether answers that are being written go on with each newer policy.
+            score: scores the answers that are learned from by frozen roles.
+            hurry: whether `score` is left to the learner, who waits. Called when answers are drawn.
+            stopped: whether to give up. Called before every token.
         """
         backbone = model.role_backbone(BEHAVIOUR)
         self._model, self._options, self._store = model, options, store
@@ -44,31 +50,33 @@ class OrderDrawer:
         self.beat = time.monotonic()
         """When it last was seen at work."""
 
-    def __call__(self, order: Order) -> Answered:
-        """Raises StoppedError once `stopped`, and what drawing raises."""
+    def __call__(self, item: WorkItem) -> Rollout:
+        """The answers of a work item. Raises StoppedError once `stopped`, and what drawing raises."""
+        began, prompts = time.perf_counter(), item.prompts
         self.beat = time.monotonic()
-        self._hold(self._store.newest() if self._in_flight else self._store.get(order.version))
+        self._hold(self._store.newest() if self._in_flight else self._store.get(item.version))
         requests = [
             Request(prompt=prompt, sample_id=sample_id, role=BEHAVIOUR, greedy=greedy)
-            for prompt, sample_id, greedy in zip(order.prompts, order.sample_ids, order.greedy, strict=True)
+            for prompt, sample_id, greedy in zip(prompts.prompts, prompts.sample_ids, prompts.greedy, strict=True)
         ]
-        engine = RolloutEngine(self._model, order.sampling, requests, options=self._options)
+        engine = RolloutEngine(self._model, item.sampling, requests, options=self._options)
         answers = []
         while not engine.finished:
             if self._stopped():
-                raise StoppedError(order.name)
+                raise StoppedError(item.name)
             if self._in_flight:
                 self._hold(self._store.newest())
             assert self._held is not None
             engine.policy_version = self._held.version
             answers += engine.step()
             self.beat = time.monotonic()
-        rollout = collect(requests, answers, order.sampling, engine.backbone.device, stats=engine.stats)
-        if self._score is None or self._hurry():
-            return Answered(rollout, None)
-        drawn = [i for i, greedy in enumerate(order.greedy) if not greedy]
-        everything = len(drawn) == len(order.greedy)
-        return Answered(rollout, self._score(rollout.batch if everything else rollout.batch.select(drawn)))
+        rollout = collect(requests, answers, item.sampling, engine.backbone.device, stats=engine.stats)
+        frozen = None
+        if self._score is not None and not self._hurry():
+            drawn = prompts.drawn
+            frozen = self._score(rollout.batch if len(drawn) == len(prompts) else rollout.batch.select(drawn))
+        stats = dataclasses.replace(rollout.stats, seconds=time.perf_counter() - began)
+        return dataclasses.replace(rollout, frozen=frozen, stats=stats)
 
     def _hold(self, snapshot: Snapshot) -> None:
         if self._held is not snapshot:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class Scores:
     """fp32 [M], critic."""
     rewards_N: torch.Tensor | None = None
     """fp32 [N], reward."""
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The fields that are not None, by name."""
+        named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return ((name, values) for name, values in named if values is not None)
 
 
 class HydraModel(nn.Module):
@@ -360,12 +365,19 @@ class HydraModel(nn.Module):
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def forward(
-        self, batch: PackedBatch, outputs: Sequence[Output], *, dropout_seed: int | None = None
+        self,
+        batch: PackedBatch,
+        outputs: Sequence[Output],
+        *,
+        dropout_seed: int | None = None,
+        token_budget: int | None = None,
     ) -> tuple[Any, ...]:
         """Run the lanes that the outputs read, then the outputs; results in the order of the requests.
 
         Under grad mode, lanes with something to train in the backbone share one gradient call and the rest run without.
         LoRA dropout applies to gradient calls in train mode when `dropout_seed` keys its masks.
+
+        token_budget: most tokens of all lanes in one backbone forward of this call; None: the model's.
 
         Ask for what will be used: a lane that no output reads has no gradient (None), one whose outputs stay out of the
         loss has a zero one, because it went through the same call.
@@ -379,7 +391,7 @@ class HydraModel(nn.Module):
         for group, grad in ((with_grad, True), (without, False)):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 seed = dropout_seed if grad and self.training else None
-                for lane, states in zip(group, self._traverse(batch, group, seed), strict=True):
+                for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
                     hidden |= dict.fromkeys(lane.roles, states)
         used = dict.fromkeys(names)
         states_by_role = HiddenStates(
@@ -400,6 +412,7 @@ class HydraModel(nn.Module):
         *,
         temperature: float = 1.0,
         exact_kl: bool = False,
+        token_budget: int | None = None,
     ) -> Scores:
         """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one backbone call.
 
@@ -407,8 +420,10 @@ class HydraModel(nn.Module):
         that many tokens: fewer and larger groups than with lanes together, so that heads read their weight less often.
         Role names say what is read: `actor` and `reference` give log-probs, as does one of `past` and `behaviour`;
         `critic` values, `reward` rewards.
-        exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. Raises ValueError for an unknown role.
+        exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. token_budget: for this call; None: the model's.
+        Raises ValueError for an unknown role.
         """
+        budget = self.token_budget if token_budget is None else token_budget
         readers: dict[str, Output] = {
             "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
             "reference": Logprobs(role="reference", temperature=temperature),
@@ -429,25 +444,28 @@ class HydraModel(nn.Module):
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
         parts = []
-        for indices in split_by_tokens(batch.lengths, self.token_budget):
+        for indices in split_by_tokens(batch.lengths, budget):
             part = batch if len(indices) == batch.n_sequences else batch.select(indices)
-            parts.append(_scores(dict(zip(requests, self(part, tuple(requests.values())), strict=True))))
-        return parts[0] if len(parts) == 1 else _join(parts)
+            found = self(part, tuple(requests.values()), token_budget=budget)
+            parts.append(_scores(dict(zip(requests, found, strict=True))))
+        return join_scores(parts)
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
         """Whether one backbone forward serves all the named roles for this batch, within the token budget."""
         lanes = fold_lanes(self.roles, roles)
         return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
 
-    def _fits(self, batch: PackedBatch, n_lanes: int) -> bool:
-        return batch.n_tokens * n_lanes <= self.token_budget
+    def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
+        return batch.n_tokens * n_lanes <= (self.token_budget if budget is None else budget)
 
-    def _traverse(self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None) -> list[torch.Tensor]:
+    def _traverse(
+        self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None
+    ) -> list[torch.Tensor]:
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
         found: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(lane.backbone for lane in lanes):
             group = [lane for lane in lanes if lane.backbone == name]
-            calls = [group] if self._fits(batch, len(group)) else [[lane] for lane in group]
+            calls = [group] if self._fits(batch, len(group), budget) else [[lane] for lane in group]
             for call in calls:
                 hidden = self._backbone_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
                 found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
@@ -596,8 +614,10 @@ def _scores(found: Mapping[str, Any]) -> Scores:
     )
 
 
-def _join(parts: Sequence[Scores]) -> Scores:
+def join_scores(parts: Sequence[Scores]) -> Scores:
     """Scores of consecutive groups of sequences as scores of all of them."""
+    if len(parts) == 1:
+        return parts[0]
     joined = {}
     for field in dataclasses.fields(Scores):
         tensors = [getattr(part, field.name) for part in parts]

@@ -2,11 +2,13 @@
 
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import generate, generate_requests
+from rlhf_engine.rollout.prompts import PromptBatch
 from rlhf_engine.rollout.request import Answer, Request, Rollout, RolloutStats, SamplingConfig, check_prompts
 
 __all__ = [
     "Answer",
     "EngineOptions",
+    "PromptBatch",
     "Request",
     "Rollout",
     "RolloutEngine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.model import Scores
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -123,6 +125,8 @@ class RolloutStats:
     """Most rows alive at once."""
     most_blocks: int = 0
     """Most blocks of the cache in use at once."""
+    seconds: float = 0.0
+    """From the first prompt to the last answer, scores by frozen roles included; set by what draws a step's answers."""
     step: str = ""
     """What ran the steps."""
 
@@ -135,7 +139,7 @@ class RolloutStats:
         }
         most = {
             name: max(getattr(stats, name) for stats in every)
-            for name in ("steps", "prefill_seconds", "decode_seconds")
+            for name in ("steps", "prefill_seconds", "decode_seconds", "seconds")
         }
         return RolloutStats(**sums, **most, step=self.step)
 
@@ -161,6 +165,20 @@ class Rollout:
     """Draws left part of the vocabulary out (top_k, top_p, ends that come too early): log-probs are of the rest, no
     importance ratio holds."""
     stats: RolloutStats
+    frozen: Scores | None = None
+    """Scores by roles that no update changes, where a generator made them: of the answers that are not greedy."""
+
+    def select(self, places: Sequence[int]) -> Rollout:
+        """Some of the answers, in the given order, without frozen scores."""
+        rows_M = self.batch.select_completion_rows(places)
+        return dataclasses.replace(
+            self,
+            batch=self.batch.select(places),
+            logprobs_M=self.logprobs_M[rows_M],
+            versions_M=self.versions_M[rows_M],
+            finish_reasons=tuple(self.finish_reasons[i] for i in places),
+            frozen=None,
+        )
 
     @property
     def policy_version(self) -> int:

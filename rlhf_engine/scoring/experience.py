@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,15 +13,16 @@ from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.data import PromptSet
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.policy.build import PAST
-from rlhf_engine.rollout import Rollout
+from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.gather import gather_answers, gather_scores
 from rlhf_engine.scoring.off_policy import Corrected, correct_age, correct_engine
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
-from rlhf_engine.scoring.score import FrozenScores, score_frozen, score_in_memory
+from rlhf_engine.scoring.score import FrozenRoles, score
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -35,146 +35,169 @@ STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest |log π − log π_ref| of a token before the first update, where the actor starts as the reference."""
 
 
-class Layout(NamedTuple):
-    """Which answers of a rollout belong together."""
-
-    groups: list[int]
-    """which prompt of the step an answer belongs to"""
-    greedy: list[bool]
-    """whether it is the greedy answer, a baseline that nothing is learned from"""
-
-    @classmethod
-    def of(cls, prompts: int, generations: int, *, with_greedy: bool) -> Layout:
-        """`generations` answers to each prompt next to each other, the last one greedy where asked for."""
-        return cls(
-            [i for i in range(prompts) for _ in range(generations)],
-            [with_greedy and j == generations - 1 for _ in range(prompts) for j in range(generations)],
-        )
-
-
-class Joint(NamedTuple):
-    """What all ranks together have drawn for a step, each a share."""
-
-    world: World
-    rollout: Rollout
-    layout: Layout
-
-
 def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tuple[list[str], list[list[int]]]:
     """(texts without special tokens, token ids) of the N completions."""
     ids = [batch.completion_tokens(i) for i in range(batch.n_sequences)]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids], ids
 
 
-def score_rollout(
-    model: HydraModel,
-    rollout: Rollout,
-    layout: Layout,
-    scorer: AnswerScorer,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    prompts: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    *,
-    policy_version: int,
-    frozen: FrozenScores | None = None,
-    past: bool = False,
-    first_step_from_reference: bool,
-    joint: Joint | None = None,
-) -> Experience:
-    """Score a rollout.
+class Scoring:
+    """Makes experiences of the rollouts of a run: one scoring pass of all roles, rewards, KL, and what they tell."""
 
-    prompts, columns: of each answer, as `layout` has them. policy_version: of the present policy. frozen: what the
-    generator has asked the frozen lanes; where it has not, past: the slot `past` holds the policy that drew the
-    answers. first_step_from_reference: the policy has not been updated yet and started as the reference, so their
-    log-probs must agree. joint: where the rollout is one rank's share, all of it, which is what comes back scored.
+    def __init__(
+        self,
+        model: HydraModel,
+        scorer: AnswerScorer,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PromptSet,
+        world: World = ALONE,
+    ) -> None:
+        """Take what scores.
 
-    Raises MismatchError if those log-probs or those of rollout and training do not agree, NonFiniteError for a score
-    that is not finite, ConfigError if a None reward left no answer to learn from.
-    """
-    joint = joint or Joint(ALONE, rollout, layout)
-    world, own = joint.world, _drawn(rollout, layout)
-    asked = world.run_on_all_ranks(
-        "scoring answers",
-        lambda: _ask_lanes(model, rollout, own.batch, scorer, config, frozen=frozen, past=past),
-    )
-    scores = gather_scores(world, asked)
-    drawn = own if world.size == 1 else _drawn(joint.rollout, joint.layout)
-    assert scores.logprobs_M is not None
-    assert scores.ref_logprobs_M is not None
-    compared = _compare(scores, scores.logprobs_M, drawn, policy_version - joint.rollout.versions_M)
-    to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if first_step_from_reference else None
-    _check_agreement(model, config, compared.log_ratio_M, to_reference_M)
-    own_scored = world.run_on_all_ranks(
-        "rewards",
-        lambda: _score_answers(model, rollout, layout, scorer, tokenizer, prompts, columns, asked.rewards_N, config),
-    )
-    return _to_learn_from(joint, drawn, scores, compared, gather_answers(world, own_scored), config)
+        Args:
+            model: of the policy.
+            scorer: reward sources.
+            tokenizer: for texts that reward functions get.
+            data: prompts and their columns, which `PromptBatch.rows` are rows of.
+            world: ranks, of which each scores its share of the answers.
+        """
+        self._model, self._scorer, self._tokenizer, self._data, self._world = model, scorer, tokenizer, data, world
+
+    def experience(
+        self,
+        rollout: Rollout,
+        prompts: PromptBatch,
+        config: TrainConfig,
+        *,
+        policy_version: int,
+        is_reference: bool,
+        budget: int,
+        of_all: tuple[Rollout, PromptBatch] | None = None,
+    ) -> tuple[Experience, int]:
+        """The answers of a rollout that can be learned from, scored.
+
+        Args:
+            rollout, prompts: the answers of this rank.
+            config: options of the step.
+            policy_version: of the present policy.
+            is_reference: whether the policy has not been updated yet and started as the reference, so that their
+                log-probs have to agree.
+            budget: most tokens of all lanes in one backbone forward.
+            of_all: the answers of all ranks, where there are several.
+
+        Returns:
+            The experience of all ranks, and the budget that fitted into memory.
+
+        Raises:
+            MismatchError: log-probs that have to agree do not.
+            NonFiniteError: a score that is not finite.
+            ConfigError: a None reward left no answer to learn from.
+        """
+        world = self._world
+        own = _drawn(rollout, prompts)
+        own_scores, budget = world.run_on_all_ranks(
+            "scoring answers", lambda: self._score(rollout, own, config, budget)
+        )
+        scores = gather_scores(world, own_scores)
+        all_rollout, all_prompts = of_all or (rollout, prompts)
+        drawn = own if world.size == 1 else _drawn(all_rollout, all_prompts)
+        assert scores.logprobs_M is not None
+        assert scores.ref_logprobs_M is not None
+        behind_M = policy_version - all_rollout.versions_M
+        is_behind = bool((behind_M > 0).any())
+        # where policies took turns within an answer, none of them can say again what it said
+        past_logprobs_M = drawn.logprobs_M if scores.past_logprobs_M is None else scores.past_logprobs_M
+        log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
+        to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if is_reference else None
+        _check_agreement(self._model, config, log_ratio_M, to_reference_M)
+        own_scored = world.run_on_all_ranks(
+            "rewards", lambda: self._score_answers(rollout, prompts, own_scores.rewards_N, config, budget)
+        )
+        scored = gather_answers(world, own_scored)
+        kept = _kept(scored.totals, all_prompts, least=config.least_drawn)
+        if not kept:
+            raise ConfigError(_nothing_left(scored.totals, config))
+        metrics = {
+            **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
+            **(_age_metrics(behind_M) if config.is_async else {}),
+            **_source_metrics(scored, all_prompts.drawn),
+        }
+        kept_rows_M = drawn.batch.select_completion_rows(kept)
+        corrected = Corrected(scores.logprobs_M[kept_rows_M], None, {})
+        batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
+        if config.rollout_backend != "local":
+            corrected = correct_engine(
+                corrected.old_logprobs_M, log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config
+            )
+        elif is_behind:
+            corrected = correct_age(corrected.old_logprobs_M, past_logprobs_M[kept_rows_M], batch, config)
+        made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
+        return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
+
+    def _score(self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int) -> tuple[Scores, int]:
+        """What all roles say of the drawn answers. Raises NonFiniteError, naming the role, for what is not finite."""
+        model, frozen = self._model, rollout.frozen
+        has_reward = self._scorer.uses_reward_model
+        critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
+        exact_kl = config.kl_estimator == "exact"
+        roles = ["actor", "reference", *critic, *reward]
+        if config.is_async:
+            roles = ["actor", *(["reference"] if exact_kl else []), *critic]
+            if frozen is None:
+                past = None if config.async_policy == "in_flight" else PAST
+                frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward)
+                frozen_roles.budget = budget
+                frozen = frozen_roles(drawn.batch)
+                budget = frozen_roles.budget
+        scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
+        if frozen is not None:
+            scores = replace(scores, **dict(frozen.items()))
+        _require_finite(rollout.logprobs_M, scores)
+        return scores, budget
+
+    def _score_answers(
+        self,
+        rollout: Rollout,
+        prompts: PromptBatch,
+        drawn_rewards_N: torch.Tensor | None,
+        config: TrainConfig,
+        budget: int,
+    ) -> ScoredAnswers:
+        """Scores of all answers, greedy ones included. drawn_rewards_N: of the reward role for the drawn ones.
+
+        A greedy answer that has the tokens of a drawn one to its prompt has its score, to the bit.
+        """
+        texts, ids = decode_answers(self._tokenizer, rollout.batch)
+        places = {(prompts.groups[i], tuple(ids[i])): i for i in prompts.drawn}
+        same = {i: places.get((prompts.groups[i], tuple(ids[i]))) for i, greedy in enumerate(prompts.greedy) if greedy}
+        twins = {i: twin for i, twin in same.items() if twin is not None}
+        reward_model_N = drawn_rewards_N
+        if drawn_rewards_N is not None and same:
+            reward_model_N = drawn_rewards_N.new_empty(rollout.batch.n_sequences)
+            reward_model_N[prompts.drawn] = drawn_rewards_N
+            others = [i for i, twin in same.items() if twin is None]
+            if others:
+                chosen = rollout.batch.select(others)
+                found, _ = score(self._model, chosen, ["reward"], budget, temperature=config.temperature)
+                assert found.rewards_N is not None
+                if not found.rewards_N.isfinite().all():
+                    raise NonFiniteError(
+                        "scores of the reward role are not finite; no update was made from this rollout"
+                    )
+                reward_model_N[others] = found.rewards_N
+            for i, twin in twins.items():
+                reward_model_N[i] = reward_model_N[twin]
+        rows = list(prompts.rows)
+        scored = self._scorer(
+            self._data.texts(rows), texts, ids, self._data.columns(rows), rollout.finished, reward_model_N
+        )
+        return replace(scored, totals=[scored.totals[twins.get(i, i)] for i in range(len(ids))])
 
 
-class _Drawn(NamedTuple):
-    """The answers of a rollout that are not greedy."""
-
-    indices: list[int]
-    """their places in the rollout"""
-    batch: PackedBatch
-    logprobs_M: torch.Tensor
-    """of the rollout"""
-
-
-def _drawn(rollout: Rollout, layout: Layout) -> _Drawn:
-    drawn = [i for i, greedy in enumerate(layout.greedy) if not greedy]
-    if len(drawn) == rollout.batch.n_sequences:
-        return _Drawn(drawn, rollout.batch, rollout.logprobs_M)
-    rows_M = rollout.batch.select_completion_rows(drawn)
-    return _Drawn(drawn, rollout.batch.select(drawn), rollout.logprobs_M[rows_M])
-
-
-class _Compared(NamedTuple):
-    """Drawn answers as those saw them who drew them: another engine, or an older policy."""
-
-    behind_M: torch.Tensor
-    """updates since the policy that drew a token; of greedy answers as well"""
-    is_behind: bool
-    """whether any is behind"""
-    past_logprobs_M: torch.Tensor
-    """of the policy that drew, by the training forward where one policy drew all of an answer"""
-    log_ratio_M: torch.Tensor
-    """between training forward and rollout, by the same policy"""
-
-
-def _compare(scores: Scores, logprobs_M: torch.Tensor, drawn: _Drawn, behind_M: torch.Tensor) -> _Compared:
-    is_behind = bool((behind_M > 0).any())
-    # where policies took turns within an answer, none of them can say again what it said
-    past_logprobs_M = scores.past_logprobs_M if scores.past_logprobs_M is not None else drawn.logprobs_M
-    log_ratio_M = (past_logprobs_M if is_behind else logprobs_M) - drawn.logprobs_M
-    return _Compared(behind_M, is_behind, past_logprobs_M, log_ratio_M)
-
-
-def _ask_lanes(
-    model: HydraModel,
-    rollout: Rollout,
-    batch: PackedBatch,
-    scorer: AnswerScorer,
-    config: TrainConfig,
-    *,
-    frozen: FrozenScores | None,
-    past: bool,
-) -> Scores:
-    """What all lanes say of the drawn answers. Raises NonFiniteError, naming the role, for what is not finite."""
-    critic, reward = (["critic"] if config.has_critic else []), (["reward"] if scorer.uses_reward_model else [])
-    exact_kl = config.kl_estimator == "exact"
-    roles = ["actor", "reference", *critic, *reward]
-    if config.is_async:
-        roles = ["actor", *(["reference"] if exact_kl else []), *critic]
-        if frozen is None:
-            frozen = score_frozen(model, batch, config, past=PAST if past else None, reward=scorer.uses_reward_model)
-    scores = score_in_memory(model, batch, roles, temperature=config.temperature, exact_kl=exact_kl)
-    if frozen is not None:
-        known = {name: tensor for name, tensor in frozen._asdict().items() if tensor is not None}
-        scores = dataclasses.replace(scores, **known)
-    _require_finite(rollout.logprobs_M, scores)
-    return scores
+def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
+    """The answers that are not greedy."""
+    drawn = prompts.drawn
+    return rollout if len(drawn) == len(prompts) else rollout.select(drawn)
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
@@ -214,106 +237,49 @@ def _check_agreement(
         _check_step0(to_reference_M, _rounding_dtype(model))
 
 
-def _score_answers(
-    model: HydraModel,
-    rollout: Rollout,
-    layout: Layout,
-    scorer: AnswerScorer,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    drawn_rewards_N: torch.Tensor | None,
+def _make(
+    batch: PackedBatch,
+    kept: Sequence[int],
+    rows_M: torch.Tensor,
+    prompts: PromptBatch,
+    scores: Scores,
+    scored: ScoredAnswers,
+    corrected: Corrected,
     config: TrainConfig,
-) -> ScoredAnswers:
-    """Scores of all answers, greedy ones included. drawn_rewards_N: of the reward role for the drawn ones.
-
-    A greedy answer that has the tokens of a drawn one to its prompt has its score, to the bit.
-    """
-    texts, ids = decode_answers(tokenizer, rollout.batch)
-    drawn = {
-        (group, tuple(row)): i
-        for i, (group, row) in enumerate(zip(layout.groups, ids, strict=True))
-        if not layout.greedy[i]
-    }
-    same = {i: drawn.get((layout.groups[i], tuple(ids[i]))) for i, greedy in enumerate(layout.greedy) if greedy}
-    reward_model_N = drawn_rewards_N
-    if drawn_rewards_N is not None and same:
-        reward_model_N = drawn_rewards_N.new_empty(rollout.batch.n_sequences)
-        reward_model_N[[i for i, greedy in enumerate(layout.greedy) if not greedy]] = drawn_rewards_N
-        others = [i for i, twin in same.items() if twin is None]
-        if others:
-            chosen = rollout.batch.select(others)
-            found = score_in_memory(model, chosen, ["reward"], temperature=config.temperature).rewards_N
-            assert found is not None
-            if not found.isfinite().all():
-                raise NonFiniteError("scores of the reward role are not finite; no update was made from this rollout")
-            reward_model_N[others] = found
-        for i, twin in same.items():
-            if twin is not None:
-                reward_model_N[i] = reward_model_N[twin]
-    scored = scorer(prompts, texts, ids, columns, rollout.finished, reward_model_N)
-    for i, twin in same.items():
-        if twin is not None:
-            scored.totals[i] = scored.totals[twin]
-    return scored
-
-
-def _to_learn_from(
-    joint: Joint, drawn: _Drawn, scores: Scores, compared: _Compared, scored: ScoredAnswers, config: TrainConfig
 ) -> Experience:
-    """The drawn answers that are kept. scored: all answers, greedy ones included."""
-    rollout, layout = joint.rollout, joint.layout
-    logprobs_M, ref_logprobs_M = scores.logprobs_M, scores.ref_logprobs_M
-    assert logprobs_M is not None
-    assert ref_logprobs_M is not None
-    kept = _kept(scored.totals, layout, least=config.least_drawn)
-    if not kept:
-        raise ConfigError(_nothing_left(scored.totals, config))
-    places = [drawn.indices[i] for i in kept]
-    rows_M = drawn.batch.select_completion_rows(kept)
-    batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
-    kl_M = token_kl(logprobs_M, ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
+    """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included."""
+    assert scores.logprobs_M is not None
+    assert scores.ref_logprobs_M is not None
+    places = [prompts.drawn[i] for i in kept]
+    kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
     scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
-    corrected = Corrected(logprobs_M[rows_M], None, {})
-    if config.rollout_backend != "local":
-        corrected = correct_engine(logprobs_M[rows_M], compared.log_ratio_M[rows_M], batch, rollout, config)
-    elif compared.is_behind:
-        corrected = correct_age(logprobs_M[rows_M], compared.past_logprobs_M[rows_M], batch, config)
     greedy_scores_N = None
-    if any(layout.greedy):
-        by_group = {layout.groups[i]: scored.totals[i] for i, greedy in enumerate(layout.greedy) if greedy}
-        found = [by_group[layout.groups[i]] for i in places]
+    if any(prompts.greedy):
+        by_group = {prompts.groups[i]: scored.totals[i] for i, greedy in enumerate(prompts.greedy) if greedy}
+        found = [by_group[prompts.groups[i]] for i in places]
         greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
-    result = Experience(
+    return Experience(
         batch=batch,
-        groups_N=torch.tensor([layout.groups[i] for i in places], device=device),
+        groups_N=torch.tensor([prompts.groups[i] for i in places], device=device),
         scores_N=scores_N,
         greedy_scores_N=greedy_scores_N,
-        logprobs_M=logprobs_M[rows_M],
+        logprobs_M=scores.logprobs_M[rows_M],
         old_logprobs_M=corrected.old_logprobs_M,
-        ref_logprobs_M=ref_logprobs_M[rows_M],
+        ref_logprobs_M=scores.ref_logprobs_M[rows_M],
         kl_M=kl_M,
         values_M=None if scores.values_M is None else scores.values_M[rows_M],
         weights_M=corrected.weights_M,
-        metrics={
-            **_draw_metrics(rollout, drawn, scores, compared, skipped=len(drawn.indices) - len(kept)),
-            **corrected.metrics,
-            **(_age_metrics(compared.behind_M) if config.is_async else {}),
-            **_source_metrics(scored, drawn.indices),
-        },
     )
-    result.metrics.update(_score_metrics(result, config))
-    return result
 
 
-def _kept(totals: Sequence[float | None], layout: Layout, *, least: int) -> list[int]:
+def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
     """Which drawn answers to learn from, counted among the drawn: those with a score, whose greedy answer has one too,
     and whose prompt has at least so many of them."""
-    answers = list(zip(layout.groups, layout.greedy, totals, strict=True))
+    answers = list(zip(prompts.groups, prompts.greedy, totals, strict=True))
     spoiled = {group for group, greedy, total in answers if greedy and total is None}
     drawn = [(group, total) for group, greedy, total in answers if not greedy]
     good = [i for i, (group, total) in enumerate(drawn) if total is not None and group not in spoiled]
@@ -333,15 +299,13 @@ def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
     )
 
 
-def _draw_metrics(
-    rollout: Rollout, drawn: _Drawn, scores: Scores, compared: _Compared, *, skipped: int
-) -> dict[str, float]:
+def _draw_metrics(drawn: Rollout, scores: Scores, log_ratio_M: torch.Tensor, *, skipped: int) -> dict[str, float]:
     assert scores.entropies_M is not None
-    mismatch_M = compared.log_ratio_M.abs()
+    mismatch_M = log_ratio_M.abs()
     lengths = torch.tensor(drawn.batch.completion_lens, dtype=torch.float32)
     return {
         "entropy_rollout": float(scores.entropies_M.mean()),
-        "completions/unfinished_ratio": 1 - sum(rollout.finished[i] for i in drawn.indices) / len(drawn.indices),
+        "completions/unfinished_ratio": 1 - sum(drawn.finished) / len(drawn.finished),
         "completions/skipped": float(skipped),
         "mismatch/rollout_max": float(mismatch_M.max()),
         "mismatch/rollout_mean": float(mismatch_M.mean()),

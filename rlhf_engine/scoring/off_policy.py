@@ -23,7 +23,6 @@ from rlhf_engine.algorithms.importance import Mode, importance_weights, weight_m
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError, MismatchError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.rollout import Rollout
 
 
 class Corrected(NamedTuple):
@@ -35,13 +34,15 @@ class Corrected(NamedTuple):
 
 
 def correct_engine(
-    logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, rollout: Rollout, config: TrainConfig
+    logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
 ) -> Corrected:
-    """Of answers from another engine. log_ratio_M: training forward to engine, at equal weights.
+    """Of answers from another engine.
+
+    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary.
 
     Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
     """
-    if rollout.filtered:
+    if filtered:
         raise ConfigError("top_k, top_p: expected none with answers from another engine, whose ratios they bias")
     _require_finite(log_ratio_M, "training to rollout probabilities")
     mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max

@@ -17,18 +17,17 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.generators.build import Connect, make_source
-from rlhf_engine.generators.policy_store import put
 from rlhf_engine.generators.sources import PastState, Source
-from rlhf_engine.generators.work import StepOrders, gather_rollout
+from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import PAST, build_policy_model, shard_base
+from rlhf_engine.policy.build import build_policy_model, shard_base
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.build import make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import peak_memory_bytes
-from rlhf_engine.scoring.experience import Joint, score_rollout
+from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
     require_same_start,
@@ -108,9 +107,10 @@ class RlTrainer(Run):
         self.rollouts = make_rollouts(config, self.model, inputs.server, inputs.all_prompts())
         self.policy = Policy(config, self.model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self.optimizer = self.policy.optimizer
-        self._orders = StepOrders(
+        self._prompts = StepPrompts(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
+        self._scoring = Scoring(self.model, self.scorer, self.tokenizer, self.train_set, self.world)
         self.source = self._make_source(inputs.resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
@@ -204,36 +204,26 @@ class RlTrainer(Run):
         """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
-        questions = self._orders.questions(state.step)
-        own = self._orders.shares(questions, world.size)[world.rank]
+        prompts = self._prompts.prompts(state.step)
+        own = self._prompts.shares(state.step, world.size)[world.rank]
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
-            sampled = world.run_on_all_ranks(
-                "drawing answers", lambda: self.source.draw(state.step, state.policy_version)
+            share, drawn = world.run_on_all_ranks(
+                "drawing answers", lambda: self.source.draw(state.step, state.policy_version, clock.lap)
             )
-            rollout = gather_rollout(world, sampled.rollout)
-            clock.add(sampled.seconds)
-            indices = own.indices
-            if sampled.policy is not None and sampled.frozen is None:
-                put(sampled.policy, self.model.role_backbone(PAST).slot(PAST))
-            experience = score_rollout(
-                self.model,
-                sampled.rollout,
-                own.layout,
-                self.scorer,
-                self.tokenizer,
+            rollout = gather_rollout(world, share)
+            experience, self.model.token_budget = self._scoring.experience(
+                share,
+                own,
                 config,
-                self.train_set.texts(indices),
-                self.train_set.columns(indices),
                 policy_version=state.policy_version,
-                frozen=sampled.frozen,
-                past=sampled.policy is not None,
-                first_step_from_reference=self.policy.is_reference,
-                joint=Joint(world, rollout, questions.layout),
+                is_reference=self.policy.is_reference,
+                budget=self.model.token_budget,
+                of_all=(rollout, prompts),
             )
         clock.lap("score")
-        n_answers = len(questions.indices)
+        n_answers = len(prompts)
         learned = self.policy.learn(experience, n_answers=n_answers)
         clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)
@@ -241,11 +231,11 @@ class RlTrainer(Run):
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
         memory = float(peak_memory_bytes(self.model.device))
-        most = world.most({**clock.metrics(), "generate": sampled.generate_seconds, "peak_memory_bytes": memory})
+        most = world.most({**clock.metrics(), "generate": share.stats.seconds, "peak_memory_bytes": memory})
         generate_seconds = most.pop("generate")
         return {
             **experience.metrics,
-            **sampled.metrics,
+            **drawn,
             **published,
             **learned,
             **most,
@@ -314,7 +304,7 @@ class RlTrainer(Run):
             self.config,
             self.model,
             self.rollouts,
-            self._orders,
+            self._prompts,
             past,
             step=state.step,
             policy_version=state.policy_version,

@@ -16,7 +16,7 @@ import torch
 from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
 from rlhf_engine.generators import policy_store as versions
 from rlhf_engine.generators.policy_store import digest
-from rlhf_engine.generators.worker import OrderDrawer
+from rlhf_engine.generators.worker import Worker
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.runs.metrics import read_metrics
@@ -212,12 +212,12 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
     """
     steps = 6
     begun, published = ([threading.Event() for _ in range(steps)] for _ in range(2))
-    begin, step = OrderDrawer.__call__, RolloutEngine.step
+    begin, step = Worker.__call__, RolloutEngine.step
     drawing: list[int] = []
 
-    def noted_begin(drawer, order):
-        drawing.append(order.step)
-        return begin(drawer, order)
+    def noted_begin(worker, item):
+        drawing.append(item.step)
+        return begin(worker, item)
 
     def held(engine):
         answers = step(engine)
@@ -227,7 +227,7 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
             assert published[now].wait(60)
         return answers
 
-    monkeypatch.setattr(OrderDrawer, "__call__", noted_begin)
+    monkeypatch.setattr(Worker, "__call__", noted_begin)
     monkeypatch.setattr(RolloutEngine, "step", held)
     found = []
     trainer = RlTrainer(
@@ -235,11 +235,10 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
     )
     draw, learned = trainer.source.draw, trainer.source.learned
 
-    def noted(step, version):
-        sampled = draw(step, version)
-        found.append(sampled.rollout)
-        assert sampled.policy is None
-        return sampled
+    def noted(step, version, lap):
+        rollout, metrics = draw(step, version, lap)
+        found.append(rollout)
+        return rollout, metrics
 
     def published_in_time(done, version):
         if done < steps:
@@ -315,16 +314,17 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
     trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="replay", learning_rate=0.05))
     trainer.step()
     trainer.step()
-    draw = trainer.source.draw
+    worker, hold = trainer.source._worker, trainer.source._hold
 
-    def mistaken(step, version):
-        sampled = draw(step, version)
+    def mistaken(policy):
         with torch.no_grad():
-            for tensor in sampled.policy.tensors.values():
+            for tensor in policy.tensors.values():
                 tensor.add_(0.05)
-        return dataclasses.replace(sampled, frozen=None)  # the learner asks the frozen lanes itself
+        hold(policy)
 
-    monkeypatch.setattr(trainer.source, "draw", mistaken)
+    # the learner scores by frozen roles itself
+    monkeypatch.setattr(trainer.source, "_worker", lambda item: dataclasses.replace(worker(item), frozen=None))
+    monkeypatch.setattr(trainer.source, "_hold", mistaken)
     with (
         contextlib.closing(trainer.source),
         pytest.raises(MismatchError, match="rollout and training log-probs differ"),

@@ -25,7 +25,7 @@ from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.staleness import StalenessRule
 from rlhf_engine.generators.transport import Drawn, Joined, Lost
 from rlhf_engine.policy.build import build_generator_model
-from tests.generators.test_scheduler import answered, make_orders, policy
+from tests.generators.test_scheduler import answers_of, make_items, policy
 from tests.training.test_data import train_config, write_model
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
@@ -108,14 +108,13 @@ class Stub:
         self.held[version] = serialize.unpack_policy(serialize.Parcel(version, digest, data)).digest()
         return self.held[version]
 
-    def draw(self, order, keep):
+    def draw(self, item, keep):
         self.kept.append(keep)
-        wanted = serialize.unpack_order(order)
+        wanted = serialize.unpack_item(item)
         digest = self.held[wanted.version]
         kernels = [("gae", "float32", (self.number + 1,), "reference")]
         return {
-            "answers": serialize.pack_answers(answered(wanted)),
-            "seconds": 0.1,
+            "rollout": serialize.pack_rollout(answers_of(wanted, seconds=0.1)),
             "digest": digest,
             "kernels": kernels,
         }
@@ -133,17 +132,17 @@ def transport_of(monkeypatch, kind: type, **options: Any) -> tuple[Ray, RayTrans
 
 def learn(scheduler: Scheduler, steps: range) -> None:
     for step in steps:
-        found = scheduler.take(step).answered.rollout.batch.sample_ids
+        found = scheduler.take(step).rollout.batch.sample_ids
         assert found == (2 * step, 2 * step + 1)  # every answer once, in order
         scheduler.publish(step + 1, policy(step + 1))
 
 
 def scheduler_of(transport: RayTransport, total: int, **options: Any) -> Scheduler:
     rule = StalenessRule(max_staleness=1)
-    return Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, **options)
+    return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, **options)
 
 
-# ---- policies and orders ---------------------------------------------------------------------------------------------
+# ---- policies and work items ----------------------------------------------------------------------------------------
 
 
 def test_they_join_with_every_policy_that_is_held(monkeypatch):
@@ -159,11 +158,11 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     sent = transport.publish(policy(2))
     assert sent == 2 * len(serialize.pack_policy(policy(2)).data)
     transport.keep(frozenset({1, 2}))
-    (order, _) = make_orders(0, 2, 2)
-    transport.submit("generator 1", order)
+    (item, _) = make_items(0, 2, 2)
+    transport.submit("generator 1", item)
     event = transport.next_event(5)
     assert isinstance(event, Drawn)
-    assert (event.worker, event.order) == ("generator 1", order)
+    assert (event.worker, event.item) == ("generator 1", item)
     assert ray.actors[0].it.kept == [[1, 2]]
     transport.close()
     transport.close()
@@ -194,10 +193,10 @@ class Deaf(Stub):
 
 
 class Garbling(Stub):
-    def draw(self, order, keep):
-        found = super().draw(order, keep)
-        tensors = found["answers"]["tensors"]
-        return {**found, "answers": {**found["answers"], "tensors": tensors[:-1] + bytes([tensors[-1] ^ 1])}}
+    def draw(self, item, keep):
+        found = super().draw(item, keep)
+        tensors = found["rollout"]["tensors"]
+        return {**found, "rollout": {**found["rollout"], "tensors": tensors[:-1] + bytes([tensors[-1] ^ 1])}}
 
 
 class Mistaken(Stub):
@@ -228,10 +227,10 @@ def test_a_policy_that_did_not_arrive_ends_the_generator(monkeypatch, kind, mess
 
 def test_a_generator_that_raises_is_replaced(monkeypatch):
     class Once(Stub):
-        def draw(self, order, keep):
-            if self.number == 0 and order["step"] == 2:
+        def draw(self, item, keep):
+            if self.number == 0 and item["step"] == 2:
                 raise ZeroDivisionError("of the third step")
-            return super().draw(order, keep)
+            return super().draw(item, keep)
 
     ray, transport = transport_of(monkeypatch, Once, generators=1, restarts=1)
     scheduler = scheduler_of(transport, 6)
@@ -247,7 +246,7 @@ def test_a_generator_that_raises_is_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_no_more_than_so_many_are_replaced(monkeypatch):
     class Broken(Stub):
-        def draw(self, order, keep):
+        def draw(self, item, keep):
             raise ZeroDivisionError(f"of number {self.number}")
 
     ray, transport = transport_of(monkeypatch, Broken, restarts=3)
@@ -296,12 +295,12 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
     class Hanging(Stub):
         began: float | None = None
 
-        def draw(self, order, keep):
-            if order["step"] == 1 and order["share"] == 0 and not hung:  # whoever got that one, once
+        def draw(self, item, keep):
+            if item["step"] == 1 and item["share"] == 0 and not hung:  # whoever got that one, once
                 hung.append(self.number)
                 self.began = time.monotonic()
                 release.wait(60)
-            return super().draw(order, keep)
+            return super().draw(item, keep)
 
         def beat(self):  # the other thread still answers
             return 0.0 if self.began is None else time.monotonic() - self.began
@@ -317,9 +316,9 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
 
 def test_one_that_beats_is_not_given_up(monkeypatch):
     class Slow(Stub):
-        def draw(self, order, keep):
+        def draw(self, item, keep):
             time.sleep(0.7)
-            return super().draw(order, keep)
+            return super().draw(item, keep)
 
     _, transport = transport_of(monkeypatch, Slow, timeout=0.4)
     scheduler = scheduler_of(transport, 2, timeout=0.4)
@@ -332,7 +331,7 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     _, transport = transport_of(monkeypatch, Stub, generators=1)
     transport.publish(policy(0))
     assert isinstance(transport.next_event(5), Joined)
-    transport.submit("generator 1", make_orders(0, 0, 1)[0])
+    transport.submit("generator 1", make_items(0, 0, 1)[0])
     time.sleep(0.2)  # its answer has been queued
     transport._notes.get()  # … and is late
     transport.give_up("generator 1", OSError("gone"))
@@ -340,7 +339,7 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     with pytest.warns(UserWarning, match="generator 1, process 100 on here, is lost: OSError: gone$"):
         found = [transport.next_event(0.1) for _ in range(4)]
     assert [type(event) for event in found if event is not None] == [Lost]
-    transport.submit("generator 1", make_orders(0, 0, 1)[0])  # nobody is there to draw it
+    transport.submit("generator 1", make_items(0, 0, 1)[0])  # nobody is there to draw it
     assert transport.silent_for("generator 1") == 0.0
 
 
@@ -381,13 +380,13 @@ def test_a_generator_has_the_learner_s_tuned_settings(config):
 def test_a_generator_draws_by_what_it_was_sent(config, generator):
     parcel = adapter(config, 0)
     assert generator.hold(*parcel) == parcel.digest
-    (order,) = make_orders(0, 0, 1)
-    found = generator.draw(serialize.pack_order(order), [0])
+    (item,) = make_items(0, 0, 1)
+    found = generator.draw(serialize.pack_item(item), [0])
     assert found["digest"] == parcel.digest
-    rollout, frozen = serialize.unpack_answers(found["answers"])
+    rollout = serialize.unpack_rollout(found["rollout"])
     assert rollout.batch.sample_ids == (0,)
-    assert frozen.past_logprobs_M.shape == rollout.logprobs_M.shape
-    assert frozen.rewards_N.shape == (1,)
+    assert rollout.frozen.past_logprobs_M.shape == rollout.logprobs_M.shape
+    assert rollout.frozen.rewards_N.shape == (1,)
     assert generator.beat() < 60
 
 
@@ -398,7 +397,7 @@ def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
     with pytest.raises(EngineError, match="policy version 0 arrived damaged"):
         generator.hold(0, parcel.digest, bytes(data))
     with pytest.raises(EngineError, match=r"policy version 0: expected one of \[\], which are held"):
-        generator.draw(serialize.pack_order(make_orders(0, 0, 1)[0]), [0])
+        generator.draw(serialize.pack_item(make_items(0, 0, 1)[0]), [0])
 
 
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
@@ -412,7 +411,7 @@ def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
     found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")], [])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
     found.hold(*adapter(config, 0))
-    drawn = found.draw(serialize.pack_order(make_orders(0, 0, 1)[0]), [0])
+    drawn = found.draw(serialize.pack_item(make_items(0, 0, 1)[0]), [0])
     assert drawn["kernels"] == [tuple(choice) for choice in registry.choices()]
     assert len(drawn["kernels"]) > 1
     registry.begin_run()

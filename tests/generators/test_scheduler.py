@@ -1,4 +1,4 @@
-"""Orders to generators: in time, none too early, none twice, none lost."""
+"""Work for generators: in time, none too early, none twice, none lost."""
 
 from __future__ import annotations
 
@@ -15,41 +15,38 @@ from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.staleness import StalenessRule
 from rlhf_engine.generators.thread import WORKER, GeneratorThread
 from rlhf_engine.generators.transport import Drawn, Joined, Lost
-from rlhf_engine.generators.work import Answered, Order
+from rlhf_engine.generators.work import WorkItem
 from rlhf_engine.generators.worker import StoppedError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
 SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
 
 
-def make_orders(step: int, version: int, n_shares: int) -> list[Order]:
+def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:
     return [
-        Order(
+        WorkItem(
             step=step,
             share=i,
             n_shares=n_shares,
             version=version,
-            prompts=((1,),),
-            greedy=(False,),
-            sample_ids=(step * n_shares + i,),
+            prompts=PromptBatch.of([0], [[1]], generations=1, first_id=step * n_shares + i),
             sampling=SAMPLING,
         )
         for i in range(n_shares)
     ]
 
 
-def answered(order: Order) -> Answered:
-    rollout = Rollout(
-        batch=PackedBatch.from_lists(order.prompts, [[order.step]], sample_ids=order.sample_ids),
+def answers_of(item: WorkItem, seconds: float = 0.0) -> Rollout:
+    return Rollout(
+        batch=PackedBatch.from_lists(item.prompts.prompts, [[item.step]], sample_ids=item.prompts.sample_ids),
         logprobs_M=torch.zeros(1),
-        versions_M=torch.tensor([order.version]),
+        versions_M=torch.tensor([item.version]),
         finish_reasons=("length",),
         filtered=False,
-        stats=RolloutStats(tokens=1),
+        stats=RolloutStats(tokens=1, seconds=seconds),
     )
-    return Answered(rollout, None)
 
 
 def policy(version: int) -> Snapshot:
@@ -59,20 +56,20 @@ def policy(version: int) -> Snapshot:
 class Stage:
     """Stands for drawing: takes its time and notes what it was asked for."""
 
-    def __init__(self, seconds=lambda order: 0.0) -> None:
-        self.seconds, self.orders, self.stop = seconds, [], threading.Event()
+    def __init__(self, seconds=lambda item: 0.0) -> None:
+        self.seconds, self.items, self.stop = seconds, [], threading.Event()
 
-    def __call__(self, order: Order) -> Answered:
-        self.orders.append(order)
-        if self.stop.wait(self.seconds(order)):
+    def __call__(self, item: WorkItem) -> Rollout:
+        self.items.append(item)
+        if self.stop.wait(self.seconds(item)):
             raise StoppedError
-        return answered(order)
+        return answers_of(item)
 
 
 def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
     store = VersionStore()
     transport = GeneratorThread(stage, store, stop=stage.stop)
-    return Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
+    return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
 
 
 def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[int]:
@@ -80,9 +77,9 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
     found = []
     for step in steps:
         answers = scheduler.take(step)
-        assert answers.answered.rollout.batch.completion_tokens(0) == [step]
-        assert set(answers.answered.rollout.versions_M.tolist()) == {answers.version}
-        found.append(step - answers.version)
+        assert answers.rollout.batch.completion_tokens(0) == [step]
+        assert set(answers.rollout.versions_M.tolist()) == {answers.rollout.policy_version}
+        found.append(step - answers.rollout.policy_version)
         time.sleep(seconds(step))
         scheduler.publish(step + 1, policy(step + 1))
     return found
@@ -93,7 +90,7 @@ def test_ages_are_0_1_1_1():
     scheduler, store = scheduler_of(stage, StalenessRule(max_staleness=1), 8)
     assert learn(scheduler, range(8)) == [0, 1, 1, 1, 1, 1, 1, 1]
     scheduler.close()
-    assert [order.step for order in stage.orders] == list(range(8))  # each once, and none beyond the last
+    assert [item.step for item in stage.items] == list(range(8))  # each once, and none beyond the last
     assert store.versions() == [7, 8]  # the others are forgotten
 
 
@@ -103,12 +100,12 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most):
     random.seed(most)
     steps = 1000
     delays = [random.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(2 * steps)]
-    stage = Stage(lambda order: delays[order.step])
+    stage = Stage(lambda item: delays[item.step])
     scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=most, newest=newest), steps)
     found = learn(scheduler, range(steps), lambda step: delays[steps + step])
     scheduler.close()
     assert max(found) <= most
-    assert [order.step for order in stage.orders] == list(range(steps))
+    assert [item.step for item in stage.items] == list(range(steps))
     if not newest:
         assert found == [min(step, most) for step in range(steps)]
     elif most == 3:
@@ -118,7 +115,7 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most):
 @pytest.mark.alone
 def test_a_step_takes_as_long_as_the_longer_stage():
     generate, update, steps = 0.03, 0.05, 20
-    scheduler, _ = scheduler_of(Stage(lambda order: generate), StalenessRule(max_staleness=1), steps)
+    scheduler, _ = scheduler_of(Stage(lambda item: generate), StalenessRule(max_staleness=1), steps)
     began = time.perf_counter()
     learn(scheduler, range(steps), lambda step: update)
     took = time.perf_counter() - began
@@ -133,21 +130,21 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
     policies = {steps: policy(steps) for steps in (3, 4, 5)}
     transport = GeneratorThread(stage, VersionStore(), stop=stage.stop)
     scheduler = Scheduler(
-        transport, make_orders, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
+        transport, make_items, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
     )
     assert learn(scheduler, range(5, 9)) == [2, 3, 2, 2]  # step 6 had been begun by version 3
     scheduler.close()
 
 
 def test_what_a_generator_raises_reaches_the_learner():
-    def draw(order: Order) -> Answered:
-        if order.step == 2:
+    def draw(item: WorkItem) -> Rollout:
+        if item.step == 2:
             raise ZeroDivisionError("of the third step")
-        return answered(order)
+        return answers_of(item)
 
     transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
     rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=5)
+    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5)
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
     ) as found:
@@ -159,14 +156,14 @@ def test_what_a_generator_raises_reaches_the_learner():
 def test_a_generator_that_hangs_is_given_up():
     release = threading.Event()
 
-    def draw(order: Order) -> Answered:
-        if order.step == 1:
+    def draw(item: WorkItem) -> Rollout:
+        if item.step == 1:
             release.wait(20)
-        return answered(order)
+        return answers_of(item)
 
     transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
     rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_orders, rule, {0: policy(0)}, step=0, total_steps=5, timeout=0.5)
+    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5, timeout=0.5)
     began = time.monotonic()
     with pytest.raises(GeneratorError, match="no token of the answers of step 2 for"):
         learn(scheduler, range(5))
@@ -181,7 +178,7 @@ class Crowd:
     def __init__(self, names: list[str]) -> None:
         self.events: list = [Joined(worker=name) for name in names]
         self.arrived = threading.Condition()
-        self.orders: list[tuple[str, Order]] = []
+        self.items: list[tuple[str, WorkItem]] = []
         self.published: list[int] = []
         self.given_up: list[str] = []
         self.silent: set[str] = set()
@@ -195,9 +192,9 @@ class Crowd:
     def keep(self, versions: frozenset[int]) -> None:
         pass
 
-    def submit(self, worker: str, order: Order) -> None:
+    def submit(self, worker: str, item: WorkItem) -> None:
         with self.arrived:
-            self.orders.append((worker, order))
+            self.items.append((worker, item))
             self.arrived.notify_all()
 
     def tell(self, event) -> None:
@@ -223,58 +220,58 @@ class Crowd:
     def close(self) -> None:
         self.closed = True
 
-    def wait_for_orders(self, n: int) -> list[tuple[str, Order]]:
+    def wait_for_items(self, n: int) -> list[tuple[str, WorkItem]]:
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.orders) >= n, 10), self.orders
-            return list(self.orders)
+            assert self.arrived.wait_for(lambda: len(self.items) >= n, 10), self.items
+            return list(self.items)
 
-    def finish(self, worker: str, order: Order) -> None:
-        self.tell(Drawn(worker=worker, order=order, answered=answered(order), seconds=0.1))
+    def finish(self, worker: str, item: WorkItem) -> None:
+        self.tell(Drawn(worker=worker, item=item, rollout=answers_of(item, seconds=0.1)))
 
 
 def crowd_of(names: list[str], total: int, **options) -> tuple[Crowd, Scheduler]:
     crowd = Crowd(names)
     rule = StalenessRule(max_staleness=1)
     return crowd, Scheduler(
-        crowd, make_orders, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, timeout=50.0, **options
+        crowd, make_items, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, timeout=50.0, **options
     )
 
 
 def test_the_share_of_a_lost_generator_goes_to_another():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    (_, first), (_, second) = crowd.wait_for_orders(2)
+    (_, first), (_, second) = crowd.wait_for_items(2)
     assert (first.share, second.share) == (0, 1)
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     crowd.finish("b", second)
-    *_, (worker, again) = crowd.wait_for_orders(3)
+    *_, (worker, again) = crowd.wait_for_items(3)
     assert (worker, again) == ("b", first)
     crowd.finish("a", first)  # too late: nobody waits for it
     crowd.finish("b", again)
     answers = scheduler.take(0)
-    assert answers.answered.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
-    assert len(crowd.orders) == 3
+    assert answers.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
+    assert len(crowd.items) == 3
     scheduler.close()
     assert crowd.closed
 
 
 def test_one_that_joins_takes_part():
     crowd, scheduler = crowd_of(["a"], 1)
-    crowd.wait_for_orders(1)
+    crowd.wait_for_items(1)
     crowd.tell(Joined(worker="late"))
-    (_, first), (worker, second) = crowd.wait_for_orders(2)
+    (_, first), (worker, second) = crowd.wait_for_items(2)
     assert worker == "late"
     crowd.finish("late", second)
     crowd.finish("a", first)
-    assert scheduler.take(0).answered.rollout.batch.sample_ids == (0, 1)
+    assert scheduler.take(0).rollout.batch.sample_ids == (0, 1)
     scheduler.close()
 
 
 def test_a_silent_one_is_given_up_and_its_share_drawn_by_another():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    (_, first), (_, second) = crowd.wait_for_orders(2)
+    (_, first), (_, second) = crowd.wait_for_items(2)
     crowd.finish("b", second)
     crowd.silent.add("a")
-    *_, (worker, again) = crowd.wait_for_orders(3)
+    *_, (worker, again) = crowd.wait_for_items(3)
     assert (worker, again, crowd.given_up) == ("b", first, ["a"])
     crowd.finish("b", again)
     scheduler.take(0)
@@ -283,7 +280,7 @@ def test_a_silent_one_is_given_up_and_its_share_drawn_by_another():
 
 def test_without_generators_the_cause_is_shown():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    crowd.wait_for_orders(2)
+    crowd.wait_for_items(2)
     crowd.tell(Lost(worker="a", cause=OSError("first")))
     crowd.tell(Lost(worker="b", cause=OSError("second")))
     with pytest.raises(GeneratorError, match="OSError: second"):
@@ -293,21 +290,21 @@ def test_without_generators_the_cause_is_shown():
 
 def test_while_another_is_on_its_way_the_learner_waits():
     crowd, scheduler = crowd_of(["a"], 1)
-    ((_, first),) = crowd.wait_for_orders(1)
+    ((_, first),) = crowd.wait_for_items(1)
     crowd.on_their_way = 1
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
     found: list[tuple[int, ...]] = []
-    learner = threading.Thread(target=lambda: found.append(scheduler.take(0).answered.rollout.batch.sample_ids))
+    learner = threading.Thread(target=lambda: found.append(scheduler.take(0).rollout.batch.sample_ids))
     learner.start()
     time.sleep(0.3)
     assert learner.is_alive()  # neither loss is the end
     crowd.on_their_way = 0
     crowd.tell(Joined(worker="late"))
-    *_, (worker, again) = crowd.wait_for_orders(2)
+    *_, (worker, again) = crowd.wait_for_items(2)
     assert (worker, again) == ("late", first)
     crowd.finish("late", first)
-    *_, (_, second) = crowd.wait_for_orders(3)
+    *_, (_, second) = crowd.wait_for_items(3)
     crowd.finish("late", second)
     learner.join(10)
     assert found == [(0, 1)]
@@ -316,7 +313,7 @@ def test_while_another_is_on_its_way_the_learner_waits():
 
 def test_when_the_last_one_on_its_way_is_lost_as_well_its_cause_is_shown():
     crowd, scheduler = crowd_of(["a"], 1)
-    crowd.wait_for_orders(1)
+    crowd.wait_for_items(1)
     crowd.on_their_way = 1
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     time.sleep(0.1)
@@ -341,7 +338,7 @@ def test_a_transport_that_fails_does_not_leave_the_learner_waiting():
             raise OSError("no such pipe")
 
     rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(Broken([WORKER]), make_orders, rule, {0: policy(0)}, step=0, total_steps=1)
+    scheduler = Scheduler(Broken([WORKER]), make_items, rule, {0: policy(0)}, step=0, total_steps=1)
     with pytest.raises(GeneratorError, match="OSError: no such pipe"):
         scheduler.take(0)
     scheduler.close()

@@ -1,4 +1,4 @@
-"""Policies, orders and answers arrive as what was sent, or not at all."""
+"""Policies, work items and answers arrive as what was sent, or not at all."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import torch
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import serialize
 from rlhf_engine.generators.policy_store import Snapshot
-from rlhf_engine.generators.work import Answered, Order
-from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.rollout import Rollout, RolloutStats, SamplingConfig
-from rlhf_engine.scoring.score import FrozenScores
+from rlhf_engine.generators.work import WorkItem
+from rlhf_engine.hydra import PackedBatch, Scores
+from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats, SamplingConfig
 
 POLICY = Snapshot(version=3, tensors={"b": torch.randn(5, 3), "a": torch.randn(7).to(torch.bfloat16)})
-ORDER = Order(
+ITEM = WorkItem(
     step=2,
     share=1,
     n_shares=3,
     version=1,
-    prompts=((1, 2), (3,)),
-    greedy=(False, True),
-    sample_ids=(10, 11),
+    prompts=PromptBatch(rows=(7, 8), prompts=((1, 2), (3,)), groups=(0, 1), greedy=(False, True), sample_ids=(10, 11)),
     sampling=SamplingConfig(max_completion_length=4, eos_token_ids=(2, 5), temperature=0.7, seed=9),
 )
-FROZEN = FrozenScores(torch.randn(3), None, torch.randn(2))
+FROZEN = Scores(past_logprobs_M=torch.randn(3), rewards_N=torch.randn(2))
 
 
-def answered(frozen: FrozenScores | None) -> Answered:
-    rollout = Rollout(
-        batch=PackedBatch.from_lists(ORDER.prompts, [[4], [6, 2]], sample_ids=ORDER.sample_ids),
+def answers(frozen: Scores | None) -> Rollout:
+    return Rollout(
+        batch=PackedBatch.from_lists(ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ITEM.prompts.sample_ids),
         logprobs_M=torch.randn(3),
         versions_M=torch.tensor([1, 1, 1]),
         finish_reasons=("length", "eos"),
         filtered=False,
         stats=RolloutStats(tokens=3, decode_seconds=0.5, step="eager"),
+        frozen=frozen,
     )
-    return Answered(rollout, frozen)
 
 
 def test_policies():
@@ -68,21 +65,21 @@ def test_a_policy_cut_short_or_of_another_version_is_refused():
         serialize.unpack_policy(parcel._replace(data=other.data))
 
 
-def test_orders():
-    assert serialize.unpack_order(serialize.pack_order(ORDER)) == ORDER
+def test_work_items():
+    assert serialize.unpack_item(serialize.pack_item(ITEM)) == ITEM
 
 
 @pytest.mark.parametrize("frozen", [None, FROZEN], ids=["plain", "scored"])
 def test_answers(frozen):
-    sent = answered(frozen)
-    found = serialize.unpack_answers(serialize.pack_answers(sent))
+    sent = answers(frozen)
+    found = serialize.unpack_rollout(serialize.pack_rollout(sent))
     for name in ("cu_seqlens", "prompt_lens", "sample_ids"):
-        assert getattr(found.rollout.batch, name) == getattr(sent.rollout.batch, name)
-    assert torch.equal(found.rollout.batch.tokens_T, sent.rollout.batch.tokens_T)
-    assert torch.equal(found.rollout.logprobs_M, sent.rollout.logprobs_M)
-    assert torch.equal(found.rollout.versions_M, sent.rollout.versions_M)
-    assert found.rollout.finish_reasons == ("length", "eos")
-    assert found.rollout.stats == sent.rollout.stats
+        assert getattr(found.batch, name) == getattr(sent.batch, name)
+    assert torch.equal(found.batch.tokens_T, sent.batch.tokens_T)
+    assert torch.equal(found.logprobs_M, sent.logprobs_M)
+    assert torch.equal(found.versions_M, sent.versions_M)
+    assert found.finish_reasons == ("length", "eos")
+    assert found.stats == sent.stats
     if frozen is None:
         assert found.frozen is None
     else:
@@ -92,17 +89,17 @@ def test_answers(frozen):
 
 
 def test_answers_that_were_changed_on_their_way_are_refused():
-    values = serialize.pack_answers(answered(FROZEN))
+    values = serialize.pack_rollout(answers(FROZEN))
     tensors = bytearray(values["tensors"])
     tensors[-1] ^= 1
     for change in (
         {"tensors": bytes(tensors)},
         {"finish_reasons": ("eos", "eos")},
-        {"scored": False},
+        {"has_frozen": False},
         {"digest": None},
     ):
         with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
-            serialize.unpack_answers({**values, **change})
+            serialize.unpack_rollout({**values, **change})
 
 
 def test_other_frozen_weights_are_refused():

@@ -32,7 +32,7 @@ def hydra(name: str, **slot: object) -> HydraModel:
 def logits(model: HydraModel, batch: PackedBatch, slot: str | None) -> torch.Tensor:
     """[T, V] in a slot's lane."""
     with torch.no_grad():
-        hidden = model._trunk_call(batch, model.backbone(), [slot], None)
+        hidden = model._backbone_call(batch, model.backbone(), [slot], None)
     return head_logits(hidden, model.backbone().lm_head_in(slot))
 
 
@@ -67,7 +67,7 @@ def test_off_is_the_plain_model_bit_for_bit(name):
     batch = PackedBatch.from_lists(tokens[:, :4].tolist(), tokens[:, 4:].tolist())
     with torch.no_grad():
         expected = plain(tokens, use_cache=False).logits
-        ours = model._trunk_call(batch, model.backbone(), [None], None)
+        ours = model._backbone_call(batch, model.backbone(), [None], None)
         theirs = plain.base_model(tokens, use_cache=False).last_hidden_state
     assert torch.equal(ours, theirs.flatten(0, 1))
     assert torch.equal(head_logits(ours, model.backbone().lm_head).view_as(expected), expected)

@@ -28,7 +28,7 @@ LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))  # buckets
 
 def off_logits(model: HydraModel, batch: PackedBatch) -> torch.Tensor:
     with torch.no_grad():
-        hidden = model._trunk_call(batch, model.backbone(), [None], None)
+        hidden = model._backbone_call(batch, model.backbone(), [None], None)
     return head_logits(hidden, model.backbone().lm_head)
 
 
@@ -239,7 +239,7 @@ def test_base_dropout_is_off_in_train_mode():
     assert torch.equal(off_logits(model, batch), off_logits(build(), batch))
 
 
-def test_the_plain_model_cannot_run_outside_of_a_trunk_call():
+def test_the_plain_model_cannot_run_outside_of_a_backbone_call():
     model = build()
     assert model.backbone().model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(

@@ -19,7 +19,7 @@ def test_roles_fold_into_lanes():
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("hydra", 3), ("j_hydra", 2)])
-def test_scoring_runs_all_lanes_in_one_trunk_call(method, lanes):
+def test_scoring_runs_all_lanes_in_one_backbone_call(method, lanes):
     model, batch = build(method), random_batch()
     calls: list[int] = []
     base_model = model.backbone().base_model
@@ -68,7 +68,7 @@ def test_exact_kl_is_what_full_logits_give():
     hidden = {}
     for slot in ("actor", None):
         with torch.no_grad():
-            hidden[slot] = model._trunk_call(batch, model.backbone(), [slot], None)
+            hidden[slot] = model._backbone_call(batch, model.backbone(), [slot], None)
     weight = model.backbone().lm_head.weight.double()
     log_a, log_r = (
         (hidden[slot].double()[batch.predict_rows_M] @ weight.T).log_softmax(-1) for slot in ("actor", None)

@@ -189,7 +189,7 @@ def test_exact_kl_of_two_lm_heads(base):
     with torch.no_grad():
         logits = [
             torch.nn.functional.linear(
-                model._trunk_call(batch, model.backbone(name), [None], None)[rows],
+                model._backbone_call(batch, model.backbone(name), [None], None)[rows],
                 model.backbone(name).lm_head.weight,
             )
             for name in ("base", "reference")

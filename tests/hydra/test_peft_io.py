@@ -41,7 +41,7 @@ ACTOR = {"actor": hydra_roles()["actor"]}
 def slot_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
     """Logits [3, 8, V] of the batch's sequences in a slot's lane."""
     with torch.no_grad():
-        hidden = model._trunk_call(BATCH, model.backbone(), [slot], None)
+        hidden = model._backbone_call(BATCH, model.backbone(), [slot], None)
     return head_logits(hidden, model.backbone().lm_head_in(slot)).unflatten(0, (3, 8))
 
 

@@ -157,7 +157,7 @@ def last_values(ours: HydraModel, batch: PackedBatch) -> torch.Tensor:
     """The critic's value of each whole sequence [N], read where rewards are read."""
     critic = ours.roles["critic"]
     with torch.no_grad():
-        hidden = ours._trunk_call(batch, ours.backbone(critic.backbone), [critic.slot], None)
+        hidden = ours._backbone_call(batch, ours.backbone(critic.backbone), [critic.slot], None)
         return ours.heads["value"](hidden[batch.last_rows_N])
 
 
@@ -208,8 +208,8 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
         ours = build(model, tmp_path, method=method, reference_adapter=str(tmp_path / "sft"))
         scores = ours.score(batch, ("actor", "reference"))
         torch.testing.assert_close(scores.logprobs_M, scores.ref_logprobs_M, rtol=1e-5, atol=1e-5)
-        plain = ours._trunk_call(batch, ours.backbone(), [None], None)
-        assert not torch.allclose(plain, ours._trunk_call(batch, ours.backbone(), ["actor"], None))
+        plain = ours._backbone_call(batch, ours.backbone(), [None], None)
+        assert not torch.allclose(plain, ours._backbone_call(batch, ours.backbone(), ["actor"], None))
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

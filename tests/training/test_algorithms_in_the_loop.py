@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
-from rlhf_engine.scoring.experience import Layout, score_rollout
+from rlhf_engine.rollout import PromptBatch
+from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.training.policy import make_algorithm
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule, update
@@ -68,28 +69,19 @@ def config(model, folder, reward, **changes):
 def first_step(trainer, **changes):
     """What the first step would learn from: (prepared, as it was scored, as it was drawn)."""
     made = dataclasses.replace(trainer.config, **changes)
-    layout = Layout.of(made.prompts_per_step, made.generations, with_greedy=made.algorithm == "remax")
     trainer.rollouts.sync(0)
-    indices = [group % len(trainer.train_set.rows) for group in layout.groups]
+    prompts = PromptBatch.of(
+        [i % len(trainer.train_set.rows) for i in range(made.prompts_per_step)],
+        trainer.train_set.ids,
+        generations=made.generations,
+        with_greedy=made.facts.with_greedy,
+    )
     rollout = trainer.rollouts.generate(
-        [trainer.train_set.ids[i] for i in indices],
-        trainer._sampling(0),
-        sample_ids=range(len(indices)),
-        greedy=layout.greedy,
+        prompts.prompts, trainer._sampling(0), sample_ids=prompts.sample_ids, greedy=prompts.greedy
     )
-    columns, texts = trainer.train_set.columns(indices), trainer.train_set.texts(indices)
-    scored = score_rollout(
-        trainer.model,
-        rollout,
-        layout,
-        trainer.scorer,
-        trainer.tokenizer,
-        made,
-        texts,
-        columns,
-        policy_version=0,
-        first_step_from_reference=True,
-    )
+    scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
+    options = {"policy_version": 0, "is_reference": True, "budget": trainer.model.token_budget}
+    scored, _ = scoring.experience(rollout, prompts, made, **options)
     answers, metrics = make_algorithm(made).learn_from(scored)
     return SimpleNamespace(answers=answers, metrics=metrics), scored, rollout
 

@@ -11,9 +11,10 @@ import torch
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
+from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.experience import Layout, score_rollout
+from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.scoring.off_policy import correct_age, correct_engine
 from rlhf_engine.training.policy import make_algorithm
 from rlhf_engine.training.rl import RlTrainer
@@ -116,20 +117,12 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     indices = list(range(8))
     rollout = trainer.rollouts.generate([trainer.train_set.ids[i] for i in indices], trainer._sampling(0))
 
+    prompts = PromptBatch.of(indices, trainer.train_set.ids, generations=1)
+    scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
+
     def experience(chosen):
-        columns = trainer.train_set.columns(indices)
-        scored = score_rollout(
-            trainer.model,
-            rollout,
-            Layout.of(8, 1, with_greedy=False),
-            trainer.scorer,
-            trainer.tokenizer,
-            chosen,
-            trainer.train_set.texts(indices),
-            columns,
-            policy_version=0,
-            first_step_from_reference=True,
-        )
+        options = {"policy_version": 0, "is_reference": True, "budget": trainer.model.token_budget}
+        scored, _ = scoring.experience(rollout, prompts, chosen, **options)
         return make_algorithm(chosen).learn_from(scored)[0], scored.metrics
 
     weighted, metrics_of_weighted = experience(made)

@@ -21,20 +21,19 @@ from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.errors import EngineError
 from rlhf_engine.generators import serialize
 from rlhf_engine.generators.policy_store import VersionStore
-from rlhf_engine.generators.worker import OrderDrawer
-from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.generators.worker import Worker
 from rlhf_engine.policy.build import BEHAVIOUR, build_generator_model
 from rlhf_engine.rollout import EngineOptions
-from rlhf_engine.scoring.score import FrozenScores, score_frozen
+from rlhf_engine.scoring.score import FrozenRoles
 
 
 class Generator:
-    """Draws orders by policies that it was sent."""
+    """Draws work items by policies that it was sent."""
 
     def __init__(self) -> None:
         self._store = VersionStore()
         self._digests: dict[int, str] = {}
-        self._drawer: OrderDrawer | None = None
+        self._worker: Worker | None = None
         self._threads: int | None = None
 
     def build(
@@ -65,38 +64,37 @@ class Generator:
         serialize.require_same_frozen(serialize.frozen_digests(model), frozen)
         self._device = model.role_backbone(BEHAVIOUR).device
 
-        def score(batch: PackedBatch) -> FrozenScores | None:
-            return score_frozen(model, batch, options, past=BEHAVIOUR, reward="reward" in model.roles)
-
-        self._drawer = OrderDrawer(model, self._store, EngineOptions.of(options), score=score)
+        score = FrozenRoles(model, options, past=BEHAVIOUR, reward="reward" in model.roles)
+        self._worker = Worker(model, self._store, EngineOptions.of(options), score=score)
         return os.getpid(), socket.gethostname()
 
     def hold(self, version: int, digest: str, data: bytes) -> str:
-        """A policy from here on orders may name; returns the digest of what arrived. Raises EngineError if damaged."""
+        """Hold a policy, which work items may name from here on; returns the digest of what arrived.
+
+        Raises EngineError for a damaged one.
+        """
         self._store.add(serialize.unpack_policy(serialize.Parcel(version, digest, data), self._device))
         self._digests[version] = digest
         return digest
 
-    def draw(self, order: Mapping[str, Any], keep: Sequence[int]) -> dict[str, Any]:
-        """Answers, the seconds they took, the digest of the policy that drew them, and the kernels chosen so far.
+    def draw(self, item: Mapping[str, Any], keep: Sequence[int]) -> dict[str, Any]:
+        """Answers, the digest of the policy that drew them, and the kernels chosen so far.
 
         keep: versions that are still needed. Raises EngineError for a policy that never arrived.
         """
-        if self._drawer is None:
+        if self._worker is None:
             raise EngineError("generator: expected `build` before `draw`")
         self._use_threads()
         self._store.keep(keep)
         self._digests = {version: digest for version, digest in self._digests.items() if version in keep}
-        began = time.perf_counter()
-        wanted = serialize.unpack_order(order)
-        answers = serialize.pack_answers(self._drawer(wanted))
-        seconds = time.perf_counter() - began
+        work = serialize.unpack_item(item)
+        rollout = serialize.pack_rollout(self._worker(work))
         kernels = [tuple(choice) for choice in registry.choices()]
-        return {"answers": answers, "seconds": seconds, "digest": self._digests[wanted.version], "kernels": kernels}
+        return {"rollout": rollout, "digest": self._digests[work.version], "kernels": kernels}
 
     def beat(self) -> float:
         """Seconds since it was last seen at work."""
-        return time.monotonic() - self._drawer.beat if self._drawer is not None else 0.0
+        return time.monotonic() - self._worker.beat if self._worker is not None else 0.0
 
     def _use_threads(self) -> None:
         if self._threads is not None:

@@ -22,7 +22,7 @@ from rlhf_engine.generators import serialize
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.generators.ray.generator import Generator
 from rlhf_engine.generators.transport import Drawn, Event, Joined, Lost
-from rlhf_engine.generators.work import Order
+from rlhf_engine.generators.work import WorkItem
 
 _BEAT = 1.0
 """Seconds between two questions whether a generator is at work."""
@@ -46,7 +46,7 @@ class _Worker:
     stage: Literal["starting", "receiving", "ready"] = "starting"
     place: str = "a process that has not come up"
     pid: int | None = None
-    order: Order | None = None
+    item: WorkItem | None = None
     owed: set[int] = field(default_factory=set)
     """Versions that it was sent and has not acknowledged."""
     seen: float = field(default_factory=time.monotonic)
@@ -116,31 +116,31 @@ class RayTransport:
         return sent.n_bytes * len(receivers)
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Generators hear of it with their next order."""
+        """Generators hear of it with their next work item."""
         with self._lock:
             self._held = {version: sent for version, sent in self._held.items() if version in versions}
 
-    def submit(self, worker: str, order: Order) -> None:
+    def submit(self, worker: str, item: WorkItem) -> None:
         """It goes after the policies that were published before."""
         with self._lock:
             found = self._workers.get(worker)
             if found is None:
                 return  # lost: the scheduler is about to hear of it
-            found.order, found.seen = order, time.monotonic()
-            digest = self._held[order.version].digest
+            found.item, found.seen = item, time.monotonic()
+            digest = self._held[item.version].digest
 
             def drawn(values: dict[str, Any]) -> Event | None:
                 if values["digest"] != digest:
-                    return self._lose(found, EngineError(f"{worker} has drawn {order.name} by another policy"))
+                    return self._lose(found, EngineError(f"{worker} has drawn {item.name} by another policy"))
                 try:
-                    answered = serialize.unpack_answers(values["answers"], self._device)
+                    rollout = serialize.unpack_rollout(values["rollout"], self._device)
                 except EngineError as error:
                     return self._lose(found, error)
-                found.order = None
+                found.item = None
                 registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
-                return Drawn(worker=worker, order=order, answered=answered, seconds=values["seconds"])
+                return Drawn(worker=worker, item=item, rollout=rollout)
 
-            self._ask(found, "draw", serialize.pack_order(order), sorted(self._held), then=drawn)
+            self._ask(found, "draw", serialize.pack_item(item), sorted(self._held), then=drawn)
 
     def next_event(self, timeout: float) -> Event | None:
         """What happened next."""
