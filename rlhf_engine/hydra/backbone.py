@@ -76,7 +76,7 @@ class Backbone(nn.Module):
         self.source: str | None = None
         """Folder that the base was loaded from, where heads may lie beside it."""
         self._hash: str | None = None
-        self._base_model_hash: str | None = None
+        self._decoder_hash: str | None = None
         first, second = probe.TRIES
         try:
             with undone_on_error(model):
@@ -291,11 +291,11 @@ class Backbone(nn.Module):
             self._hash = _digest(self.base_parameters())
         return self._hash
 
-    def trunk_hash(self) -> str:
+    def decoder_hash(self) -> str:
         """As `base_hash`, of the decoder without its LM head: what a base has in common with its reward models."""
-        if self._base_model_hash is None or not self.frozen:
-            self._base_model_hash = _digest(self.base_model.named_parameters())
-        return self._base_model_hash
+        if self._decoder_hash is None or not self.frozen:
+            self._decoder_hash = _digest(self.base_model.named_parameters())
+        return self._decoder_hash
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute blocks in the backward pass, each under the slots and plan of its original forward."""
@@ -306,7 +306,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("cache_bytes_per_position", "_hash", "_base_model_hash"),
+    *("cache_bytes_per_position", "_hash", "_decoder_hash"),
 )
 """What backbones on one base share; the slots are each one's own."""
 

@@ -62,7 +62,7 @@ def save_slot(
         write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=_loaded_back[slot])
     else:
         _write_and_load_back(backbone, slot, folder, base_name=base_name, score=score)
-    record = {"base_hash": backbone.base_hash(), "trunk_hash": backbone.trunk_hash(), "slot": name}
+    record = {"base_hash": backbone.base_hash(), "decoder_hash": backbone.decoder_hash(), "slot": name}
     (Path(folder) / ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -165,9 +165,9 @@ def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backb
         )
     if backbone is not None and (Path(folder) / ENGINE_FILE).is_file():
         record = read_json(Path(folder), ENGINE_FILE, "adapter")
-        by_trunk = not backbone.has_lm_head and record.get("trunk_hash") is not None
-        recorded = record["trunk_hash"] if by_trunk else record.get("base_hash")
-        ours = backbone.trunk_hash if by_trunk else backbone.base_hash
+        by_decoder = not backbone.has_lm_head and record.get("decoder_hash") is not None
+        recorded = record["decoder_hash"] if by_decoder else record.get("base_hash")
+        ours = backbone.decoder_hash if by_decoder else backbone.base_hash
         if recorded is not None and recorded != ours():
             raise ValueError(
                 f"init_from={str(folder)!r}: expected an adapter of this base (hash {ours()[:12]}…), "

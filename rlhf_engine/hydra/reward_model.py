@@ -96,7 +96,7 @@ def load_beside(
     """The base, and a whole reward model, which is None where the base has the same backbone and can serve both."""
     plain = load_model(base, dtype=dtype, device=device, quantization=quantization)
     other = load_model(reward, dtype=dtype, device=device, lm_head=False, quantization=quantization)
-    return plain, None if same_trunk(plain, other) else other
+    return plain, None if same_decoder(plain, other) else other
 
 
 def load_reward_head(head: ScalarHead, tensors: dict[str, torch.Tensor], origin: str) -> None:
@@ -110,9 +110,9 @@ def load_reward_head(head: ScalarHead, tensors: dict[str, torch.Tensor], origin:
     head.load_state_dict(tensors)
 
 
-def same_trunk(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+def same_decoder(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     """Whether two models are the same decoder: equal parameters under equal names, whatever heads they carry."""
-    left, right = _trunk_parameters(a), _trunk_parameters(b)
+    left, right = _decoder_parameters(a), _decoder_parameters(b)
     if left.keys() != right.keys() or type(a.base_model) is not type(b.base_model):
         return False
     return all(
@@ -120,7 +120,7 @@ def same_trunk(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     )
 
 
-def _trunk_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def _decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     base_model: nn.Module = model.base_model
     return dict(base_model.named_parameters())
 

@@ -48,7 +48,7 @@ class ShardedBase:
         for backbone in backbones:
             # asked for by checkpoints, when no process has all of the base
             backbone.base_hash()
-            backbone.trunk_hash()
+            backbone.decoder_hash()
             backbone.sharded = True
             blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=True) for block in backbone.blocks]
             for earlier, block in itertools.pairwise(blocks):

@@ -380,22 +380,23 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
     trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     groups: list[OneOfTwo] = []
 
-    def learn(model, objective, schedule, step, *, seed, ranks):
+    def learn(model, algorithm, answers, schedule, step, *, seed, ranks):
         for in_step in (False, True):
             ranks = OneOfTwo()
             ranks.in_step = in_step
             calls.clear()
-            update(model, objective, dataclasses.replace(schedule, micro_batch_size=2), taken, seed=seed, ranks=ranks)
+            small = dataclasses.replace(schedule, micro_batch_size=2)
+            update(model, algorithm, answers, small, taken, seed=seed, ranks=ranks)
             ranks.calls = sum(calls)
             groups.append(ranks)
-        return update(model, objective, schedule, step, seed=seed)
+        return update(model, algorithm, answers, schedule, step, seed=seed)
 
     def taken() -> dict[str, float]:
         gradients.append({p: p.grad.clone() for p in trainer.policy.trained() if p.grad is not None})
         trainer.model.zero_grad(set_to_none=True)
         return {}
 
-    with mock.patch("rlhf_engine.training.rl.learn", learn):
+    with mock.patch("rlhf_engine.training.policy.update", learn):
         trainer.step()
     alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1

@@ -54,7 +54,7 @@ QUICK = ("llama", "gemma2", "gpt2")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )
-def test_a_compiled_trunk_is_one_graph_with_eager_s_numbers(name):
+def test_a_compiled_backbone_is_one_graph_with_eager_s_numbers(name):
     compare(name, "aot_eager", 0.0 if name == "llama" else 1e-6)
 
 

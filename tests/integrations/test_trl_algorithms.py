@@ -17,6 +17,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import (
     HydraBestOfNConfig,
     HydraBestOfNTrainer,
+    HydraConfig,
     HydraGRPOConfig,
     HydraGRPOTrainer,
     HydraReinforceConfig,
@@ -220,6 +221,7 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: expected False, because no KL is weighed"),
         ("grpo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
+        ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others, got"),
         ("best_of_n", {"beta": 0.1}, r"beta: expected 0\.05, because best_of_n does not read it, got 0\.1"),
         ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),
     ],
@@ -233,3 +235,8 @@ def test_an_adapter_on_embeddings_is_refused(folder, tmp_path):
     embedded = LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="peft_config"):
         make("remax", folder, tmp_path, peft_config=embedded)
+
+
+def test_pairs_have_a_config_of_their_own(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm: expected an algorithm that learns from single answers; .*, got"):
+        HydraConfig(str(tmp_path), algorithm="online_dpo", use_cpu=True, bf16=False)

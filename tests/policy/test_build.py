@@ -75,7 +75,7 @@ def lora_reward(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def same_trunk(model, tmp_path_factory) -> Path:
+def same_decoder(model, tmp_path_factory) -> Path:
     """A sequence classifier on the very weights of the base."""
     folder = tmp_path_factory.mktemp("head_rm")
     classifier_on(model).save_pretrained(folder)
@@ -83,7 +83,7 @@ def same_trunk(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other_trunk(tmp_path_factory) -> Path:
+def other_decoder(tmp_path_factory) -> Path:
     """A sequence classifier on other weights."""
     folder = tmp_path_factory.mktemp("other_rm")
     classifier_on(write_model(tmp_path_factory.mktemp("other"), seed=9)).save_pretrained(folder)
@@ -111,27 +111,27 @@ def test_a_lora_reward_model_made_with_peft_becomes_a_slot(model, lora_reward, t
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_classifier_on_the_base_s_weights_costs_a_head(model, same_trunk, tmp_path, method):
-    ours = build(model, tmp_path, reward_model_path=str(same_trunk), method=method)
+def test_a_classifier_on_the_base_s_weights_costs_a_head(model, same_decoder, tmp_path, method):
+    ours = build(model, tmp_path, reward_model_path=str(same_decoder), method=method)
     batch = batch_for(model)
     if method in ("j_hydra_ppo", "hydra_ppo"):
         assert set(ours.backbones) == {"base"}
-    theirs = AutoModelForSequenceClassification.from_pretrained(same_trunk).eval()
+    theirs = AutoModelForSequenceClassification.from_pretrained(same_decoder).eval()
     rewards = ours.score(batch, ("reward",)).rewards_N
     torch.testing.assert_close(rewards, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_classifier_on_other_weights_brings_its_backbone(model, other_trunk, tmp_path, method):
-    ours = build(model, tmp_path, reward_model_path=str(other_trunk), method=method)
+def test_a_classifier_on_other_weights_brings_its_backbone(model, other_decoder, tmp_path, method):
+    ours = build(model, tmp_path, reward_model_path=str(other_decoder), method=method)
     batch = batch_for(model)
     assert ours.roles["reward"].backbone == "reward"
     assert not ours.backbone("reward").has_lm_head
-    theirs = AutoModelForSequenceClassification.from_pretrained(other_trunk).eval()
+    theirs = AutoModelForSequenceClassification.from_pretrained(other_decoder).eval()
     rewards = ours.score(batch, ("reward",)).rewards_N
     torch.testing.assert_close(rewards, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5)
     # and the run goes on from disk, each backbone from its own folder
-    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_model_path=str(other_trunk), method=method))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_model_path=str(other_decoder), method=method))
     trainer.step()
     save_pretrained(trainer.model, tmp_path / "saved")
     again = load_pretrained(tmp_path / "saved").score(batch)
@@ -140,12 +140,12 @@ def test_a_classifier_on_other_weights_brings_its_backbone(model, other_trunk, t
     assert torch.equal(again.logprobs_M, before.logprobs_M)
 
 
-def test_a_loaded_classifier_brings_its_score(model, other_trunk):
-    theirs = AutoModelForSequenceClassification.from_pretrained(other_trunk).eval()
+def test_a_loaded_classifier_brings_its_score(model, other_decoder):
+    theirs = AutoModelForSequenceClassification.from_pretrained(other_decoder).eval()
     roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward")}
     batch = batch_for(model)
     expected = plain_rewards(theirs, batch).flatten()
-    for source in (theirs, other_trunk):
+    for source in (theirs, other_decoder):
         ours = HydraModel.from_pretrained(model, roles=roles, backbones={"rm": source}).eval()
         torch.testing.assert_close(ours.score(batch, ("reward",)).rewards_N, expected, rtol=1e-4, atol=1e-5)
 
@@ -163,10 +163,10 @@ def last_values(ours: HydraModel, batch: PackedBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_critic_that_starts_as_the_reward_model_predicts_its_rewards(
-    model, lora_reward, same_trunk, tmp_path, method
+    model, lora_reward, same_decoder, tmp_path, method
 ):
     batch = batch_for(model)
-    sources = [{"reward_model_path": str(same_trunk)}]
+    sources = [{"reward_model_path": str(same_decoder)}]
     if method == "j_hydra_ppo":  # no slot of its own that could start as the reward's, but the actor's can
         sources.append({"reward_adapter": str(lora_reward), "reference_adapter": str(lora_reward)})
     elif method != "full_ppo":
@@ -330,11 +330,11 @@ def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path
         check(of_hub, adapter("d", "/cache/0f3e", None))
 
 
-def test_a_reward_model_reads_the_policy_s_tokens(model, same_trunk, lora_reward, tmp_path):
+def test_a_reward_model_reads_the_policy_s_tokens(model, same_decoder, lora_reward, tmp_path):
     def trainer(folder: Path, policy: Path = model) -> RlTrainer:
         return RlTrainer(train_config(policy, tmp_path / "run", reward_model_path=str(folder)))
 
-    trainer(same_trunk)  # no tokenizer, a vocabulary of one size
+    trainer(same_decoder)  # no tokenizer, a vocabulary of one size
     larger = tmp_path / "larger"
     other = classifier_on(model)
     other.resize_token_embeddings(other.config.vocab_size + 1)
@@ -401,9 +401,9 @@ def test_a_folder_that_lacks_its_lm_head_is_refused(model, tmp_path):
         build(lacking, tmp_path)
 
 
-def test_reward_models_that_do_not_fit(model, other_trunk, tmp_path):
+def test_reward_models_that_do_not_fit(model, other_decoder, tmp_path):
     with pytest.raises(ConfigError, match=r"critic_init: expected 'base' or 'actor' for hydra_ppo, .*other weights"):
-        build(model, tmp_path, reward_model_path=str(other_trunk), critic_init="reward")
+        build(model, tmp_path, reward_model_path=str(other_decoder), critic_init="reward")
     with pytest.raises(
         ConfigError, match="reward_funcs: 'reward_model': expected the folder of a reward model, got 'none'"
     ):

@@ -260,7 +260,7 @@ def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path,
 
 def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model, reward, tmp_path, monkeypatch):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="grpo"))
-    trainer._starts_as_reference = False  # which has a check of its own
+    trainer.policy._starts_as_reference = False  # which has a check of its own
     before = trained(trainer)
     score = trainer.model.score
 
@@ -270,7 +270,7 @@ def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model,
 
     monkeypatch.setattr(trainer.model, "score", off)
     monkeypatch.setattr("rlhf_engine.scoring.experience._check_mismatch", lambda *_: None)
-    monkeypatch.setattr("rlhf_engine.training.rl.MISMATCH_MAX_FACTOR", 40)
+    monkeypatch.setattr("rlhf_engine.training.policy.MISMATCH_MAX_FACTOR", 40)
     with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
         trainer.step()
     assert same(trained(trainer), before)

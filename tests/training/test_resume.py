@@ -251,7 +251,7 @@ def test_a_role_that_has_moved_before_need_not_move_again(model, tmp_path):
     assert trainer.policy._unmoved == {"actor", "critic"}
     trainer.step()
     resume = str(trainer.save())
-    assert RlTrainer(train_config(model, tmp_path / "b", resume_from_checkpoint=resume))._unmoved == set()
+    assert RlTrainer(train_config(model, tmp_path / "b", resume_from_checkpoint=resume)).policy._unmoved == set()
 
 
 def test_what_others_put_into_an_older_checkpoint_does_not_stop_a_run(model, tmp_path):

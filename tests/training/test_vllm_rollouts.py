@@ -177,10 +177,10 @@ def test_every_ratio_that_is_not_finite_is_refused(model, server, tmp_path, bad)
     trainer.rollouts.sync(0)
     rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
-    correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout, trainer.config)
+    correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
     log_ratio_M[1] = bad
     with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
-        correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout, trainer.config)
+        correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
     with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
         correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
 

@@ -66,6 +66,7 @@ class HydraConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self._require({"algorithm": (self.algorithm in ALGORITHMS, f"one of {', '.join(ALGORITHMS)}")})
+        self._require({"algorithm": self._fits_class()})
         of_grpo = {option.name for option in dataclasses.fields(GRPOConfig)} - SERVED - HARMLESS - OF_ALGORITHMS.keys()
         of_others = {name for name, ours in OF_ALGORITHMS.items() if not self.facts.reads_option(ours)}
         self._require(self.unread(*sorted(of_grpo | of_others)))
@@ -77,6 +78,16 @@ class HydraConfig(GRPOConfig):
                 raise
         self._require(self._ranges())
         self._require(self.checks())
+
+    def _fits_class(self) -> tuple[bool, str]:
+        """The check of `algorithm` against the class: one that names an algorithm has no other."""
+        if any(
+            "algorithm" in vars(cls).get("__annotations__", {}) for cls in type(self).__mro__ if cls is not HydraConfig
+        ):
+            default = next(option.default for option in dataclasses.fields(self) if option.name == "algorithm")
+            return self.algorithm == default, f"{default!r} for {type(self).__name__}; HydraConfig takes others"
+        single = self.facts.answers_together == 1
+        return single, f"an algorithm that learns from single answers; {self.algorithm} has a config of its own"
 
     def _fill_in(self) -> None:
         """Set what depends on the algorithm."""
