@@ -49,7 +49,7 @@ def setting_of(arguments: argparse.Namespace, **defaults: int) -> Setting:
 def trainer_of(
     request: Mapping[str, Any], setting: Setting, folder: Path, output: Path, *, world: World = ALONE, **options: Any
 ) -> RlTrainer:
-    """As `rlhf-engine train` makes it. folder: as `prepare` has written it."""
+    """The trainer that `rlhf-engine train` makes. folder: as `prepare` has written it."""
     return RlTrainer(
         TrainConfig(
             model_name_or_path=str(folder),

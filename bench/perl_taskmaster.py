@@ -119,7 +119,7 @@ class RewardRun:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """Name of its record."""
         return f"{self.arm}_rate-{self.rate:g}_seed-{self.seed}"
 
 
@@ -246,7 +246,7 @@ def reward_runs(study: Study, out: Path) -> Iterator[RewardRun]:
 
 
 def best_rate(study: Study, out: Path, arm: str) -> float:
-    """By AUC on the rows to choose by, with the first seed."""
+    """The learning rate of the best AUC on the rows to choose by, with the first seed."""
     first = [RewardRun(arm=arm, rate=rate, seed=study.seeds[0]) for rate in arms(study)[arm]]
     return max(first, key=lambda run: read(out, run)["choose/auc"]).rate
 

@@ -130,7 +130,7 @@ def limits() -> str:
     gathered = pieces.gathered_bytes(critic=True)
 
     def exchanges(c: Case) -> list[float]:
-        """Of small values among all ranks: each goes around twice, sizes first."""
+        """Seconds of exchanges of small values among all ranks: each goes around twice, sizes first."""
         count = EXCHANGES + EXCHANGES_PER_UPDATE * c.algorithm.mini_batches
         return [count * 2 * 255 * hop for hop in HOP]
 
@@ -152,7 +152,7 @@ def limits() -> str:
 
 
 def _answer_seconds(what: str, c: Case) -> float:
-    """Of the host's work on a step's answers, by their tokens from what was measured."""
+    """Seconds of the host's work on a step's answers, by their tokens from what was measured."""
     found = record()["answers"]
     tokens = found["answers"] * found["completion"]
     return float(found["seconds"][what]) * c.work.answers * c.work.completion / tokens
@@ -165,7 +165,7 @@ def _collected(c: Case) -> Range:
 
 
 def _published(c: Case) -> Range:
-    """By a tree at best, to one machine after another at worst."""
+    """Seconds of a publication: by a tree at best, to one machine after another at worst."""
     host = host_seconds(c.shape, "pack") + host_seconds(c.shape, "unpack")
     n = c.shape.parcel_bytes
     return Range(host + math.ceil(math.log2(32)) * n / RAY.high, host + 31 * n / RAY.low)

@@ -22,7 +22,7 @@ from scaling_pieces import Shape
 
 
 class Gpu(NamedTuple):
-    """Of NVIDIA's data sheet."""
+    """A GPU as NVIDIA's data sheet has it."""
 
     name: str
     flops: float
@@ -123,7 +123,7 @@ class Algorithm:
 
     @property
     def lanes(self) -> int:
-        """That are learned."""
+        """Number of lanes that are learned."""
         return 1 + self.critic
 
 
@@ -191,7 +191,7 @@ def all_reduce(n: int, n_bytes: float, at: At) -> float:
 
 
 def all_gather(n: int, n_bytes: float, at: At) -> float:
-    """Of n_bytes in all, of which every GPU lacks (n − 1) / n."""
+    """Seconds to gather n_bytes in all, of which every GPU lacks (n − 1) / n."""
     return (n - 1) / n * n_bytes / (_collective(n) * at.wire)
 
 
@@ -221,7 +221,7 @@ def share(c: Case, gpus: int) -> int:
 
 
 def draw(c: Case, gpus: int, at: At, *, beside: float = 0.0) -> Drawn:
-    """On groups with a share of the prompts each."""
+    """Seconds of drawing on groups with a share of the prompts each."""
     s, w, k = c.shape, c.work, c.group
     flops_per_second = k * c.gpu.flops * at.mfu
     answers = share(c, gpus)

@@ -77,7 +77,7 @@ class Shape:
 
 @functools.cache
 def shape(name: str) -> Shape:
-    """Of a preset."""
+    """The shape of a preset."""
     config = find_config(name)
     state = [_planned(name, layers) for layers in _LAYERS]
     slots = [slot_tensors(name, layers) for layers in _LAYERS]
@@ -152,7 +152,7 @@ class PerAnswer:
     completion: float
 
     def of(self, answers: int, prompt: int, completion: int) -> float:
-        """Of so many answers of these lengths."""
+        """Bytes of so many answers of these lengths."""
         return answers * (self.answer + self.prompt * prompt + self.completion * completion)
 
 
@@ -162,7 +162,7 @@ _LENGTHS = ((64, 64), (128, 64), (64, 128))
 
 
 def _fit(size: Callable[[int, int, int], int]) -> PerAnswer:
-    """Of bytes by (answers, prompt tokens, completion tokens), without what there is once per message."""
+    """Fit bytes by (answers, prompt tokens, completion tokens), without what there is once per message."""
     few, many = _ANSWERS // 2, _ANSWERS
     per_answer = [(size(many, p, c) - size(few, p, c)) / (many - few) for p, c in _LENGTHS]
     (p0, c0), (p1, _), (_, c1) = _LENGTHS
@@ -193,12 +193,12 @@ def made_up(answers: int, prompt: int, completion: int, *, vocabulary: int = 320
 
 
 def answer_bytes() -> PerAnswer:
-    """From a generator to the learner, as `wire` packs them; plain values as pickle has them."""
+    """Bytes of answers from a generator to the learner; plain values as pickle has them."""
     return _fit(lambda *sizes: len(pickle.dumps(serialize.pack_rollout(made_up(*sizes)))))
 
 
 def item_bytes() -> PerAnswer:
-    """From the learner to a generator: each answer's prompt."""
+    """Bytes of work items from the learner to a generator: each answer's prompt."""
 
     def size(answers: int, prompt: int, completion: int) -> int:
         batch = made_up(answers, prompt, completion).batch
@@ -234,7 +234,7 @@ class Ledger(World):
 
 
 def gathered_bytes(*, critic: bool) -> PerAnswer:
-    """That every rank of a data-parallel run gets of a step's answers; with a learned reward."""
+    """Bytes of a step's answers that every rank of a data-parallel run gets; with a learned reward."""
 
     def size(answers: int, prompt: int, completion: int) -> int:
         ledger, tokens = Ledger(), torch.zeros(answers * completion)

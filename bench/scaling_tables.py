@@ -57,7 +57,7 @@ def record() -> dict[str, Any]:
 
 
 def digits(x: float, n: int = 2) -> str:
-    """With so many digits that count, and no exponent."""
+    """A number with so many digits that count, and no exponent."""
     if x == 0:
         return "0"
     places = n - 1 - math.floor(math.log10(abs(x)))
@@ -202,7 +202,7 @@ def _hiding(s: Shape, n: int) -> str:
 
 
 def host_seconds(s: Shape, what: str) -> float:
-    """Of a policy's file (`pack`) or its check (`unpack`), by bytes from what was measured."""
+    """Seconds of a policy's file (`pack`) or its check (`unpack`), by bytes from what was measured."""
     found = record()["publication"]
     return float(found["seconds"][what]) * s.parcel_bytes / found["bytes"]
 
@@ -248,7 +248,7 @@ class Stage(NamedTuple):
 
 
 def stage_records() -> list[Stage]:
-    """Of every record that has them."""
+    """Stages of every record that has them."""
     shares = {"remax": 1 / 2, "online_dpo": 1 / 2, "best_of_n": 1 / 4}
     stages = record()["stages"]
     work = stages["work"]

@@ -76,7 +76,7 @@ class Grid:
 
     @classmethod
     def read(cls, path: Path) -> Grid:
-        """Raises ValueError for fields that are missing, unknown or empty."""
+        """Read a grid file. Raises ValueError for fields that are missing, unknown or empty."""
         found = yaml.safe_load(path.read_text())
         if not isinstance(found, dict) or not set(found) <= _FIELDS or not found.get("grid"):
             raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep(options: argparse.Namespace, began: float) -> int:
-    """Raises ValueError for what cannot be served."""
+    """Sweep the tiles of an op. Raises ValueError for what cannot be served."""
     if options.rehearse and options.device != "cpu":
         raise ValueError(f"--rehearse: expected it with --device cpu, got {options.device}")
     if options.device == "cpu" and not options.rehearse:

@@ -216,7 +216,10 @@ def derive(setting: Setting, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By arm: times of its median round (of two the faster), so that phases add up; medians of what is in bytes."""
+    """Medians by arm: times of its median round, so that phases add up; medians of what is in bytes.
+
+    Of two rounds it is the faster one.
+    """
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_arm.setdefault(run["arm"], []).append(run)

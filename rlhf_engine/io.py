@@ -27,7 +27,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def finish_replacement(final: Path) -> None:
-    """Of a replacement that was stopped half-way, one folder stays: the new one if it is in place, else the old one.
+    """Finish a replacement that was stopped half-way: the new folder stays if it is in place, else the old one.
 
     Several processes may do so at once.
     """

@@ -79,7 +79,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[IO[str]]:
-    """Where records go; a path that cannot be written is found out now, not after the measurements."""
+    """Open the places where records go; a path that cannot be written is found out now, not after the measurements."""
     files: list[IO[str]] = [sys.stdout] if config.json == "-" else []
     paths = [] if config.json in (None, "-") else [(Path(str(config.json)), "a")]
     try:

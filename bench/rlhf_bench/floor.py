@@ -113,7 +113,10 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> Run:
 
 
 def _ways(dtype: torch.dtype) -> dict[str, _Way]:
-    """By label. What comes in as bf16 may be multiplied in fp32, which many CPUs do several times as fast."""
+    """Ways to multiply, by label.
+
+    What comes in as bf16 may be multiplied in fp32, which many CPUs do several times as fast.
+    """
     if dtype == torch.float32:
         return {"packed by MKL": _Way(packed_by_mkl, dtype), "packed by oneDNN": _Way(_onednn, dtype)}
     return {

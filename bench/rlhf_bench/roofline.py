@@ -21,7 +21,7 @@ _MARKERS = {"cuda": "*", "triton": "^", "cpu": "s", "reference": "o"}
 
 
 class Ceilings(NamedTuple):
-    """Of one device and dtype."""
+    """Ceilings of one device and dtype."""
 
     gflops: float  # of a large product, the fastest way that is here
     gbytes: float  # per second, of a large copy

@@ -1,4 +1,4 @@
-"""From options to records: every case is checked against float64, timed interleaved, and its memory measured."""
+"""Turns options into records: every case is checked against float64, timed interleaved, and its memory measured."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def build(folder: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the library of these sources, this nvcc and these flags belongs."""
+    """Folder for the library of these sources, this nvcc and these flags."""
     key = hashlib.sha256("\0".join((nvcc_version(find_nvcc()), *FLAGS, *TARGETS)).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "rlhf-engine" / "cuda" / f"{source_key(source_folder())}-{key}"

@@ -93,7 +93,7 @@ def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, o: HeadOptions) 
 
 
 class Gradients(NamedTuple):
-    """In the order of `HeadGrads.names`; None where not asked for. hidden is compact [n, H].
+    """Gradients in the order of `HeadGrads.names`; None where not asked for. hidden is compact [n, H].
 
     fp32, but for a weight's gradient that was asked for in bf16: its sums are rounded once, when they are complete.
     """

@@ -329,7 +329,7 @@ class Head:
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, keep: Tensor, options: HeadOptions) -> Head:
-        """From an op's flat arguments."""
+        """Options from an op's flat arguments."""
         o, dtype = options, accumulation_dtype(hidden, weight)
         lora = None
         if o.lora_A is not None and o.lora_B is not None:

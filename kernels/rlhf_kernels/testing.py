@@ -1,4 +1,4 @@
-"""When is a kernel right: one criterion, three tiers, used by every test and benchmark.
+"""The criterion of a right kernel in three tiers, used by every test and benchmark.
 
 exact is the float64 result. Positions of NaN and ±inf must match it exactly before any tier is looked at.
 

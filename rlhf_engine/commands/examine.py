@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
 
 
 def print_examination(found: dict[str, Any]) -> None:
-    """For people."""
+    """Print an examination for people."""
     console = Console()
     console.print(f"rlhf-engine {found['version']}, Python {found['python']}, {found['device']}", highlight=False)
     console.print(", ".join(f"{n} {v or 'missing'}" for n, v in found["versions"].items()), highlight=False)

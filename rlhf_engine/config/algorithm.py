@@ -173,7 +173,7 @@ class AlgorithmOptions(Options):
 
     @property
     def facts(self) -> AlgorithmFacts:
-        """Of the algorithm."""
+        """What options and loops have to know of the algorithm."""
         return ALGORITHMS[self.algorithm]
 
     @property

@@ -48,7 +48,7 @@ class RowOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(RowOptions):
-    """Where training rows come from."""
+    """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
 

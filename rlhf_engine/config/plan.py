@@ -89,7 +89,7 @@ class PlanConfig(Options):
 
     @property
     def device_type(self) -> str:
-        """Whose kernels run."""
+        """The type of device whose kernels run."""
         return "cpu" if self.gpu == "cpu" else self.device
 
     @property

@@ -43,7 +43,7 @@ class EngineConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions(EngineConfig):
-    """Who draws answers, how far that may be from the training forward, and what is done about the difference."""
+    """Options of what draws answers, how far that may be from the training forward, and what is done about it."""
 
     rollout_backend: Literal["local", "vllm"] = option(
         "local", "what draws answers: this process, or a vLLM server that serves the same base"

@@ -193,7 +193,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             )
 
     def _check_start_as_reward(self) -> None:
-        """Where the critic has no slot of its own, its hidden states have to be the reward model's all the same."""
+        """Check that the critic's hidden states are the reward model's where the critic has no slot of its own."""
         if "reward_model" not in self.reward_funcs:
             raise ConfigError(
                 "critic_init: expected 'reward_model' among reward_funcs to start as the reward model, got "

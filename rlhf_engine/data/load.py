@@ -1,4 +1,4 @@
-"""From a data source to rows of a type: reading, recognising, checking, counting."""
+"""Turns a data source into rows of a type: reads, recognises, checks and counts them."""
 
 from __future__ import annotations
 

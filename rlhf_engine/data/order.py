@@ -1,4 +1,4 @@
-"""In which order rows are seen, and which of them go through the model together: functions of (seed, epoch).
+"""The order of rows, and which of them go through the model together: functions of (seed, epoch).
 
 `batch_indices` walks through shuffled epochs in batches of so many rows, the rows of an optimizer step. `pack` divides
 these into micro-batches of at most so many tokens: in a `PackedBatch`, which has no padding, tokens are what costs. The

@@ -36,7 +36,7 @@ class Split(Generic[R]):
 
 
 def group_fraction(group: str, seed: int) -> float:
-    """Where a group stands in [0, 1): a function of (seed, group)."""
+    """Place of a group in [0, 1): a function of (seed, group)."""
     digest = hashlib.blake2b(f"{seed}\0{group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53  # 53 bits: exact as a float, and below 1
 

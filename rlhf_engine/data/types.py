@@ -201,7 +201,7 @@ def _same_form(prompt: Text, text: Text, name: str) -> None:
 
 
 def _of_speaker(text: Text, name: str) -> None:
-    """Whose turn the messages of a column are."""
+    """The speaker of a column's messages."""
     if isinstance(text, str):
         return
     if not any(message["content"].strip() for message in text):

@@ -1,4 +1,4 @@
-"""Where a run's answers come from: which policy draws the answers of a step, when, and on what.
+"""Generators of a run's answers: which policy draws the answers of a step, when, and on what.
 
 policy_store  past policies, each a few megabytes of adapter
 staleness     which policy may draw the answers of which step: pure functions

@@ -1,4 +1,4 @@
-"""From a configuration to what the training loop gets its answers from."""
+"""Builds the source of a run's answers from its configuration."""
 
 from __future__ import annotations
 

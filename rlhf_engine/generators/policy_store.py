@@ -82,19 +82,19 @@ class VersionStore:
         self._held: dict[int, Snapshot] = {}
 
     def add(self, snapshot: Snapshot) -> None:
-        """From here on others see it."""
+        """Show a policy to others from here on."""
         with self._lock:
             self._held[snapshot.version] = snapshot
 
     def get(self, version: int) -> Snapshot:
-        """Raises EngineError for a version that is not held (any more)."""
+        """The policy of a version. Raises EngineError for one that is not held (any more)."""
         with self._lock:
             if version not in self._held:
                 raise EngineError(f"policy version {version}: expected one of {sorted(self._held)}, which are held")
             return self._held[version]
 
     def newest(self) -> Snapshot:
-        """Raises EngineError if none is held."""
+        """The newest policy. Raises EngineError if none is held."""
         with self._lock:
             if not self._held:
                 raise EngineError("policy version: expected one that is held, got none")

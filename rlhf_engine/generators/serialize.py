@@ -43,7 +43,7 @@ def pack_policy(snapshot: Snapshot) -> Parcel:
 
 
 def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapshot:
-    """Raises EngineError for one that is not what was sent."""
+    """The policy of a parcel. Raises EngineError for one that is not what was sent."""
     try:
         tensors = load(parcel.data)
     except SafetensorError as error:

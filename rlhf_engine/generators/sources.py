@@ -1,4 +1,4 @@
-"""Where the training loop gets the answers of a step from.
+"""Sources of a step's answers, for the training loop.
 
 OwnPolicy      every step draws its own, on the very weights that train
 PastPolicies   one after the other, by the policies that a rule names; what a concurrent run draws, repeated
@@ -61,7 +61,7 @@ class Source(Protocol):
         ...
 
     def state(self) -> PastState:
-        """For a checkpoint of now."""
+        """What a checkpoint of now has to hold."""
         ...
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class OwnPolicy:
         self._rollouts, self._prompts, self._world = rollouts, prompts, world
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """By the present policy."""
+        """Draw by the present policy."""
         synced = self._rollouts.sync(version)
         if synced:
             lap("sync")
@@ -155,7 +155,7 @@ class PastPolicies:
             store.add(snapshot)
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """On this thread."""
+        """Draw on this thread."""
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         item = self._prompts.items(step, policy.version, self._world.size)[self._world.rank]
         with self._generator_threads():
@@ -186,7 +186,7 @@ class PastPolicies:
 
     @contextlib.contextmanager
     def _generator_threads(self) -> Iterator[None]:
-        """Within the block the generator's threads, after it those of the learner."""
+        """A block with the generator's threads, after which the learner has its own."""
         if self._threads is None:
             yield
             return

@@ -40,7 +40,7 @@ class StalenessRule:
 
     @classmethod
     def of(cls, config: AsyncOptions) -> StalenessRule:
-        """As a configuration asks for."""
+        """The rule that a configuration describes."""
         if config.async_mode == "off":
             return cls(batches_per_policy=config.batches_per_policy)
         return cls(max_staleness=config.max_staleness, newest=config.async_policy != "fixed")
@@ -63,7 +63,7 @@ class StalenessRule:
 
 
 def newest_after(known: Collection[int], done: int) -> int:
-    """Of the numbers of steps after which policies are known, that of the newest one there was after `done` steps.
+    """Number of steps after which the newest policy was made that there was after `done` steps.
 
     The first where none is known from so early, as after a run was taken up: it is the one that the run began with.
     """

@@ -58,7 +58,7 @@ class GeneratorThread:
         self._events.put(Joined(worker=WORKER))
 
     def publish(self, snapshot: Snapshot) -> int:
-        """From here on work items may name it; a copy goes into the generator's slot."""
+        """Let work items name a policy from here on; a copy goes into the generator's slot."""
         self._store.add(snapshot)
         return snapshot.n_bytes
 
@@ -79,7 +79,7 @@ class GeneratorThread:
             return None
 
     def silent_for(self, worker: str) -> float:
-        """Since the last token, or since the work came."""
+        """Seconds since the last token, or since the work came."""
         return time.monotonic() - max(self._began, self._beat())
 
     def expects_more(self) -> bool:
@@ -117,7 +117,7 @@ class GeneratorThread:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
-        """On a GPU: the thread's stream, whose work is done at the end of the block."""
+        """A block on the thread's stream, on a GPU; its work is done at the end of the block."""
         if self._device.type != "cuda":
             yield
             return

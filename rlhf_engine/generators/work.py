@@ -35,7 +35,7 @@ class WorkItem:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """A name for messages."""
         part = f", share {self.share + 1} of {self.n_shares}" if self.n_shares > 1 else ""
         return f"the answers of step {self.step + 1}{part}"
 

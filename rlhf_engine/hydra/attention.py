@@ -60,7 +60,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grid:
-    """Where packed rows lie in the padded places of all buckets, one bucket after another."""
+    """Places of packed rows in the padded rows of all buckets, one bucket after another."""
 
     rows: torch.Tensor
     """int64 [places], the row of each place; a place of padding repeats the first row of its sequence."""
@@ -85,7 +85,7 @@ class PackedPlan:
 
     @cached_property
     def sequences(self) -> Sequences:
-        """Where they begin, for attention without padding."""
+        """Bounds of the sequences, for attention without padding."""
         starts = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32)
         return Sequences(starts=starts.to(self.device), longest=self.max_length)
 

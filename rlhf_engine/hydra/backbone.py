@@ -292,7 +292,7 @@ class Backbone(nn.Module):
         return self._hash
 
     def decoder_hash(self) -> str:
-        """As `base_hash`, of the decoder without its LM head: what a base has in common with its reward models."""
+        """`base_hash` of the decoder without its LM head: what a base has in common with its reward models."""
         if self._decoder_hash is None or not self.frozen:
             self._decoder_hash = _digest(self.base_model.named_parameters())
         return self._decoder_hash

@@ -19,7 +19,7 @@ def is_eager() -> bool:
 
 @contextmanager
 def stand_in(active: bool = True) -> Iterator[None]:
-    """Within the block the CPU does what another device would do, as in a memory plan for a GPU."""
+    """A block in which the CPU does what another device would do, as in a memory plan for a GPU."""
     token = _stands_in.set(active)
     try:
         yield

@@ -32,7 +32,7 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 
 class GatedLayer:
-    """Where a linear is in the model, and its shape."""
+    """The place of a linear in the model, and its shape."""
 
     def __init__(self, path: str, stream: int, in_features: int, out_features: int) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class GatedLinear(nn.Linear):
         return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
 
     def _decode(self, x: torch.Tensor, call: gate.BackboneCall, linears: Linears) -> torch.Tensor:
-        """Through what the first step with these rows has prepared."""
+        """Multiply through what the first step with these rows has prepared."""
         key = (self.gated, call.table)
         prepared = linears.get(key)
         if prepared is None:

@@ -101,7 +101,7 @@ class KVCache:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NewTokens:
-    """Where the tokens of one call go in a cache."""
+    """Places in a cache for the tokens of one call."""
 
     cache: KVCache
     blocks_T: torch.Tensor

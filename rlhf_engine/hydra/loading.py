@@ -226,7 +226,7 @@ def load_model(
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within the block transformers logs errors only."""
+    """A block in which transformers logs errors only."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

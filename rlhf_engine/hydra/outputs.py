@@ -416,7 +416,7 @@ class PointwiseRewardLoss:
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> PointwiseOutputs:
-        """Raises ValueError unless there is one label per sequence."""
+        """Compute the loss. Raises ValueError unless there is one label per sequence."""
         reward_N = states.scalar_head(self.role)(states.last(self.role))
         if self.label_N.shape != reward_N.shape:
             raise ValueError(

@@ -300,7 +300,7 @@ def require_plain_lora(config: Mapping[str, Any], where: str) -> None:
 def slot_config(
     config: Mapping[str, Any], paths: Iterable[str], where: str, *, init_from: str | None = None
 ) -> SlotConfig:
-    """Of a slot on the linears of these names, as PEFT's config says. Raises ValueError where there are none."""
+    """The config of a slot on the linears of these names. Raises ValueError where there are none."""
     targets = tuple(paths)
     if not targets:
         raise ValueError(f"{where}: expected LoRA weights, got none")

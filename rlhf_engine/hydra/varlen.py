@@ -48,7 +48,7 @@ class ScoreRule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Where packed sequences begin and end."""
+    """Bounds of packed sequences."""
 
     starts: torch.Tensor
     """int32 [N + 1], the first row of each sequence, and T."""

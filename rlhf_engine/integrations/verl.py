@@ -1,4 +1,4 @@
-"""For verl: policy losses, advantage estimators and the fused log-prob on our kernels.
+"""Policy losses, advantage estimators and the fused log-prob for verl, on our kernels.
 
 verl loads `verl_plugin` by itself (entry point `verl.plugins`), which registers
 

@@ -97,7 +97,7 @@ def check_setting(setting: Setting) -> None:
 
 
 def layer_period(config: PreTrainedConfig) -> int | None:
-    """After how many layers a model repeats itself; None where a config does not say so plainly."""
+    """Number of layers after which a model repeats itself; None where a config does not say so plainly."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if getattr(text, "first_k_dense_replace", None) or getattr(text, "mlp_only_layers", None):
@@ -123,7 +123,7 @@ def shallow(config: PreTrainedConfig, n_layers: int) -> PreTrainedConfig:
 
 
 def plain_model(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> PreTrainedModel:
-    """As `loading.load_model` makes it, with random weights."""
+    """A model as `loading.load_model` makes it, with random weights."""
     config = copy.deepcopy(config)
     loader: Any = AutoModelForCausalLM
     headless = not lm_head and can_be_headless(config)

@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Of all phases."""
+        """The largest peak of all phases."""
         return max(self.peak_bytes.values())
 
     @property
@@ -110,7 +110,7 @@ class Planner:
 
     @cached_property
     def state_bytes(self) -> dict[str, int]:
-        """By part; counted on the whole model."""
+        """Bytes of the state by part, counted on the whole model."""
         backbones = list(dict.fromkeys(role.backbone for role in self.roles.values()))
         slots = {(r.backbone, r.slot): r.trainable for r in self.roles.values() if r.slot is not None}
         heads = {r.head: r.trainable for r in self.roles.values() if r.head != LM_HEAD}

@@ -181,7 +181,7 @@ def _matching_backwards(few: Sequence[Event], many: Sequence[Event]) -> int:
 
 
 def _insertions(few: Sequence[Event], many: Sequence[Event]) -> list[tuple[int, int, int]] | None:
-    """Where `many` has more: (place in `few`, first and after the last of the events that only `many` has).
+    """Places where `many` has more: (place in `few`, first and after the last of the events that only `many` has).
 
     Two timelines that match event by event differ by the same number of bytes until something is inserted.
     """
@@ -206,7 +206,7 @@ def _insertions(few: Sequence[Event], many: Sequence[Event]) -> list[tuple[int, 
 
 
 def _end_of_insertion(rest: Sequence[Event], many: Sequence[Event], begin: int) -> int | None:
-    """Where `many` goes on like `rest`, for more events than were inserted; None if it does not."""
+    """Place from which `many` goes on like `rest`, for more events than were inserted; None if it does not."""
     if not rest:
         return len(many)
     for end in range(begin + 1, len(many) - len(rest) + 1):

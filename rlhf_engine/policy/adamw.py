@@ -109,7 +109,10 @@ class AdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Raises ConfigError for stochastic rounding of anything else than bfloat16, and where a library is missing."""
+        """Make the optimizer.
+
+        Raises ConfigError for stochastic rounding of anything else than bfloat16, and where a library is missing.
+        """
         require_optim(optim)
         self.optim, self.seed = optim, seed
         self.parameters = {name: p for group in groups for name, p in group.items()}

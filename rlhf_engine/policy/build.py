@@ -1,4 +1,4 @@
-"""From a configuration to a model: which roles, which backbones, which slots, and what each starts from."""
+"""Builds a run's model from its configuration: roles, backbones, slots, and what each starts from."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def shard_base(model: HydraModel, config: TrainConfig, world: World) -> ShardedB
 
 
 def build_generator_model(config: TrainConfig) -> HydraModel:
-    """Of a generator in a process of its own: a slot for the policy that draws, fresh, and the frozen roles it asks."""
+    """Build the model of a generator process: a fresh slot for the policy that draws, and the frozen roles."""
     roles = ppo_roles(config)
     roles |= _copies_of_the_actor(roles["actor"])
     kept = [BEHAVIOUR, *(["reference"] if config.kl_estimator != "exact" else [])]
@@ -164,7 +164,7 @@ def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSp
 
 @dataclass(frozen=True, kw_only=True)
 class _Sources:
-    """Where each backbone comes from, and the role table that fits what was found."""
+    """The source of each backbone, and the role table that fits what was found."""
 
     base: str | PreTrainedModel
     others: dict[str, str | PreTrainedModel]

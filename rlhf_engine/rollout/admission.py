@@ -1,4 +1,4 @@
-"""Who may start: requests wait in their order until a row is free and the cache can hold them to their end.
+"""Admission of requests: they wait in their order until a row is free and the cache can hold them to their end.
 
 No row ever has to give way. Requests with the same prompt and slot stand next to each other; their prompt goes through
 the model once, and their rows share its full blocks. What is left of it in a block of its own is copied for each row

@@ -88,7 +88,7 @@ class AnswerSession:
 
     @property
     def stats(self) -> RolloutStats:
-        """Where time and memory went so far."""
+        """Statistics of time and memory so far."""
         return RolloutStats() if self._engine is None else self._engine.stats
 
     def step(self) -> list[dict[str, Any]]:

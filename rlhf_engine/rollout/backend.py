@@ -1,4 +1,4 @@
-"""Where a training run's rollouts are drawn: the two calls that it makes, and the backend that draws them here."""
+"""Backends of a training run's rollouts: the two calls that it makes, and the backend that draws them here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to what draws a run's answers."""
+"""Builds what draws a run's answers from its configuration."""
 
 from __future__ import annotations
 

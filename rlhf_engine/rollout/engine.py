@@ -63,7 +63,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineOptions:
-        """As a configuration has them."""
+        """The options that a configuration has."""
         return cls(
             max_rows=config.max_rows,
             cache_bytes=config.cache_bytes,

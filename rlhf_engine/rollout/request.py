@@ -110,7 +110,7 @@ class Answer:
 
 @dataclass(kw_only=True)
 class RolloutStats:
-    """Where a rollout's time and memory went."""
+    """Statistics of a rollout's time and memory."""
 
     prompts: int = 0
     """Prompts that went through the model; rows with the same prompt and slot share one pass."""
@@ -131,7 +131,7 @@ class RolloutStats:
     """What ran the steps."""
 
     def beside(self, *others: RolloutStats) -> RolloutStats:
-        """Of rollouts that were drawn at the same time: what adds up, and the longest time."""
+        """Statistics of rollouts that were drawn at the same time: sums, and the longest times."""
         every = (self, *others)
         sums = {
             name: sum(getattr(stats, name) for stats in every)
@@ -182,7 +182,7 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        """Of the oldest policy that drew a token."""
+        """Version of the oldest policy that drew a token."""
         return int(self.versions_M.min())
 
     @property

@@ -65,7 +65,7 @@ def check_rollout(
 
 
 def report_check(check: RolloutCheck) -> str:
-    """In one line."""
+    """A check in one line."""
     return (
         f"log-probs differ from the training forward's by {check.mean:.2g} on average and {check.largest:.2g} at most "
         f"over {check.tokens} tokens, {100 * check.beyond_one_percent:.1f} % of ratios by more than 1 %; "

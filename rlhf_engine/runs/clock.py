@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""A clock for the phases of a step."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class Clock:
         return self._last - self._began
 
     def metrics(self) -> dict[str, float]:
-        """By metric name."""
+        """Seconds by metric name."""
         return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total}

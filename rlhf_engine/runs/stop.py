@@ -61,6 +61,9 @@ class StopSignals:
 
 
 def _tell(text: bytes) -> None:
-    """On standard error, if anybody reads it: Ctrl-C ends a `| tee` as well. Not print, which this may interrupt."""
+    """Write to standard error, if anybody reads it: Ctrl-C ends a `| tee` as well.
+
+    It does not print, because a signal may interrupt a print.
+    """
     with contextlib.suppress(OSError):
         os.write(2, text)

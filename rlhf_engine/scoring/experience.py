@@ -1,4 +1,4 @@
-"""From a rollout to what an update learns from: one scoring pass over all lanes, scores, KL; and their metrics."""
+"""Turns a rollout into what an update learns from: a scoring pass over all lanes, rewards, KL, and metrics."""
 
 from __future__ import annotations
 

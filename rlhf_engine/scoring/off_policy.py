@@ -36,7 +36,7 @@ class Corrected(NamedTuple):
 def correct_engine(
     logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
 ) -> Corrected:
-    """Of answers from another engine.
+    """Correct answers from another engine.
 
     log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary.
 
@@ -58,7 +58,7 @@ def correct_engine(
 def correct_age(
     logprobs_M: torch.Tensor, past_logprobs_M: torch.Tensor, batch: PackedBatch, config: TrainConfig
 ) -> Corrected:
-    """Of answers of an older policy. Raises MismatchError for a token's ratio that is not finite."""
+    """Correct answers of an older policy. Raises MismatchError for a token's ratio that is not finite."""
     log_ratio_M = logprobs_M - past_logprobs_M
     _require_finite(log_ratio_M, "the present policy's to the drawing one's probabilities")
     correction = config.correction

@@ -127,7 +127,9 @@ class Ranks:
 
 
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
-    """Of a minibatch's shares. A parameter without a gradient on any rank stays without one, as in one process."""
+    """Add up the gradients of a minibatch's shares.
+
+    A parameter without a gradient on any rank stays without one, as in one process."""
     if world.size == 1:
         return
     held = world.gather([p.grad is not None for p in parameters])

@@ -172,14 +172,14 @@ class Policy:
         )
 
     def _next_beta(self, kl: float, n_answers: int) -> float | None:
-        """After a step of so many answers with a mean KL of `kl` nats; None where it does not adapt."""
+        """The KL coefficient after a step with a mean KL of `kl` nats; None where it does not adapt."""
         config, beta = self.config, self.state.beta
         if beta is None or config.kl_target is None:
             return None
         return next_beta(beta, kl, target=config.kl_target, horizon=config.kl_horizon, n_answers=n_answers)
 
     def _fingerprints(self) -> dict[str, list[int]]:
-        """Of the trained weights of every role that no update has been seen to change yet."""
+        """Fingerprints of the trained weights of every role that no update has been seen to change yet."""
         return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
 
     def _check_moved(self, before: dict[str, list[int]], found: dict[str, float]) -> None:

@@ -122,7 +122,7 @@ class RlTrainer(Run):
     # ---- around the loop -------------------------------------------------------------------------------------------
 
     def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, all of the base is on every rank; all ranks enter it together."""
+        """A block in which all of the base is on every rank; all ranks enter it together."""
         return self._whole_base()
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
@@ -155,7 +155,7 @@ class RlTrainer(Run):
         return found
 
     def saves_now(self) -> bool:
-        """After every `save_steps` steps, after the last one, and after the best evaluation so far."""
+        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
         return super().saves_now() or self.state.best_step == self.state.step
 
     def end(self) -> None:

@@ -112,7 +112,7 @@ class Run(ABC):
         return contextlib.nullcontext()
 
     def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, all of the base is on every rank; all ranks enter it together."""
+        """A block in which all of the base is on every rank; all ranks enter it together."""
         return contextlib.nullcontext()
 
     # ---- the loop --------------------------------------------------------------------------------------------------

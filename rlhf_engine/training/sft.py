@@ -268,7 +268,7 @@ class SftTrainer(SupervisedRun):
         self.write_record()
 
     def saves_now(self) -> bool:
-        """After every `save_steps` steps; the last step leaves the model itself."""
+        """Whether a checkpoint is due: every `save_steps` steps; the last step leaves the model itself."""
         return self._is_regular()
 
     def end(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class SftTrainer(SupervisedRun):
         return steps is not None and steps >= self.total_steps
 
     def steps_done(self) -> int:
-        """Of the model that is there, or of the checkpoint to go on from."""
+        """Steps of the model that is there, or of the checkpoint to go on from."""
         return max(self.state.step, self._result_steps() or 0)
 
     def _result_steps(self) -> int | None:

@@ -179,7 +179,7 @@ class _Minibatch:
         return ranks.together(lambda: (self._follow(plan, parts), schedule))
 
     def _in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
-        """With smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
+        """Add up with smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
         least = self.algorithm.answers_per_unit
         while True:
             parts = self._micro_batches(indices, schedule)
@@ -202,7 +202,7 @@ class _Minibatch:
             schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
 
     def _follow(self, plan: StepPlan, parts: Sequence[Sequence[int]]) -> Measured:
-        """With as many calls of the model as every other process makes."""
+        """Add up with as many calls of the model as every other process makes."""
         shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
         spare = [shortest] * (plan.calls - len(parts))
         try:

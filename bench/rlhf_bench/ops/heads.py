@@ -140,7 +140,7 @@ def require_trl(device_type: str) -> None:
 
 
 def _liger(device_type: str) -> Score:
-    """On a CPU: plain torch in chunks, nothing compiled."""
+    """Liger on a CPU: plain torch in chunks, nothing compiled."""
     require("liger-kernel")
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
@@ -186,7 +186,10 @@ def _cut_cross_entropy(device_type: str, filter_eps: str | None = None) -> Score
 
 
 def _filtered_cut_cross_entropy(device_type: str) -> Score:
-    """As its users run it: blocks whose gradients are all below eps / 32 are left out of the backward."""
+    """Cut cross-entropy as its users run it.
+
+    Blocks whose gradients are all below eps / 32 are left out of the backward.
+    """
     return _cut_cross_entropy(device_type, "high")
 
 

@@ -35,7 +35,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 def _rows(argument: str, x: Tensor, n_rows: int) -> tuple[Tensor | None, tuple[int, int, int, int]]:
-    """Where the rows of x [..., V] start: (offsets to be kept alive, (address, their address or 0, strides))."""
+    """Starts of the rows of x [..., V]: (offsets to be kept alive, (address, their address or 0, strides))."""
     if x.dim() < 2 or x.numel() != n_rows * x.shape[-1]:
         raise ValueError(f"{argument}: expected {n_rows} rows as in target, got shape {tuple(x.shape)}")
     address, inner = native.address(argument, x, x.dtype), x.stride(-1) if x.shape[-1] > 1 else 1

@@ -56,7 +56,7 @@ class _LossStatisticsLogprob(NamedTuple):
 
 
 class LinearPpoLossOutputs(PolicyStatistics, _LossStatisticsLogprob):
-    """As `PpoLossOutputs`, and the log-prob [N] of every row, detached: 0 in masked and ignored rows."""
+    """`PpoLossOutputs`, and the log-prob [N] of every row, detached: 0 in masked and ignored rows."""
 
 
 def linear_ppo_loss(

@@ -297,7 +297,7 @@ class _Call:
         return out
 
     def expand(self, small: Tensor, out: Tensor, side: int, *, add: bool, compact: bool = False) -> None:
-        """Into out's on rows: s B h on B's side, q k ∘ (Aᵀ dh) on A's."""
+        """Add to out's on rows: s B h on B's side, q k ∘ (Aᵀ dh) on A's."""
         layout, n_d = self.layout(), out.shape[1]
         config = self._config(n_d, torch.float32, side, "expand")
         _expand_kernel[(layout.n_tiles, triton.cdiv(n_d, config["BD"]))](

@@ -31,7 +31,7 @@ _START = 600.0
 
 
 class Room(NamedTuple):
-    """Of each generator."""
+    """Resources of one generator process."""
 
     cpus: int
     gpus: float
@@ -105,7 +105,7 @@ class RayTransport:
     # ---- the scheduler's side --------------------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> int:
-        """To every generator that has come up; others get it as they do."""
+        """Send a policy to every generator that has come up; others get it as they do."""
         parcel = serialize.pack_policy(snapshot)
         with self._lock:
             sent = _Sent(parcel.digest, len(parcel.data), self._ray.put(parcel.data))
@@ -157,13 +157,13 @@ class RayTransport:
                 return event
 
     def silent_for(self, worker: str) -> float:
-        """Since the last token that it told of."""
+        """Seconds since the last token that it reported."""
         with self._lock:
             found = self._workers.get(worker)
             return 0.0 if found is None else time.monotonic() - found.seen
 
     def expects_more(self) -> bool:
-        """Until one that was started has joined."""
+        """Whether one that was started has not joined yet."""
         with self._lock:
             return any(worker.stage != "ready" for worker in self._workers.values())
 

@@ -291,7 +291,7 @@ class HydraTrainer(GRPOTrainer):
         return bool(self._step % (self.args.steps_per_generation * self.num_iterations) == 0)
 
     def _load_progress(self, folder: Path) -> None:
-        """Where the run stood within a rollout, and what is left of that."""
+        """Take up the place within a rollout, and what is left of that rollout."""
         found = Progress.load(folder, self.accelerator.process_index)
         self._step = found.step
         self._metrics["train"].update(found.metrics)
@@ -516,7 +516,7 @@ class HydraTrainer(GRPOTrainer):
         return advantages_M
 
     def _denominator(self, in_rollout: torch.Tensor, mode: str) -> float:
-        """Of what the whole rollout has to learn from, as much as an optimizer step takes on each process."""
+        """Denominator of a loss: the share of a rollout that an optimizer step takes on each process."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation if mode == "train" else 1.0
         return float(in_rollout.clamp(min=1.0)) / self.accelerator.num_processes * share
 
@@ -527,7 +527,7 @@ class HydraTrainer(GRPOTrainer):
             raise NonFiniteError(message)
 
     def _log_advantages(self, advantages_M: torch.Tensor, batch: PackedBatch) -> None:
-        """In the table of `log_completions`: the mean of each answer's, where GRPO's stood."""
+        """Put the mean advantage of each answer into the table of `log_completions`, where GRPO's stood."""
         lengths_N = torch.tensor(batch.completion_lens, device=advantages_M.device)
         told = self.accelerator.gather(sequence_sums(advantages_M, batch) / lengths_N).tolist()
         shown = self._logs["advantages"]

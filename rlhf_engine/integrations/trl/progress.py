@@ -1,4 +1,4 @@
-"""Where a process of a run behind TRL is in its rollout: what a checkpoint has beside transformers' files.
+"""The place of a run behind TRL in its rollout: what a checkpoint has beside transformers' files.
 
 progress_{rank}.json        micro-batches so far, what a rollout is cut up by, what has been measured since the log's
                             last line
@@ -20,7 +20,7 @@ from rlhf_engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Progress:
-    """Of one process."""
+    """Progress of one process."""
 
     step: int
     """Micro-batches so far."""

@@ -77,7 +77,7 @@ class PerlRewardTrainer(RewardTrainer):
         train_dataset: Any = None,
         **options: Any,
     ) -> None:
-        """As RewardTrainer; the columns of train_dataset say which kind of rows it has.
+        """Make the trainer as RewardTrainer does; the columns of train_dataset say which kind of rows it has.
 
         Raises ConfigError for thumbs of one class only, or with a margin.
         """
@@ -122,7 +122,7 @@ class PerlRewardTrainer(RewardTrainer):
         return (len(labels) - liked) / liked if balanced else 1.0
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As RewardTrainer, with a warning where steps would round away."""
+        """Make RewardTrainer's optimizer, with a warning where steps would round away."""
         optimizer = super().create_optimizer(*([] if model is None else [model]))
         warn_without_masters(optimizer)
         return optimizer
@@ -195,7 +195,7 @@ class PerlRewardTrainer(RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """With AUC, balanced accuracy, margin and calibration of all rows, for thumbs."""
+        """Evaluate with AUC, balanced accuracy, margin and calibration of all rows, for thumbs."""
         self._judged = []
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
         if self._judged:

@@ -170,7 +170,7 @@ class CudaCapture:
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, step: Callable[[], NextTokens]) -> tuple[NextTokens, Callable[[], None]]:
-        """Raises CaptureError if something in the step waits for the device."""
+        """Capture the step. Raises CaptureError if something in it waits for the device."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()

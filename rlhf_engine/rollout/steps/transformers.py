@@ -67,7 +67,7 @@ class Step(ABC):
 
 
 class TransformersStep(Step):
-    """Through the model's own forward: prompts packed, then one token per row."""
+    """Steps through the model's own forward: prompts packed, then one token per row."""
 
     name = "transformers"
     invariant = False  # products round by the number of their rows

@@ -292,7 +292,7 @@ class VllmRollouts:
 
 
 def _digest(folder: Path) -> str:
-    """Of a PEFT folder's weights and configuration, which holds their scale."""
+    """Digest of a PEFT folder's weights and configuration, which holds their scale."""
     config = json.loads((folder / peft_io.CONFIG_FILE).read_text())
     # PEFT writes sets as lists, in an order that is another one in every process
     config = {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in config.items()}

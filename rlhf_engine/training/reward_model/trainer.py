@@ -165,7 +165,7 @@ class RewardTrainer(SupervisedRun):
         return found
 
     def saves_now(self) -> bool:
-        """After every `save_steps` steps, after the last one, and after the best evaluation so far."""
+        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
         return super().saves_now() or self.state.best_step == self.state.step
 
     def end(self) -> dict[str, Any]:
