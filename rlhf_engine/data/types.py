@@ -118,7 +118,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
         texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
     for name, text in texts.items():
         _same_form(texts["prompt"], text, name)
-        _of_speaker(text, name)
+        _check_speaker(text, name)
     fields: dict[str, Any] = {
         **texts,
         "place": place,
@@ -200,8 +200,8 @@ def _same_form(prompt: Text, text: Text, name: str) -> None:
         raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
 
 
-def _of_speaker(text: Text, name: str) -> None:
-    """The speaker of a column's messages."""
+def _check_speaker(text: Text, name: str) -> None:
+    """Raise RowError for messages of a column whose speaker has no turn there, or that are empty."""
     if isinstance(text, str):
         return
     if not any(message["content"].strip() for message in text):
