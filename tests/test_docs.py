@@ -50,7 +50,13 @@ COMMANDS += [
     *(ROOT / "docs" / f"{name}.md" for name in ("time", "vllm")),
 ]
 # pages of the site that are held to short lines and sentences; the others are older
-PLAIN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("index", "install", "quickstart", "benchmarks", "status"))]
+PLAIN = [
+    README,
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("index", "install", "quickstart", "benchmarks", "status", "cpus", "time", "vllm")
+    ),
+]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
 CONFIGS: dict[str, type[Options]] = {
     "sft": SFTConfig,
