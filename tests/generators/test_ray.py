@@ -65,10 +65,10 @@ class Run:
             stack.enter_context(contextlib.closing(self.trainer.source))
             draw = self.trainer.source.draw
 
-            def noted(step, version):
-                sampled = draw(step, version)
-                self.drawn.append(sampled.rollout)
-                return sampled
+            def noted(step, version, lap):
+                rollout, metrics = draw(step, version, lap)
+                self.drawn.append(rollout)
+                return rollout, metrics
 
             self.trainer.source.draw = noted  # type: ignore[method-assign]
             while self.trainer.state.step < self.config.max_steps:
@@ -162,7 +162,7 @@ def test_a_run_that_is_taken_up_draws_what_it_would_have_drawn(ray, model, tmp_p
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_is_killed_while_it_draws_is_replaced(ray, model, tmp_path):
-    """It is stopped first, so that the signal comes while it has an order."""
+    """It is stopped first, so that the signal comes while it has work."""
     options = {"max_steps": 8}
     run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, **options)
     killed: list[int] = []
@@ -217,10 +217,10 @@ def test_one_that_falls_silent_is_replaced(ray, model, tmp_path):
 
 def failing() -> type:
     class Failing(Generator):  # not of this module, which the other process may not find
-        def draw(self, order, keep):
-            if order["step"] == 2:
+        def draw(self, item, keep):
+            if item["step"] == 2:
                 raise ZeroDivisionError("of the third step")
-            return super().draw(order, keep)
+            return super().draw(item, keep)
 
     return Failing
 
