@@ -62,9 +62,9 @@ class StepPrompts:
             first_id=self._samples + (step - self._step) * n_answers,
         )
 
-    def shares(self, step: int, n_shares: int) -> list[PromptBatch]:
-        """The prompts of a step in so many nearly equal shares; the answers to a prompt stay together."""
-        prompts, n_prompts = self.prompts(step), self._config.prompts_per_step
+    def shares(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
+        """The prompts of a step, all of them, in so many nearly equal shares; the answers to a prompt stay together."""
+        n_prompts = self._config.prompts_per_step
         bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
         return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
 
@@ -73,7 +73,7 @@ class StepPrompts:
         n_shares = min(n_shares, self._config.prompts_per_step)
         return [
             WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)
-            for i, share in enumerate(self.shares(step, n_shares))
+            for i, share in enumerate(self.shares(self.prompts(step), n_shares))
         ]
 
 

@@ -40,10 +40,11 @@ class PromptBatch:
             with_greedy: whether the last of them is the greedy one.
             first_id: sample id of the first answer.
         """
+        tokens = [tuple(ids[row]) for row in rows]
         places = [(group, j) for group in range(len(rows)) for j in range(generations)]
         return cls(
             rows=tuple(rows[group] for group, _ in places),
-            prompts=tuple(tuple(ids[rows[group]]) for group, _ in places),
+            prompts=tuple(tokens[group] for group, _ in places),
             groups=tuple(group for group, _ in places),
             greedy=tuple(with_greedy and j == generations - 1 for _, j in places),
             sample_ids=tuple(range(first_id, first_id + len(places))),

@@ -145,8 +145,7 @@ class Scoring:
             roles = ["actor", *(["reference"] if exact_kl else []), *critic]
             if frozen is None:
                 past = None if config.async_policy == "in_flight" else PAST
-                frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward)
-                frozen_roles.budget = budget
+                frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)
                 frozen = frozen_roles(drawn.batch)
                 budget = frozen_roles.budget
         scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
@@ -250,7 +249,8 @@ def _make(
     """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included."""
     assert scores.logprobs_M is not None
     assert scores.ref_logprobs_M is not None
-    places = [prompts.drawn[i] for i in kept]
+    drawn = prompts.drawn
+    places = [drawn[i] for i in kept]
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
     scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)

@@ -58,17 +58,20 @@ def score(
 class FrozenRoles:
     """Scores of answers by the roles that no update changes. It keeps the token budget that fitted."""
 
-    def __init__(self, model: HydraModel, config: TrainConfig, *, past: str | None, reward: bool) -> None:
+    def __init__(
+        self, model: HydraModel, config: TrainConfig, *, past: str | None, reward: bool, budget: int | None = None
+    ) -> None:
         """Choose the roles. The reference is left to the present policy's pass where the exact KL needs both at once.
 
         Args:
             past: role of the policy that drew the answers, where one did.
             reward: whether the reward role scores.
+            budget: most tokens of all lanes in one backbone forward; None: the model's.
         """
         self._model, self._temperature = model, config.temperature
         reference = [] if config.kl_estimator == "exact" else ["reference"]
         self._roles = [*([past] if past else []), *reference, *(["reward"] if reward else [])]
-        self.budget = model.token_budget
+        self.budget = model.token_budget if budget is None else budget
 
     def __call__(self, batch: PackedBatch) -> Scores | None:
         """Scores, or None where there is no such role."""

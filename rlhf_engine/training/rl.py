@@ -75,10 +75,10 @@ class RlTrainer(Run):
             ConfigError: a request that cannot be served.
         """
         require_served(config, world)
-        self.world, self._connect, self._base = world, connect, base
+        self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
         self.output, self.total_steps = Path(config.output_dir), config.max_steps
-        world.run_on_all_ranks("the start of the run", self._load)
+        world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
             weights = fingerprint_of_all(self.model.parameters())
             require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
@@ -90,7 +90,7 @@ class RlTrainer(Run):
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
-    def _load(self) -> None:
+    def _load(self, base: HydraModel | None) -> None:
         """Data, and the model as it is before any step."""
         self._inputs = load_inputs(self.config)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
@@ -99,7 +99,7 @@ class RlTrainer(Run):
             self._inputs.eval_set,
             self._inputs.reports,
         )
-        self.model: HydraModel = build_policy_model(self.config, self._base)
+        self.model: HydraModel = build_policy_model(self.config, base)
 
     def _prepare(self) -> None:
         """What works on the model, and where the run stands."""
@@ -205,7 +205,7 @@ class RlTrainer(Run):
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
         prompts = self._prompts.prompts(state.step)
-        own = self._prompts.shares(state.step, world.size)[world.rank]
+        own = self._prompts.shares(prompts, world.size)[world.rank]
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
