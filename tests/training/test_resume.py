@@ -469,7 +469,7 @@ def test_a_second_signal_ends_it_at_once(model, tmp_path, how):
 
 
 @pytest.mark.long
-def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path):
+def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path, package_table):
     options = {**CROSSING, "max_steps": 40, "save_steps": 1, "save_total_limit": 1, "resume_from_checkpoint": "auto"}
     whole = go_on(train_config(model, tmp_path / "whole", **{**options, "save_steps": 0}))
     config = train_config(model, tmp_path / "run", **options)
