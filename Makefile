@@ -60,7 +60,7 @@ gpu:
 
 # needs nvcc and no GPU: RLHF_ENGINE_CUDA_LIBRARY names what it prints, on a machine with a GPU and without nvcc
 gpu-library: $(INSTALLED)
-	$(VENV)/python -m rlhf_kernels.cuda_native --build runs/gpu-library
+	$(VENV)/python -m rlhf_kernels.runtime.cuda_native --build runs/gpu-library
 
 bench: $(INSTALLED)
 	$(VENV)/rlhf-engine bench --quick $(ARGS)

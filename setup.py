@@ -1,7 +1,7 @@
 """Builds `rlhf_kernels._native` from csrc/ with pybind11 alone: neither torch nor its headers are needed.
 
 The extension is optional. Without a working compiler the package installs all the same and runs on Triton or
-the reference; `rlhf_kernels.native.missing()` says why. `RLHF_ENGINE_NATIVE=0` skips it on purpose.
+the reference; `rlhf_kernels.runtime.native.missing()` says why. `RLHF_ENGINE_NATIVE=0` skips it on purpose.
 The CUDA sources travel as they are, in rlhf_kernels/csrc, and are compiled where there is a GPU (`cuda_native`).
 Everything else about the project stands in pyproject.toml.
 """

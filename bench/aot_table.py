@@ -3,9 +3,9 @@
 
     python bench/aot_table.py [--output bench/results/aot]
 
-Triton kernels in every configuration for sm_80, sm_90 and sm_100 (`rlhf_kernels.aot`), CUDA kernels for sm_80 and
-sm_90a with nvcc where there is one. Writes kernels.jsonl, one object per kernel, configuration and architecture, and
-README.md, one row per kernel and architecture with the largest numbers among its configurations.
+Triton kernels in every configuration for sm_80, sm_90 and sm_100 (`rlhf_kernels.runtime.aot`), CUDA kernels for sm_80
+and sm_90a with nvcc where there is one. Writes kernels.jsonl, one object per kernel, configuration and architecture,
+and README.md, one row per kernel and architecture with the largest numbers among its configurations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from rlhf_kernels import aot, cuda_native
+from rlhf_kernels.runtime import aot, cuda_native
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_TARGETS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}

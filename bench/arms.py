@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 from trl_ppo_arms import PROMPTS_FILE, Setting
 
 from rlhf_engine.config import TrainConfig

@@ -30,11 +30,11 @@ import torch
 from rich.console import Console
 from rlhf_bench.candidates import backends_here
 from rlhf_bench.case import Case, NotHereError, Run, Tensors
+from rlhf_bench.heads import HeadSize
 from rlhf_bench.isa import SETS, is_held, isa_of_peers, run_held
-from rlhf_bench.ops.heads import HeadSize
 from rlhf_bench.ops.linear_logprob import frozen_case
 from rlhf_bench.timing import interleaved, medians
-from rlhf_kernels import cores, native
+from rlhf_kernels.runtime import cores, native
 
 from rlhf_engine.runs.metrics import cpu_name, git_commit
 from rlhf_engine.runs.text import summary_table

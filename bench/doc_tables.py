@@ -34,6 +34,10 @@ HEADER = (
 )
 
 
+_OP_NAMES = {"block": "llama_ops", "ppo_losses": "ppo_loss"}
+"""Today's names of ops in older records."""
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown rows of the `cpu` backend, ops and their cases in the order in which they first came."""
     last = {(r["op"], r["case"], r["dtype"]): r for r in records if r["backend"] == "cpu"}
@@ -50,7 +54,8 @@ def _row(r: dict[str, Any], case: str) -> str:
     mib = "–" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f}"
     error = "–" if r["error"] is None else f"{r['error']:.1e} ({r['error_bound']:.1e})"
     times = f"{r['ms'] / r['floor_ms']:.2f} ×"
-    return f"| `{r['op']}` | {case} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
+    op = _OP_NAMES.get(r["op"], r["op"])
+    return f"| `{op}` | {case} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
 
 
 def _ms(ms: float) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rlhf_bench.timing import interleaved, medians
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine import fuse_lora

@@ -10,7 +10,7 @@ sources are the same; the others come again, after those that never ran. DIR is 
 unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gae"` passes options on.
 
 A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps, then the
-kernels' tiles, whose table is to be copied to kernels/rlhf_kernels/tuned. With a budget
+kernels' tiles, whose table is to be copied to kernels/rlhf_kernels/runtime/tuned. With a budget
 a lane that needs more than what is left is left out, and the others end in time.
 
 A rehearsal runs every lane on the CPU: Triton's interpreter, the smallest shapes, one test of each test function. Its
@@ -52,16 +52,10 @@ CLOSING_S = 5.0  # of a budget, to kill a lane and to write the archive
 WORKERS = 8  # processes of a correctness lane: most of its time is compiling
 ARCHIVE = "results.tar.gz"
 TAIL = 12_000  # characters of output that are kept
-BENCH_OPS: dict[str, tuple[str, ...]] = {  # as `rlhf-engine bench` calls them, and kinds of cases: one lane each
+CASE_KINDS = {  # of ops whose cases take several lanes, one for each kind
     "linear_logprob": ("forward", "frozen", "trained", "entropy", "entropy_grad"),
-    "linear_logprob_pair": (),
-    "gather_logprob": (),
     "linear_ppo_loss": ("frozen", "trained"),
     "lora": ("decode_mixed", "decode_single", "single", "mixed"),
-    "ppo_losses": (),
-    "gae": (),
-    "sample": (),
-    "decode_attention": (),
 }
 METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
 SIZES = FULL, QUICK, REHEARSAL = ("full", "quick", "rehearsal")
@@ -319,7 +313,7 @@ def gpu_lanes(folder: Path, size: str = FULL) -> list[Lane]:
 def _correct_lanes(size: str) -> list[Lane]:
     mode = ("--rehearse",) if size == REHEARSAL else ()
     lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment", *mode))]
-    lanes.append(Lane(name="small-shapes", command=_small_shapes(size), needs_s=40.0))
+    lanes.append(Lane(name="small-shapes", command=_small_shapes(size), needs_s=90.0))
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
     for op in ops:
         # Everything short runs, also tests on CPU tensors: another torch, another Triton, another machine.
@@ -342,8 +336,8 @@ def _correct_lanes(size: str) -> list[Lane]:
 
 def _timing_lanes(folder: Path, size: str) -> list[Lane]:
     lanes = []
-    for op, kinds in BENCH_OPS.items():
-        for kind in kinds or (None,):
+    for op in sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/triton.py")):
+        for kind in CASE_KINDS.get(op, (None,)):
             name = f"bench-{op}" if kind is None else f"bench-{op}-{kind}"
             rows = folder / f"{name}.jsonl"
             command = [sys.executable, "-m", "rlhf_engine", "bench", op, "--device", _device(size)]
@@ -457,7 +451,7 @@ def environment_report() -> dict[str, object]:
     """Device, driver, versions, commit, and which baselines are there and which are not."""
     import torch
     from rlhf_bench import PEERS
-    from rlhf_kernels import cuda_native, native, registry
+    from rlhf_kernels.runtime import cuda_native, native, registry
 
     from rlhf_engine.hydra import varlen
 
@@ -567,7 +561,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # --- a rehearsal -----------------------------------------------------------------------------------------------------
 
-STOPPED_LANES = ("environment", "bench-gae", "bench-ppo_losses")  # short ones; the second of them is stopped
+STOPPED_LANES = ("environment", "bench-gae", "bench-ppo_loss")  # short ones; the second of them is stopped
 
 
 def rehearse_a_stop(folder: Path) -> int:

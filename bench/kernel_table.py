@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The kernel table of the package, kernels/rlhf_kernels/kernel_table.json, from recorded measurements.
+"""The kernel table of the package, kernels/rlhf_kernels/runtime/kernel_table.json, from recorded measurements.
 
     rlhf-engine bench --device cpu --dtype fp32 --isa avx2 --json bench/results/avx2/kernels/results.jsonl
     rlhf-engine bench --device cpu --dtype bf16 --isa avx2 --json bench/results/avx2/kernels/results.jsonl
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlhf_bench.isa import SETS
 from rlhf_bench.kernel_table import from_records
-from rlhf_kernels import kernel_table, registry
+from rlhf_kernels.runtime import kernel_table, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"

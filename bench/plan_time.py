@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import transformers
-from rlhf_kernels import native
-from rlhf_kernels.cores import threads
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.cores import threads
 from transformers import AutoConfig
 from whole_step import Step
 

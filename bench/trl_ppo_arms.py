@@ -154,7 +154,7 @@ def prepare(setting: Setting, folder: Path) -> None:
 def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[str, Any]:
     """`RlTrainer`, as `rlhf-engine train` runs it, with the kernels that `auto` picks."""
     import torch
-    from rlhf_kernels import registry
+    from rlhf_kernels.runtime import registry
 
     from rlhf_engine.config import TrainConfig
     from rlhf_engine.devices import DTYPES, keep_freed_memory

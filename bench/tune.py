@@ -5,7 +5,8 @@
     python bench/tune.py --device cpu --rehearse --out FILE
 
 The sweep goes on with the table in FILE: what that has is not swept again. It ends within the budget and names what is
-left. RLHF_ENGINE_TUNED_TABLE=FILE uses the table; as kernels/rlhf_kernels/tuned/<device>.json it is used unasked.
+left. RLHF_ENGINE_TUNED_TABLE=FILE uses the table; as kernels/rlhf_kernels/runtime/tuned/<device>.json it is
+used unasked.
 
 --rehearse runs everything in Triton's interpreter at the smallest sizes, with figures that nothing has measured. Such a
 table is marked, and never used.
@@ -66,7 +67,7 @@ def sweep(options: argparse.Namespace, began: float) -> int:
         raise ValueError(f"--budget: expected seconds above 0, got {options.budget:g}")
     import torch
     from rlhf_bench import tuning
-    from rlhf_kernels.triton_support import INTERPRETED
+    from rlhf_kernels.runtime.triton_support import INTERPRETED
 
     from rlhf_engine.runs.metrics import git_commit
 

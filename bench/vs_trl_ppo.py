@@ -270,7 +270,7 @@ def hold(isa: str) -> None:
 
 def instruction_set() -> str:
     """The one that our arms will use; empty without native code. Raises ValueError if that is not here."""
-    command = [sys.executable, "-c", "from rlhf_kernels import native; print(native.isa() or '')"]
+    command = [sys.executable, "-c", "from rlhf_kernels.runtime import native; print(native.isa() or '')"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(sys.executable, 1))
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().splitlines()[-1].rpartition(f"{VARIABLE}: ")[2])

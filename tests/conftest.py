@@ -15,8 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.kernel_table import KernelTable
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.kernel_table import KernelTable
 
 from tests.curves import drawn_once
 

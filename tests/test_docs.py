@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import build_tokenizer

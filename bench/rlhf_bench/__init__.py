@@ -9,21 +9,11 @@ Inside one case everything is measured on the same inputs, in one process (memor
 same number of threads and gradients to the same inputs.
 """
 
-# Name on the command line → what it times; the modules of `ops` have the same names.
-OPS = (
-    "linear_logprob",
-    "linear_logprob_pair",
-    "gather_logprob",
-    "linear_ppo_loss",
-    "linear",
-    "lora",
-    "block",
-    "ppo_losses",
-    "gae",
-    "sample",
-    "decode_attention",
-    "decode_step",
-)
+import pkgutil
+from pathlib import Path
+
+OPS = tuple(sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "ops")])))
+"""Names on the command line: the modules of `ops`, each named after the folder of `rlhf_kernels` that it times."""
 # Distribution → the version that comparisons were written for, by reading its source.
 PEERS = {
     "liger-kernel": "0.8.5",

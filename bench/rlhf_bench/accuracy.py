@@ -1,11 +1,11 @@
-"""Error of a candidate against float64, judged by the tiers of `rlhf_kernels.testing`."""
+"""Error of a candidate against float64, judged by the tiers of `rlhf_kernels.runtime.testing`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from rlhf_kernels.testing import NumericReport, tier1, tier2, tier3
+from rlhf_kernels.runtime.testing import NumericReport, tier1, tier2, tier3
 
 from rlhf_bench.case import Case, Tensors
 

@@ -6,7 +6,7 @@ import sys
 from typing import NamedTuple
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_bench.case import Case, NotHereError, Run, Tensors
 

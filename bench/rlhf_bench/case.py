@@ -51,8 +51,8 @@ class Subject:
     dtype: torch.dtype
     flops: float  # of the floor's GEMMs, or of the formulas where there are none
     moved_bytes: float  # what has to be read and written at least
-    kernels: tuple[str, ...] = ()  # ops of `rlhf_kernels.registry`; a backend is timed if it serves all of them
-    shape: tuple[int, ...] | None = None  # by which `auto` chooses among backends, see `rlhf_kernels.kernel_table`
+    kernels: tuple[str, ...] = ()  # registered ops; a backend is timed if it serves all of them
+    shape: tuple[int, ...] | None = None  # by which `auto` chooses, see `rlhf_kernels.runtime.kernel_table`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from rlhf_bench import roofline
 from rlhf_bench.report import print_results, write_records

@@ -53,7 +53,7 @@ def run_held(isa: str, argv: Sequence[str], *, program: Sequence[str] = ("-m", "
     Raises:
         ValueError: the native code has no such set on this machine.
     """
-    from rlhf_kernels import native  # with torch, which the other process has to load anew
+    from rlhf_kernels.runtime import native  # with torch, which the other process has to load anew
 
     if native.missing() is not None:
         raise ValueError(f"isa: expected it unset without the native extension, got {isa!r}: {native.missing()}")

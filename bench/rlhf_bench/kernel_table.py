@@ -1,4 +1,4 @@
-"""Kernel tables (`rlhf_kernels.kernel_table`): from records of `rlhf-engine bench`, or measured here in half a minute.
+"""Kernel tables from records of `rlhf-engine bench`, or measured here in half a minute.
 
 Candidates are our own backends on a CPU. Peers, floors, errors and memory of a record play no part.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from rlhf_kernels import native
-from rlhf_kernels.kernel_table import CANDIDATES, Entry, Shape, fastest
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.kernel_table import CANDIDATES, Entry, Shape, fastest
 
 from rlhf_bench import OPS
 from rlhf_bench.candidates import backends_here

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from rlhf_bench import OPS, accuracy, candidates, memory, timing
 from rlhf_bench.accuracy import Accuracy, Yardstick

@@ -1,4 +1,4 @@
-"""A sweep of the free settings of the Triton kernels on one GPU: a tuned table (`rlhf_kernels.tuning`) out.
+"""A sweep of the free settings of the Triton kernels on one GPU: a tuned table (`rlhf_kernels.runtime.tuning`) out.
 
 What is run are the cases of the benchmark. A case's calls look their settings up, which says what keys there are, with
 which defaults. Then for every key, one setting after the other, each with the ones before as chosen:
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rlhf_kernels import BackendUnavailableError, tuning
-from rlhf_kernels.tuning import Entry, Key, Row, Settings, TunedTable
+from rlhf_kernels import BackendUnavailableError
+from rlhf_kernels.runtime import aot, tuning
+from rlhf_kernels.runtime.tuning import Entry, Key, Row, Settings, TunedTable
 
 from rlhf_bench.accuracy import Yardstick, judge, yardstick
 from rlhf_bench.candidates import backends_here, one_line
@@ -34,15 +35,10 @@ from rlhf_bench.case import Case, Run, Tensors
 from rlhf_bench.ops import load_cases
 from rlhf_bench.timing import interleaved, medians
 
-GROUPS = (  # ops that share sites; what a step spends most on comes first
-    ("linear_logprob", "linear_ppo_loss", "linear_logprob_pair"),
-    ("decode_attention",),
-    ("sample",),
-    ("lora",),
-    ("gather_logprob",),
-    ("ppo_losses",),
-    ("gae",),
-)
+_FIRST = (("linear_logprob", "linear_ppo_loss", "linear_logprob_pair"), ("decode_attention",), ("sample",), ("lora",))
+"""What a step spends most on; the first three share sites."""
+GROUPS = _FIRST + tuple((op,) for op in aot.OPS if not any(op in group for group in _FIRST))
+"""Ops that are swept together."""
 OPS = tuple(op for group in GROUPS for op in group)
 LEAST_GAIN = 1.02
 MOST_CASES = 3

@@ -1,4 +1,4 @@
-// Addresses come from Python as integers; see kernels/rlhf_kernels/native.py.
+// Addresses come from Python as integers; see kernels/rlhf_kernels/runtime/native.py.
 #pragma once
 
 #include <pybind11/pybind11.h>

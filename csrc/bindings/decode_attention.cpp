@@ -1,13 +1,14 @@
 #include "cpu/decode_attention.h"
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 
 namespace rlhf::bindings {
 
 namespace py = pybind11;
 using namespace rlhf::cpu;
 
-void define_decode_attention(py::module_& m) {
+RLHF_BINDINGS(decode_attention) {
     using Strides3 = std::tuple<int64_t, int64_t, int64_t>;
     using Strides4 = std::tuple<int64_t, int64_t, int64_t, int64_t>;
     m.def("decode_attention",

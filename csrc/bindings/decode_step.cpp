@@ -6,6 +6,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "bindings/define.h"
 #include "bindings/matrix.h"
 
 namespace rlhf::bindings {
@@ -88,7 +89,7 @@ private:
 
 }  // namespace
 
-void define_decode_step(py::module_& m) {
+RLHF_BINDINGS(decode_step) {
     py::class_<Step>(m, "DecodeStep")
         .def(py::init<int, const Sizes&, Address, int64_t, Address, double, double, const std::vector<LayerArguments>&,
                       const std::vector<AdapterArguments>&>())

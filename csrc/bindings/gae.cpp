@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 #include "cpu/whiten.h"
 
 namespace rlhf::bindings {
@@ -47,7 +48,7 @@ void define(py::module_& m, const std::string& dtype) {
 
 }  // namespace
 
-void define_gae(pybind11::module_& m) {
+RLHF_BINDINGS(gae) {
     define<float>(m, "float32");
     define<double>(m, "float64");
 }

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 
 namespace rlhf::bindings {
 namespace {
@@ -43,7 +44,7 @@ void define(py::module_& m, const std::string& dtype) {
 
 }  // namespace
 
-void define_gather_logprob(py::module_& m) {
+RLHF_BINDINGS(gather_logprob) {
     define<float>(m, "float32");
     define<double>(m, "float64");
     define<Bfloat16>(m, "bfloat16");

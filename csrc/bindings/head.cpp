@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 #include "common/check.h"
 
 namespace rlhf::bindings {
@@ -45,7 +46,7 @@ Batch batch_of(const py::tuple& t) {
 
 }  // namespace
 
-void define_head(py::module_& m) {
+RLHF_BINDINGS(head) {
     m.def("head_forward", [](const py::tuple& head_t, const py::tuple& batch_t, const py::tuple& statistics_t,
                              const std::optional<py::tuple>& pair_t, Address expected, Address expected_kl,
                              int threads) {

@@ -3,13 +3,20 @@
 #include <pybind11/stl.h>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
+#include "cpu/tiles.h"
 
 namespace rlhf::bindings {
 
-void define_isa(pybind11::module_& m) {
+using namespace pybind11::literals;
+
+RLHF_BINDINGS(isa) {
     m.def("isa", [] { return cpu::name(cpu::current_isa()); });
     m.def("set_isa", [](const std::string& name) { cpu::set_isa(name); });
     m.def("isas", [] { return cpu::available_isas(); });
+    m.attr("tiles") = pybind11::dict("head_panel"_a = cpu::kHeadPanel, "head_block"_a = cpu::kHeadBlock,
+                                     "strip_rows"_a = cpu::kStripRows, "linear_columns"_a = cpu::kLinearColumns,
+                                     "linear_tiles"_a = cpu::kLinearTiles, "lora_rank"_a = cpu::kLoraRank);
 }
 
 }  // namespace rlhf::bindings

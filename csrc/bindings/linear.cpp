@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 #include "common/check.h"
 
 namespace rlhf::bindings {
@@ -19,7 +20,7 @@ Matrix matrix(Address data, int64_t stride, int type) { return {at<const void>(d
 
 }  // namespace
 
-void define_linear(pybind11::module_& m) {
+RLHF_BINDINGS(linear) {
     m.def("linear_forward", [](int type, Address x, int64_t x_stride, Address weight, int64_t weight_stride, Address bias,
                                Address y, int64_t y_stride, int64_t N, int64_t K, int64_t M, int threads) {
         linear_forward(matrix(x, x_stride, type), matrix(weight, weight_stride, type), at<const void>(bias),

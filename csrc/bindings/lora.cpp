@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "bindings/define.h"
 #include "bindings/matrix.h"
 #include "cpu/lora_decode.h"
 
@@ -62,7 +63,7 @@ private:
 
 }  // namespace
 
-void define_lora(pybind11::module_& m) {
+RLHF_BINDINGS(lora) {
     m.def("lora_forward", [](const MatrixArguments& x, const MatrixArguments& y, bool add, int64_t K, int64_t M,
                              const std::vector<SlotArguments>& slots, const std::vector<RunArguments>& runs,
                              const DropoutArguments& dropout, int threads) {

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings/address.h"
+#include "bindings/define.h"
 
 namespace rlhf::bindings {
 namespace {
@@ -47,7 +48,7 @@ void define(py::module_& m, const std::string& dtype) {
 
 }  // namespace
 
-void define_ppo_loss(py::module_& m) {
+RLHF_BINDINGS(ppo_loss) {
     define<float>(m, "float32");
     define<double>(m, "float64");
 }

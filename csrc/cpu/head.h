@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "cpu/tiles.h"
+
 namespace rlhf::cpu {
 
 enum class Type : int { float32 = 0, bfloat16 = 1, float16 = 2 };  // the last in linear.h alone
@@ -102,7 +104,7 @@ void head_backward(const Head& head, const Batch& batch, const LogitGradients& g
 
 // One draw per row [n]: token = argmax_v (z_v + g_v), or argmax_v c_v where greedy, the first of equal ones, a NaN above
 // all. g = -log(-log1p(-u)), u = min((word + 1/2) / 2^32, 1 - 2^-24), word: Philox4x32-10 as in
-// kernels/rlhf_kernels/philox.py with this seed, position and stream.
+// kernels/rlhf_kernels/runtime/philox.py with this seed, position and stream.
 struct Draws {
     const int64_t* seed;
     const int64_t* position;

@@ -7,8 +7,8 @@
 // maximum exceeds it by more than kSlack; then what was summed so far is rescaled. Sums over a block are made first and
 // then added, which keeps the rounding of a sum over 10^5 terms near that of 10^3.
 
-constexpr int64_t kPanel = 32;
-constexpr int64_t kBlock = 512;
+constexpr int64_t kPanel = kHeadPanel;
+constexpr int64_t kBlock = kHeadBlock;
 constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block together
 constexpr int64_t kDepthTiles = 16;  // a strip of them, 32 KiB, stays in the nearest caches for all panels
 constexpr float kSlack = 8.0f;

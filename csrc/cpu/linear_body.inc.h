@@ -4,8 +4,7 @@
 
 constexpr int64_t kPieceTiles = 16;       // of the depth: a column of them is 16 KiB
 static_assert(kPieceTiles % kSumTiles == 0, "pieces end where sums do");
-constexpr int64_t kColumns = 16;          // columns of tiles that a strip meets, at most
-constexpr int64_t kPackedTiles = 1 << 11;  // that are packed at a time, 2 MiB, but never fewer than kColumns columns
+constexpr int64_t kColumns = kLinearColumns, kPackedTiles = kLinearTiles;
 constexpr int64_t kPieceStride = kPieceTiles * KT + KT;  // of a strip in scratch: rows a whole page apart share a cache line
 constexpr int64_t kSerialWork = 1 << 21;  // products of about 20 microseconds
 

@@ -11,10 +11,11 @@
 
 #include "cpu/isa.h"
 #include "cpu/lora.h"
+#include "cpu/tiles.h"
 
 namespace rlhf::cpu::lora {
 
-constexpr int64_t kRankTile = 16;     // R is a multiple of it
+constexpr int64_t kRankTile = kLoraRank;  // R is a multiple of it
 constexpr int64_t kColumnTile = 32;   // rows of sums are padded to a multiple of it
 constexpr int64_t kRowTile = 32;      // h has memory for whole tiles of rows
 constexpr int64_t kMaskColumns = 64;  // columns per word of a dropout mask

@@ -1,4 +1,4 @@
-// Philox4x32-10, sixteen counters at once: the words of kernels/rlhf_kernels/philox.py. Include it after simd.h, inside
+// Philox4x32-10, sixteen counters at once: the words of kernels/rlhf_kernels/runtime/philox.py. Include it after simd.h, inside
 // a file that has chosen its target.
 #pragma once
 

@@ -2,7 +2,7 @@
 // for; after tile_mm.inc.h. The rows of x are packed once as columns of B tiles, sixteen to a column of tiles, so that a
 // lane of every result is a row of x. (In dx and dW of linear_body.inc.h other matrices take the places of x and W.)
 
-constexpr int64_t kStrip = 32;  // rows of W
+constexpr int64_t kStrip = kStripRows;
 
 // Tiles of the depth that are summed by themselves before they are added to the others: one sum of thousands of products
 // would lose more to rounding than a library's. Whoever takes the depth in pieces takes a multiple, for the same bits.
@@ -68,13 +68,13 @@ static void strip_products(const Weight* w, int64_t stride, int64_t rows, const 
 // Rows of W that are summed together, by the columns of tiles they meet; 0: one column at a time, where sums of two with
 // their operands would not fit into the registers.
 #if defined(RLHF_AVX512)
-constexpr int kStripRows[3] = {0, 16, 8};
+constexpr int kRowsAtOnce[3] = {0, 16, 8};
 #elif defined(RLHF_AVX2)
-constexpr int kStripRows[3] = {0, 6, 0};
+constexpr int kRowsAtOnce[3] = {0, 6, 0};
 #elif defined(RLHF_NEON)
-constexpr int kStripRows[3] = {0, 5, 2};
+constexpr int kRowsAtOnce[3] = {0, 5, 2};
 #else
-constexpr int kStripRows[3] = {0, 2, 1};
+constexpr int kRowsAtOnce[3] = {0, 2, 1};
 #endif
 
 // The 32 bits at p in every lane, loaded where this stands. Left to itself gcc shifts and masks pairs of bf16 in general
@@ -145,7 +145,7 @@ RLHF_INLINE void strip_rows(const Weight* w, int64_t stride, const Element* b, i
 template <int COLUMNS, typename Weight>
 static void strip_products(const Weight* w, int64_t stride, int64_t rows, const Element* b, int64_t b_stride,
                            int64_t depth, float* logits, bool accumulate) {
-    constexpr int kRows = kStripRows[COLUMNS], kRest = kRows == 0 ? 0 : kStrip % (kRows + !kRows);
+    constexpr int kRows = kRowsAtOnce[COLUMNS], kRest = kRows == 0 ? 0 : kStrip % (kRows + !kRows);
     if constexpr (kRows == 0) {
         strip_products<1>(w, stride, rows, b, b_stride, depth, logits, accumulate);
         strip_products<1>(w, stride, rows, b + b_stride, b_stride, depth, logits + kStrip * 16, accumulate);

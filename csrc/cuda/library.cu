@@ -6,7 +6,7 @@
 #define RLHF_SOURCE_KEY "unknown"
 #endif
 
-// The sources and flags it was built from, as kernels/rlhf_kernels/cuda_native.py computes them.
+// The sources and flags it was built from, as kernels/rlhf_kernels/runtime/cuda_native.py computes them.
 RLHF_API const char* rlhf_source_key() { return RLHF_SOURCE_KEY; }
 
 RLHF_API const char* rlhf_error_string(int code) { return cudaGetErrorString(cudaError_t(code)); }

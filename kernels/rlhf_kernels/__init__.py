@@ -1,9 +1,8 @@
 """Kernels of rlhf-engine: importable alone, they know nothing of models, adapters or trainers.
 
-Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `rlhf_kernels.registry`.
+Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `rlhf_kernels.runtime.registry`.
 """
 
-from rlhf_kernels.block import rms_norm, rotary, swiglu
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.gae import gae, masked_moments, whiten
@@ -12,9 +11,10 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
+from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
 from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, decode_delta_, lora_delta_, lora_linear
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
-from rlhf_kernels.registry import BackendUnavailableError, set_default_backend, use_backend
+from rlhf_kernels.runtime.registry import BackendUnavailableError, set_default_backend, use_backend
 from rlhf_kernels.sample import SampleOutputs, sample
 
 __all__ = [

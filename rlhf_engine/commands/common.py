@@ -30,7 +30,7 @@ def as_request_errors() -> Any:
 def prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
     with as_request_errors():  # the environment may name an instruction set or a table that is not there
-        from rlhf_kernels import cores, registry, tuning
+        from rlhf_kernels.runtime import cores, registry, tuning
 
         tuning.check_named()
     from transformers.utils import logging
@@ -52,7 +52,7 @@ SHORT_CUTS = ("decode_step", "lora_decode_delta")
 
 def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
     """A backend asked for by name must serve every op; say at once which it does not."""
-    from rlhf_kernels import registry
+    from rlhf_kernels.runtime import registry
 
     if kernels == "auto":
         return

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_kernels import cores, kernel_table, native, registry, tuning
 from rlhf_kernels.linear import packed
+from rlhf_kernels.runtime import cores, kernel_table, native, registry, tuning
 
 from rlhf_engine import __version__
 from rlhf_engine.hydra import varlen

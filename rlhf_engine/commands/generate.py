@@ -11,7 +11,7 @@ from rlhf_engine.config import GenerateConfig, parse_config
 def run(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     prepare(config.kernels)
-    from rlhf_kernels import tuning
+    from rlhf_kernels.runtime import tuning
 
     from rlhf_engine.commands.terminal import show_answers
     from rlhf_engine.devices import DTYPES, resolve_device

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from rlhf_kernels.logits import HeadLora
+from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.block`, with the bits of the modules' own.
+"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.llama_ops`, with the modules' bits.
 
 A module whose class computes what an op computes gets a subclass of that class, with another `forward`; parameters and
 their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
@@ -18,8 +18,8 @@ from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
-from rlhf_kernels.block import reference, rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops import reference, rms_norm, rotary, swiglu
+from rlhf_kernels.runtime import registry
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 

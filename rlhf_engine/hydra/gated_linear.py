@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from rlhf_kernels.linear import linear
-from rlhf_kernels.logits import HeadLora
 from rlhf_kernels.lora import DecodeLinear, Dropout, lora_delta_, lora_linear
+from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D

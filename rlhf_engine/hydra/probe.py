@@ -11,8 +11,8 @@ The lower end is there for deep models: moved embeddings do not show what the pr
 The decoding step has to keep to it in both rows. A model that fails is probed with other tokens before it is refused.
 
 The packed row runs in train mode, alone and decoding in eval mode: noise and shortcuts of training would make rollout
-and update different models. Logits are compared with head(hidden) by the tiers of `rlhf_kernels.testing`; exact is a
-wider dtype.
+and update different models. Logits are compared with head(hidden) by the tiers of `rlhf_kernels.runtime.testing`;
+exact is a wider dtype.
 
 While memory is planned, parameters are fake tensors, without numbers. The packed row runs once, for its shapes.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rlhf_kernels import testing
+from rlhf_kernels.runtime import testing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 DEVICE_TYPE = "cuda"
 _HALF = (torch.bfloat16, torch.float16)

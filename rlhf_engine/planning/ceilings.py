@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import native
-from rlhf_kernels.block import rms_norm, rotary, swiglu
-from rlhf_kernels.cores import threads
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
 from rlhf_kernels.lora import DecodeLinear, Segments, lora_delta_, lora_linear
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.cores import threads
+from rlhf_kernels.runtime.cost import GEMMS, Work
 from rlhf_kernels.sample import sample
 from transformers import LlamaConfig
 
@@ -31,7 +32,7 @@ from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch, SlotConfig, atten
 from rlhf_engine.planning.machines import Ceiling, Curve, Figure, Machine
 from rlhf_engine.planning.phases import ROLES, Setting, build_model
 from rlhf_engine.planning.tracing import traced
-from rlhf_engine.planning.work import GEMMS, Work, optimizer_work
+from rlhf_engine.planning.work import optimizer_work
 from rlhf_engine.rollout import EngineOptions, Rollout, SamplingConfig, generate
 from rlhf_engine.rollout.engine import StepName
 

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_kernels.runtime.cost import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work
+
 from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.planning.machines import How, Machine
 from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
 from rlhf_engine.planning.predict import Planner
-from rlhf_engine.planning.work import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work, optimizer_work
+from rlhf_engine.planning.work import optimizer_work
 from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import WARM_UP, WORTH

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-
-from rlhf_engine.planning.work import Work
+from rlhf_kernels.runtime.cost import Work
 
 Curve = tuple[tuple[float, float], ...]
 """(size, rate) by growing size: rows of a product, or bytes of a pass. Between them on a line in logarithms."""

@@ -25,8 +25,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from rlhf_kernels.head_native import has_whole_tiles
 from rlhf_kernels.linear import packed
+from rlhf_kernels.vocab.native import has_whole_tiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_engine.hydra import HydraModel

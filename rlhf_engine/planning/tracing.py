@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime.cost import Work
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_engine.planning.work import Work, work_of
+from rlhf_engine.planning.work import work_of
 from rlhf_engine.planning.workspace import workspace_bytes
 
 _READS = frozenset(

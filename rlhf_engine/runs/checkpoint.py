@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rlhf_kernels import cores, registry, tuning
+from rlhf_kernels.runtime import cores, registry, tuning
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -213,7 +213,7 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
     The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
     tuned settings that change bits; a checkpoint without any is of a run on the defaults. All is process-wide: the run
     that began last has it. So is the number of threads, which is lowered to what a CPU quota allows
-    (`rlhf_kernels.cores`).
+    (`rlhf_kernels.runtime.cores`).
 
     Args:
         resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.

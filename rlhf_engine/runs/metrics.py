@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rlhf_kernels import cores, native
+from rlhf_kernels.runtime import cores, native
 
 import rlhf_engine
 
@@ -110,7 +110,7 @@ def run_record(
 ) -> dict[str, Any]:
     """What ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
 
-    config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.registry.report(...)`.
+    config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.runtime.registry.report(...)`.
     """
     from rlhf_engine.hydra import varlen  # takes transformers, which readers of metrics do not need
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
 from rlhf_engine.data import Report, batch_indices, pack

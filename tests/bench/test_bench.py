@@ -25,7 +25,8 @@ from rlhf_bench.isa import isa_of_peers
 from rlhf_bench.ops import load_cases
 from rlhf_bench.report import KEYS, write_records
 from rlhf_bench.roofline import Ceilings, plot_roofline
-from rlhf_kernels import BackendUnavailableError, native, registry
+from rlhf_kernels import BackendUnavailableError
+from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
@@ -67,7 +68,7 @@ def toy(*baselines: Baseline) -> Case:
     ("op", "dtype"),
     [
         *((op, torch.float32) for op in OPS),
-        *(pytest.param(op, torch.bfloat16, marks=pytest.mark.long) for op in OPS[:5]),
+        *(pytest.param(op, torch.bfloat16, marks=pytest.mark.long) for op in OPS if op.startswith("linear")),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rlhf_bench import isa
 from rlhf_bench import kernel_table as making
-from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels.runtime import kernel_table, native, registry
 
 from tests.bench.test_bench import load_script, measure, tiny
 
@@ -89,7 +89,7 @@ def test_a_table_from_records():
         record(case="forward/1x8", ms=1.0),  # has one candidate
         record(op="lora", kernels=["lora"], shape=[24, 16], ms=3.0),
         record("reference", 2.0, op="lora", kernels=["lora"], shape=[24, 16]),
-        record("reference", 2.0, op="ppo_losses", kernels=["ppo_loss", "whiten"]),  # says nothing of either
+        record("reference", 2.0, op="ppo_loss", kernels=["ppo_loss", "whiten"]),  # says nothing of either
         record(op="rollout", backend="native", kernels=[]),
         record(op="gae", device="NVIDIA H100", isa=None),
     ]
@@ -141,7 +141,7 @@ def test_shapes_of_cases_are_those_that_calls_are_decided_by():
             registry.begin_run()
             case.run(case.make(torch.device("cpu")), "auto")
             shapes = {c.shape for c in registry.choices() if c.op in case.kernels}
-            if op != "ppo_losses" and "lora_decode" not in case.kernels:
+            if op != "ppo_loss" and "lora_decode" not in case.kernels:
                 assert shapes == {case.shape}, case.name
 
 

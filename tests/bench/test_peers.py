@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_bench import OPS, PEERS, candidates, case, floor, roofline
+from rlhf_bench import OPS, PEERS, candidates, case, floor, heads, roofline
 from rlhf_bench.case import NotHereError, differentiate, leaves_of
-from rlhf_bench.ops import decode_attention, heads, linear_logprob, load_cases, lora
+from rlhf_bench.ops import decode_attention, linear_logprob, load_cases, lora
 from rlhf_bench.ops import sample as sampling
+from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.sample import sample
-from rlhf_kernels.testing import assert_ok, tier3
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_engine.hydra import kv_cache

@@ -7,7 +7,7 @@ import torch
 from rlhf_bench.report import KEYS
 from rlhf_bench.rollout.cases import cases
 from rlhf_bench.rollout.runner import rollout_records, run_rollout_cases
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import BenchConfig

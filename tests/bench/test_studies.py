@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from rlhf_bench import isa
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from tests.bench.test_bench import load_script
 from tests.conftest import SHARED

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rlhf_bench import kernel_table as measuring
-from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels.runtime import kernel_table, native, registry
 
 from rlhf_engine import __version__
 from rlhf_engine.commands.common import SHORT_CUTS

@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import (
     DemoConfig,

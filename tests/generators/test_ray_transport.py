@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kernels import registry, tuning
+from rlhf_kernels.runtime import registry, tuning
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError

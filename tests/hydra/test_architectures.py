@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from rlhf_kernels import testing
+from rlhf_kernels.runtime import testing
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.errors import UnsupportedModelError

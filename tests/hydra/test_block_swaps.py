@@ -10,7 +10,8 @@ from types import FunctionType
 
 import pytest
 import torch
-from rlhf_kernels import block, native, registry
+from rlhf_kernels import llama_ops as block
+from rlhf_kernels.runtime import native, registry
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.kernel_table import Entry, write
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.kernel_table import Entry, write
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles

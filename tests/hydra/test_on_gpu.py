@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import head_logits

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen as torch_varlen
 from transformers import MistralConfig, MistralForCausalLM

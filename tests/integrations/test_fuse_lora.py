@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import Linear as PeftLinear
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 from transformers import AutoModelForCausalLM
 from trl import (
     DPOConfig,

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations import verl as ours

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rlhf_kernels import cuda_native, cuda_support
+from rlhf_kernels.runtime import cuda_native, cuda_support
 
 from tests.kernels import native_build
 from tests.kernels.interpreter import TEST, InterpretedTests

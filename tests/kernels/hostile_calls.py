@@ -156,7 +156,7 @@ def attack_op(attack: Attack, name: str) -> None:
 
 def attack_calls(attack: Attack, target: Target) -> Watch:
     """What makes the right calls of a target wrong."""
-    from rlhf_kernels import registry
+    from rlhf_kernels.runtime import registry
 
     def watch(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not attack.is_new((args, named)):
@@ -294,7 +294,7 @@ def main(path: str, layer: str = "", name: str = "") -> None:
         layer: the only one, if any.
         name: of the only function, if any.
     """
-    from rlhf_kernels import native
+    from rlhf_kernels.runtime import native
 
     if native.missing() is not None or not os.path.samefile(native.extension().__file__, path):
         raise SystemExit(f"expected the extension {path}, got {native.missing() or native.extension().__file__}")

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rlhf_kernels import DecodeLinear, linear, lora_delta_, native, registry
+from rlhf_kernels import DecodeLinear, linear, lora_delta_
 from rlhf_kernels.linear import packed
 from rlhf_kernels.lora import Segments
+from rlhf_kernels.runtime import native, registry
 
 from . import native_once
 from .decode_step_cases import mapped

@@ -63,7 +63,7 @@ def _public() -> dict[str, Any]:
 
 
 def _wrapper_modules() -> list[types.ModuleType]:
-    from rlhf_kernels import registry
+    from rlhf_kernels.runtime import registry
 
     found = {registry._IMPLEMENTATIONS[op].get("cpu") for op in registry.ops()}
     return sorted((module for module in found if module is not None), key=lambda module: module.__name__)
@@ -140,7 +140,7 @@ class _Exported:
 
 def install(target: Target, watch: Watch) -> None:
     """From now on in this process `watch` sees every right call of the target."""
-    from rlhf_kernels import native
+    from rlhf_kernels.runtime import native
 
     from . import decode_step_cases, hostile_drivers, native_once
 

@@ -29,16 +29,16 @@ class Mutation(NamedTuple):
 REFERENCE, CPU, TRITON, CUDA = "reference", "cpu", "triton", "cuda"
 
 _PYTHON = "kernels/rlhf_kernels"
-_LOGITS = f"{_PYTHON}/logits.py"
+_LOGITS = f"{_PYTHON}/vocab/logits.py"
 _LOGPROB = f"{_PYTHON}/linear_logprob/reference.py"
 _PAIR = f"{_PYTHON}/linear_logprob_pair/reference.py"
 _HEAD = "csrc/cpu/head_body.inc.h"
 # Tests run on every instruction set of the CPU, so a bug in one of them is enough; all machines have this one.
 _PORTABLE = ("cpu/variants/portable.cpp",)
 _AVX2 = ("cpu/variants/avx2.cpp",)
-_TRITON_LOGITS = f"{_PYTHON}/logits_triton.py"
-_TRITON_KERNELS = f"{_PYTHON}/linear_logprob/triton_kernels.py"
-_TRITON_SWEEP = f"{_PYTHON}/linear_logprob/triton_sweep.py"
+_TRITON_LOGITS = f"{_PYTHON}/vocab/triton_logits.py"
+_TRITON_KERNELS = f"{_PYTHON}/vocab/triton_kernels.py"
+_TRITON_SWEEP = f"{_PYTHON}/vocab/triton_sweep.py"
 
 LINEAR_LOGPROB = [
     Mutation(
@@ -221,7 +221,7 @@ LINEAR_LOGPROB = [
     Mutation(
         "temperature of other rows",
         CPU,
-        f"{_PYTHON}/head_native.py",
+        f"{_PYTHON}/vocab/native.py",
         "self.temperature = o.row_temperature[rows].float()",
         "self.temperature = o.row_temperature[: rows.shape[0]].float()",
         ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
@@ -238,7 +238,7 @@ LINEAR_LOGPROB = [
     Mutation(
         "dW of a frozen head",
         CPU,
-        f"{_PYTHON}/head_native.py",
+        f"{_PYTHON}/vocab/native.py",
         'weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None',
         "weight = torch.empty(n_vocab, width, dtype=weight_dtype)",
         ("test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist",),
@@ -539,17 +539,17 @@ LINEAR_PPO_LOSS = [
     Mutation(
         "advantages of the first chunk",
         REFERENCE,
-        f"{_PYTHON}/linear_ppo_loss/reference.py",
-        "            advantage[rows],",
-        "            advantage[: rows.stop - rows.start],",
+        f"{_PYTHON}/ppo_loss/options.py",
+        "self.advantage[rows]",
+        "self.advantage[: rows.stop - rows.start]",
         ("test_linear_ppo_loss.py::test_per_token_advantages_across_chunks",),
     ),
     Mutation(
         "ignored rows counted",
         REFERENCE,
         f"{_PYTHON}/linear_ppo_loss/reference.py",
-        "factor = torch.where(keep, mask.to(dtype), 0.0)",
-        "factor = mask.to(dtype)",
+        "factor = torch.where(keep, tokens.mask.to(dtype), 0.0)",
+        "factor = tokens.mask.to(dtype)",
         ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
     ),
     Mutation(
@@ -588,8 +588,8 @@ LINEAR_PPO_LOSS = [
         "ignored rows counted",
         CPU,
         f"{_PYTHON}/linear_ppo_loss/native.py",
-        "factor = torch.where(keep, mask.float(), 0.0)",
-        "factor = mask.float()",
+        "factor = torch.where(keep, tokens.mask.float(), 0.0)",
+        "factor = tokens.mask.float()",
         ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
     ),
     Mutation(
@@ -623,15 +623,15 @@ LINEAR_PPO_LOSS = [
         "ignored rows counted",
         TRITON,
         f"{_PYTHON}/linear_ppo_loss/triton.py",
-        "factor = torch.where(sweep.keep, mask.to(torch.float32), 0.0)",
-        "factor = mask.to(torch.float32)",
+        "factor = torch.where(sweep.keep, tokens.mask.to(torch.float32), 0.0)",
+        "factor = tokens.mask.to(torch.float32)",
         ("triton/test_linear_ppo_loss.py::test_tier1",),
     ),
     Mutation(
         "rows with a KL term alone left out",
         TRITON,
         f"{_PYTHON}/linear_ppo_loss/triton.py",
-        "        if ref_logprob is None or kl_coef == 0:\n            may_move",
+        "        if tokens.ref_logprob is None or options.kl_coef == 0:\n            may_move",
         "        if True:\n            may_move",
         ("triton/test_linear_ppo_loss.py::test_rows_without_a_gradient_stay_out_of_the_product",),
     ),
@@ -1190,16 +1190,16 @@ PPO_LOSS = [
         "clip bounds swapped",
         REFERENCE,
         _PPO,
-        "ratio.clamp(1 - clip_low, 1 + clip_high)",
-        "ratio.clamp(1 - clip_high, 1 + clip_low)",
+        "low, high, dual_clip = 1 - options.clip_low, 1 + options.clip_high",
+        "low, high, dual_clip = 1 - options.clip_high, 1 + options.clip_low",
         ("test_ppo_loss.py::test_every_clip_case_by_hand",),
     ),
     Mutation(
         "clipped on the wrong side",
         REFERENCE,
         _PPO,
-        "clipped_high = (advantage > 0) & (ratio > 1 + clip_high)",
-        "clipped_high = (advantage < 0) & (ratio > 1 + clip_high)",
+        "clipped_high = (advantage > 0) & (ratio > high)",
+        "clipped_high = (advantage < 0) & (ratio > high)",
         ("test_ppo_loss.py::test_every_clip_case_by_hand",),
     ),
     Mutation(
@@ -1214,8 +1214,8 @@ PPO_LOSS = [
         "entropy bonus as a penalty",
         REFERENCE,
         _PPO,
-        "loss = loss - entropy_coef * entropy_mean",
-        "loss = loss + entropy_coef * entropy_mean",
+        "loss = loss - options.entropy_coef * entropy_mean",
+        "loss = loss + options.entropy_coef * entropy_mean",
         ("test_ppo_loss.py::test_gradcheck",),
     ),
     Mutation(
@@ -1238,8 +1238,8 @@ PPO_LOSS = [
         "clip bounds swapped",
         TRITON,
         _PPO_TRITON,
-        "1 - clip_low, 1 + clip_high,",
-        "1 - clip_high, 1 + clip_low,",
+        "1 - options.clip_low, 1 + options.clip_high,",
+        "1 - options.clip_high, 1 + options.clip_low,",
         ("triton/test_ppo_loss.py::test_ppo_options",),
     ),
     Mutation(
@@ -1645,26 +1645,26 @@ DECODE_LINEAR = [
     ),
 ]
 
-_BLOCK = f"{_PYTHON}/block/native.py"
-_BLOCK_CPP = "csrc/cpu/block_kernel.inc.h"
+_LLAMA_OPS = f"{_PYTHON}/llama_ops/native.py"
+_BLOCK_CPP = "csrc/cpu/llama_ops_kernel.inc.h"
 
-BLOCK = [
+LLAMA_OPS = [
     Mutation(
         "norm rounded once",
         CPU,
         _BLOCK_CPP,
         "const V normed = rounded<T>(load(x + i, width - i) * scale);",
         "const V normed = load(x + i, width - i) * scale;",
-        ("test_block.py::test_a_norm_has_the_bits_of_llama_s",),
+        ("test_llama_ops.py::test_a_norm_has_the_bits_of_llama_s",),
         _PORTABLE,
     ),
     Mutation(
         "squares of a strided x in another order",
         CPU,
-        _BLOCK,
+        _LLAMA_OPS,
         "if x.dtype == torch.float32 or not x.is_contiguous():",
         "x = x.contiguous()\n    if x.dtype == torch.float32:",
-        ("test_block.py::test_layouts_change_no_bit",),
+        ("test_llama_ops.py::test_layouts_change_no_bit",),
     ),
     Mutation(
         "mean of the slope over a padded width",
@@ -1672,7 +1672,7 @@ BLOCK = [
         _BLOCK_CPP,
         "rstd * rstd * rstd / double(width)",
         "rstd * rstd * rstd / double((width + 15) / 16 * 16)",
-        ("test_block.py::test_gradients_of_a_norm",),
+        ("test_llama_ops.py::test_gradients_of_a_norm",),
         _PORTABLE,
     ),
     Mutation(
@@ -1681,7 +1681,7 @@ BLOCK = [
         _BLOCK_CPP,
         "float(-dot * rstd",
         "float(dot * rstd",
-        ("test_block.py::test_gradients_of_a_norm",),
+        ("test_llama_ops.py::test_gradients_of_a_norm",),
         _PORTABLE,
     ),
     Mutation(
@@ -1690,7 +1690,7 @@ BLOCK = [
         _BLOCK_CPP,
         "a_sin = rounded<T>(a * load(sin + half + i, left))",
         "a_sin = rounded<T>(a * load(sin + i, left))",
-        ("test_block.py::test_turned_heads_have_the_bits_of_llama_s",),
+        ("test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s",),
         _PORTABLE,
     ),
     Mutation(
@@ -1699,16 +1699,16 @@ BLOCK = [
         _BLOCK_CPP,
         "-(da * load(sin + i, left))",
         "da * load(sin + i, left)",
-        ("test_block.py::test_gradients_of_turned_heads",),
+        ("test_llama_ops.py::test_gradients_of_turned_heads",),
         _PORTABLE,
     ),
     Mutation(
         "first sequence's angles for all",
         CPU,
-        _BLOCK,
+        _LLAMA_OPS,
         "tokens * dim if angles[0] == batch else 0",
         "0",
-        ("test_block.py::test_turned_heads_have_the_bits_of_llama_s",),
+        ("test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s",),
     ),
     Mutation(
         "slope of the logistic function alone",
@@ -1716,7 +1716,7 @@ BLOCK = [
         _BLOCK_CPP,
         "(s * L::fma(gate, 1.0f - s, L::splat(1.0f)))",
         "s",
-        ("test_block.py::test_gradients_of_a_gated_product",),
+        ("test_llama_ops.py::test_gradients_of_a_gated_product",),
         _PORTABLE,
     ),
     Mutation(
@@ -1725,7 +1725,7 @@ BLOCK = [
         _BLOCK_CPP,
         "gated_gradients(L::load(dy + k)",
         "gated_gradients(L::load(dy + i)",
-        ("test_block.py::test_gradients_of_a_gated_product",),
+        ("test_llama_ops.py::test_gradients_of_a_gated_product",),
         _PORTABLE,
     ),
 ]
@@ -1879,7 +1879,7 @@ MUTATIONS = [
         "decode_attention": DECODE_ATTENTION,
         "decode_linear": DECODE_LINEAR,
         "decode_step": DECODE_STEP,
-        "block": BLOCK,
+        "llama_ops": LLAMA_OPS,
     }.items()
     for mutation in mutations
 ]

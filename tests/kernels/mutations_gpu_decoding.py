@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutations import CUDA, TRITON, Mutation
 
 _SAMPLE = "kernels/rlhf_kernels/sample/triton.py"
-_PHILOX = "kernels/rlhf_kernels/philox_triton.py"
+_PHILOX = "kernels/rlhf_kernels/runtime/philox_triton.py"
 _ATTENTION = "kernels/rlhf_kernels/decode_attention/triton.py"
 _SAMPLE_TESTS, _ATTENTION_TESTS = "triton/test_sample.py::test_", "triton/test_decode_attention.py::test_"
 
@@ -141,7 +141,7 @@ SAMPLE = [
     Mutation(
         "first ranks alone",
         TRITON,
-        "kernels/rlhf_kernels/linear_logprob/triton_kernels.py",
+        "kernels/rlhf_kernels/vocab/triton_kernels.py",
         "tl.range(0, RANKS, RANK_TILE, num_stages=1)",
         "tl.static_range(0, RANK_TILE, RANK_TILE)",
         (_SAMPLE_TESTS + "lora_on_a_bf16_head_is_not_rounded_to_bf16",),

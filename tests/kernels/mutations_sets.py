@@ -16,7 +16,7 @@ _SHARE = "csrc/cpu/share.inc.h"
 _TEAM = "csrc/cpu/team.cpp"
 _HEAD = "csrc/cpu/head_body.inc.h"
 _LINEAR = "csrc/cpu/linear_body.inc.h"
-_CORES = "kernels/rlhf_kernels/cores.py"
+_CORES = "kernels/rlhf_kernels/runtime/cores.py"
 _PHILOX = "csrc/cpu/philox.h"
 _ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
 
@@ -195,7 +195,7 @@ SETS = [
         _LANES,
         "_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8)",
         "_mm256_packus_epi32((__m256i)a, (__m256i)b)",
-        ("test_block.py::test_a_norm_has_the_bits_of_llama_s",),
+        ("test_llama_ops.py::test_a_norm_has_the_bits_of_llama_s",),
         _AVX2,
     ),
     Mutation(

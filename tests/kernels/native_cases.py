@@ -1,7 +1,7 @@
 """Inputs of every native op with answers in float64, for `native_cases_main.cpp`.
 
 That program computes each case with every instruction set that its CPU has, and holds the results to the tiers of
-`rlhf_kernels.testing`. The limits are computed here, so it only compares.
+`rlhf_kernels.runtime.testing`. The limits are computed here, so it only compares.
 """
 
 from __future__ import annotations

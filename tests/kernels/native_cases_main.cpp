@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu/block.h"
+#include "cpu/llama_ops.h"
 #include "cpu/decode_attention.h"
 #include "cpu/decode_step.h"
 #include "cpu/gae.h"

@@ -10,7 +10,7 @@ from rlhf_kernels.decode_step import LINEARS
 from rlhf_kernels.linear import reference as linear
 from rlhf_kernels.lora import reference as lora
 from rlhf_kernels.lora.segments import LoraCall
-from rlhf_kernels.philox import gumbel
+from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.sample.reference import STREAM
 from torch import Tensor
 

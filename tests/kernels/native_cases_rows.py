@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from rlhf_kernels.block import reference as block
 from rlhf_kernels.decode_attention import reference as decode_attention
 from rlhf_kernels.gae import reference as gae
 from rlhf_kernels.gather_logprob import reference as gather_logprob
-from rlhf_kernels.logits import OUTPUTS
+from rlhf_kernels.llama_ops import reference as llama_ops
+from rlhf_kernels.ppo_loss import PpoOptions, PpoTokens
 from rlhf_kernels.ppo_loss import reference as ppo_loss
+from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 
 from .native_case_file import BF16, FP32, FP64, Case, randn, rounded, tier1, tier2, within
@@ -77,8 +78,8 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
     scaled, normal = dy.double() * weight.double(), wide * rstd
     dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
     wants = {
-        "y": rounded(normal * weight.double(), block.rms_norm(x, weight, eps)),
-        "dx": rounded(dx, _gradient(lambda x: block.rms_norm(x, weight, eps), x, dy)),
+        "y": rounded(normal * weight.double(), llama_ops.rms_norm(x, weight, eps)),
+        "dx": rounded(dx, _gradient(lambda x: llama_ops.rms_norm(x, weight, eps), x, dy)),
     }
     yield Case("rms_norm", label, {"x": x, "dy": dy, "weight": weight, "rstd": rstd.float()}, {}, wants)
 
@@ -88,7 +89,7 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
 
     def turned(x: Tensor) -> Tensor:
         angles = cos.to(x.dtype), sin.to(x.dtype)
-        return block.rotary(x.transpose(1, 2), x.transpose(1, 2), *angles)[0].transpose(1, 2)
+        return llama_ops.rotary(x.transpose(1, 2), x.transpose(1, 2), *angles)[0].transpose(1, 2)
 
     wants = {
         "y": rounded(turned(x.double()), turned(x)),
@@ -99,12 +100,12 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
     gate, up, dy = randn(g, 4099, scale=4, dtype=dtype), randn(g, 4099, dtype=dtype), randn(g, 4099, dtype=dtype)
     wants = {
         "d_gate": rounded(
-            _gradient(lambda x: block.swiglu(x, up.double()), gate.double(), dy.double()),
-            _gradient(lambda x: block.swiglu(x, up), gate, dy),
+            _gradient(lambda x: llama_ops.swiglu(x, up.double()), gate.double(), dy.double()),
+            _gradient(lambda x: llama_ops.swiglu(x, up), gate, dy),
         ),
         "d_up": rounded(
-            _gradient(lambda x: block.swiglu(gate.double(), x), up.double(), dy.double()),
-            _gradient(lambda x: block.swiglu(gate, x), up, dy),
+            _gradient(lambda x: llama_ops.swiglu(gate.double(), x), up.double(), dy.double()),
+            _gradient(lambda x: llama_ops.swiglu(gate, x), up, dy),
         ),
     }
     yield Case("swiglu", label, {"gate": gate, "up": up, "dy": dy}, {}, wants)
@@ -122,8 +123,8 @@ def ppo_loss_case(g: torch.Generator, label: str) -> Case:
     def answers(dtype: torch.dtype) -> tuple[Tensor, ...]:
         new, old, advantage, ref, entropy, mask = (x.to(dtype) for x in t.values())
         denom = torch.tensor(n["denom"], dtype=dtype)
-        clips = (n["clip_low"], n["clip_high"], n["dual_clip"], "k3", n["kl_coef"], n["entropy_coef"])
-        out = ppo_loss.forward(new, old, advantage, mask, denom, ref, entropy, *clips)
+        options = PpoOptions(n["clip_low"], n["clip_high"], n["dual_clip"], "k3", n["kl_coef"], n["entropy_coef"])
+        out = ppo_loss.forward(new, PpoTokens(old, advantage, mask, denom, ref), entropy, options)
         grads = ppo_loss.backward(torch.ones((), dtype=dtype), out[2], mask, denom, n["entropy_coef"], True, True)
         return *out, grads[1]
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.block import rms_norm, rotary, swiglu
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
@@ -19,11 +17,13 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.logits import OUTPUTS
+from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
 from rlhf_kernels.lora import DecodeLinear, Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.sample import sample
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 
 from .decode_step_cases import Call, Sizes, make_adapters, make_call, make_decoder, mapped

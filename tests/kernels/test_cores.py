@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_kernels import cores, native
+from rlhf_kernels.runtime import cores, native
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"
@@ -170,7 +170,7 @@ HOST = """
 import json, os, sys
 from pathlib import Path
 import torch
-from rlhf_kernels import cores, native
+from rlhf_kernels.runtime import cores, native
 root, threads = Path(sys.argv[1]), int(sys.argv[2])
 os.sched_getaffinity = lambda process: set(range(64))
 os.cpu_count = lambda: 64
@@ -246,12 +246,12 @@ def test_the_mask_is_a_limit_before_and_after_torch_is_loaded(first):
     code = (
         f"import json, os\n{first}\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from rlhf_kernels import cores, native\n"
+        "from rlhf_kernels.runtime import cores, native\n"
         "print(json.dumps([cores.find().affinity, native.threads()]))"
     )
     assert on_host(code) == [1, 1]
 
 
 def test_what_torch_takes_unasked_is_known():
-    code = "import json, torch\nfrom rlhf_kernels import cores\n"
+    code = "import json, torch\nfrom rlhf_kernels.runtime import cores\n"
     assert on_host(code + "print(json.dumps(torch.get_num_threads() in cores._torch_defaults()))") is True

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from . import native_case_file, native_cases
 from .native_build import CLEAN, DRIVERS, ROOT, Build, build, needs, run

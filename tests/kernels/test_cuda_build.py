@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import aot, cuda_native, cuda_support, registry
+from rlhf_kernels.runtime import aot, cuda_native, cuda_support, registry
 
 from . import native_build
 
@@ -105,7 +105,7 @@ def test_kernels_on_the_cpu_under_sanitizers(sanitized):
 def built(tmp_path_factory):
     """What the command makes, with this machine's nvcc and no GPU."""
     folder = tmp_path_factory.mktemp("library")
-    command = [sys.executable, "-W", "error", "-m", "rlhf_kernels.cuda_native", "--build", str(folder)]
+    command = [sys.executable, "-W", "error", "-m", "rlhf_kernels.runtime.cuda_native", "--build", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
@@ -193,7 +193,9 @@ def test_build_replaces_whole_files(fake_nvcc, tmp_path):
 
 def test_builds_that_race_agree(fake_nvcc, tmp_path):
     fake_nvcc(f"{LAST_ARGUMENT}\nsleep 0.2\necho whole > $last")
-    code = "from pathlib import Path; from rlhf_kernels import cuda_native; print(cuda_native.build(Path('out')))"
+    code = (
+        "from pathlib import Path; from rlhf_kernels.runtime import cuda_native; print(cuda_native.build(Path('out')))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
     start = [sys.executable, "-c", code]
     runs = [subprocess.Popen(start, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
@@ -271,4 +273,4 @@ def test_command_says_what_is_wrong(fake_nvcc, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         cuda_native.main(["--build", str(tmp_path / "out")])
     assert stopped.value.code == 1
-    assert capsys.readouterr().err.startswith("python -m rlhf_kernels.cuda_native: nvcc failed")
+    assert capsys.readouterr().err.startswith("python -m rlhf_kernels.runtime.cuda_native: nvcc failed")

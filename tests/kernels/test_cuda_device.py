@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
-from rlhf_kernels.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
 pytestmark = pytest.mark.gpu
 N = 1_500_001  # more than one pass of the largest grid over the tokens, and a ragged end

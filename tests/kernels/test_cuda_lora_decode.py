@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import registry
 from rlhf_kernels.lora import DecodeLinear, Segments, cuda, decode_delta_, lora_linear, tables
-from rlhf_kernels.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
 from .cuda_graph import capture
 

@@ -8,10 +8,10 @@ import contextlib
 
 import pytest
 import torch
-from rlhf_kernels import cuda_native, cuda_support, registry
 from rlhf_kernels.gae import _gae_backward, gae, masked_moments, whiten
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
-from rlhf_kernels.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime import cuda_native, cuda_support, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
 NAN, INF = float("nan"), float("inf")
 

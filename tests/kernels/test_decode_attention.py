@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import native, registry, testing
 from rlhf_kernels.decode_attention import decode_attention, reference
+from rlhf_kernels.runtime import native, registry, testing
 
 # heads, cache heads, features: the reference takes its packed path for the small case, and not for the large one
 SMALL, LARGE = (4, 2, 8), (4, 2, 160)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rlhf_kernels import native, testing
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.runtime import native, testing
 from torch import Tensor
 
 from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped

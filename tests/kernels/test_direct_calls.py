@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.block import native as block_native
 from rlhf_kernels.decode_attention import native as attention_native
 from rlhf_kernels.decode_step import native as step_native
 from rlhf_kernels.gae import native as gae_native
 from rlhf_kernels.gather_logprob import native as gather_native
 from rlhf_kernels.linear import native as linear_native
+from rlhf_kernels.llama_ops import native as block_native
 from rlhf_kernels.lora import native as lora_native
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.ppo_loss import native as ppo_native
+from rlhf_kernels.runtime import native, registry
 
 from . import native_build
 from .decode_step_cases import Sizes, make_call, make_decoder

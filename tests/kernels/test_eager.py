@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels import eager
+from rlhf_kernels.runtime import eager
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.gae import gae
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 NAN = float("nan")
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

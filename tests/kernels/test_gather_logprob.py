@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.gather_logprob import _gather_logprob_backward_, gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.logits import OUTPUTS
-from rlhf_kernels.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
+from rlhf_kernels.vocab.logits import OUTPUTS
 
 OPS = torch.ops.rlhf_kernels
 

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
-from rlhf_kernels import native, sample
+from rlhf_kernels import sample
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.logits import OUTPUTS
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
+from rlhf_kernels.vocab.logits import OUTPUTS
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 ISAS = native.isas() if native.missing() is None else []

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_kernels import Segments, kernel_table, linear_logprob, lora_linear, native, registry
-from rlhf_kernels.kernel_table import Entry, KernelTable, KernelTableError
+from rlhf_kernels import Segments, linear_logprob, lora_linear
+from rlhf_kernels.runtime import kernel_table, native, registry
+from rlhf_kernels.runtime.kernel_table import Entry, KernelTable, KernelTableError
 
 ISA = native.isa() or "portable"
 needs_native = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
@@ -163,7 +164,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.parametrize("named", ["none.json", "table.json"])
 def test_the_environment_names_a_table(named, tmp_path):
     written(tmp_path, entry())
-    code = "from rlhf_kernels import registry; print(registry.report('cpu')['gae']['auto'])"
+    code = "from rlhf_kernels.runtime import registry; print(registry.report('cpu')['gae']['auto'])"
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths, "RLHF_ENGINE_KERNEL_TABLE": str(tmp_path / named)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)

@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import Segments, lora_linear, native, registry
-from rlhf_kernels.kernel_table import Entry, KernelTable
+from rlhf_kernels import Segments, lora_linear
 from rlhf_kernels.linear import linear, packed
 from rlhf_kernels.linear import native as cpu
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.kernel_table import Entry, KernelTable
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
 ISAS = native.isas() if native.missing() is None else []
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.linear import packed
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.logits import OUTPUTS, row_chunks
-from rlhf_kernels.registry import BackendUnavailableError
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.registry import BackendUnavailableError
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
+from rlhf_kernels.vocab.logits import OUTPUTS, row_chunks
 
 OPS = torch.ops.rlhf_kernels
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 OPS = torch.ops.rlhf_kernels
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 OPS = torch.ops.rlhf_kernels
 

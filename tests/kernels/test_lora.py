@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels.runtime import native, philox, registry, testing
 
 ISAS = [] if native.missing() else native.isas()
 REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels import native, philox, registry, testing
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import DecodeLinear, Dropout, LoraCall, Segments, lora_delta_, lora_linear, reference
 from rlhf_kernels.lora.segments import make_call
+from rlhf_kernels.runtime import native, philox, registry, testing
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from . import mutations, mutations_gpu_decoding, mutations_sets
 from .mutations import Mutation
@@ -30,7 +30,7 @@ WITH_COMPILER = shutil.which("g++") is not None
 CONFTEST = """
 import json, os, pathlib
 import rlhf_kernels
-from rlhf_kernels import kernel_table, registry
+from rlhf_kernels.runtime import kernel_table, registry
 
 def pytest_sessionstart():
     assert pathlib.Path(rlhf_kernels.__file__).is_relative_to(pathlib.Path(__file__).parent.parent)

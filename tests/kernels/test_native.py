@@ -12,7 +12,7 @@ import zipfile
 
 import pytest
 import torch
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 from . import native_build
 from .native_build import ROOT
@@ -162,7 +162,7 @@ def _unpacked(wheel, folder):
 
 REFERENCE_SERVES = """
 import torch
-from rlhf_kernels import native, registry
+from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.gae import gae
 report = registry.report("cpu")["gae"]
 assert (report["auto"], report["reference"], report["cpu"]) == ("reference", "available", native.missing()), report
@@ -181,7 +181,7 @@ def test_without_the_extension_the_reference_serves(tmp_path):
 
 
 def test_an_extension_that_does_not_load_says_why(tmp_path):
-    code = "from rlhf_kernels import native; print(native.missing())"
+    code = "from rlhf_kernels.runtime import native; print(native.missing())"
     output = _run_copy(tmp_path, code, extension=b"not a library")
     assert output.startswith("the native extension does not load: ")
 
@@ -250,7 +250,7 @@ def test_installs_without_a_compiler(checkout, tmp_path, command, environment):
         assert {"rlhf_engine/__init__.py", "rlhf_bench/runner.py", "rlhf_kernels/gae/__init__.py"} <= set(names)
         assert not any(name.startswith(("kernels/", "tests/", "bench/", "csrc/")) for name in names)
         assert {"rlhf_kernels/csrc/cuda/gae.cu", "rlhf_kernels/csrc/common/affine_map.h"} <= set(names)
-        assert "rlhf_kernels/kernel_table.json" in names
+        assert "rlhf_kernels/runtime/kernel_table.json" in names
         if environment is NO_COMPILER:
             installed = _unpacked(wheel, tmp_path / "installed")
             assert _run_beside(installed, REFERENCE_SERVES).startswith(NOT_BUILT)
@@ -286,7 +286,7 @@ def test_wheel_from_sdist_has_the_extension(checkout):
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("rlhf_kernels/_native.") for name in names)
     assert {"rlhf_kernels/csrc/cuda/launch.cuh", "rlhf_kernels/csrc/common/ppo_terms.h"} <= set(names)
-    assert "rlhf_kernels/kernel_table.json" in names
+    assert "rlhf_kernels/runtime/kernel_table.json" in names
 
 
 @pytest.mark.long  # compiles the extension
@@ -332,7 +332,7 @@ ORDER = (
 def test_sets_rise_and_the_best_is_used():
     sets = native.isas()
     assert sets == ORDER[: len(sets)]
-    code = "from rlhf_kernels import native; print(native.isa(), *native.isas())"
+    code = "from rlhf_kernels.runtime import native; print(native.isa(), *native.isas())"
     assert native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="").split() == [sets[-1], *sets]
 
 
@@ -386,7 +386,7 @@ def test_a_set_that_this_cpu_lacks_is_refused():
 def test_an_unknown_set_in_the_environment_ends_the_import():
     code = """
 try:
-    import rlhf_kernels.native
+    import rlhf_kernels.runtime.native
 except ValueError as error:
     print(error)
 """

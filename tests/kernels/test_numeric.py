@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels.testing import assert_ok, tier1, tier2, tier3
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 
 
 @pytest.fixture(autouse=True)

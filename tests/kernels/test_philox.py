@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.philox import gumbel, keep_mask, philox4x32, random_words
+from rlhf_kernels.runtime.philox import gumbel, keep_mask, philox4x32, random_words
 
 # Known-answer vectors of the Random123 distribution (philox4x32, 10 rounds): counter, key, result
 KNOWN = [

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
+from rlhf_kernels.runtime import native, registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 X = torch.zeros(2)

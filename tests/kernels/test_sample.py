@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.philox import gumbel
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.sample import SampleOutputs, sample
 
 ISAS = [] if native.missing() else native.isas()

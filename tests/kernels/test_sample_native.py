@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.logits import HeadLora
-from rlhf_kernels.philox import gumbel
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.philox import gumbel
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample.reference import STREAM
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.vocab.logits import HeadLora
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 ISAS = native.isas() if native.missing() is None else []

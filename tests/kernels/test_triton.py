@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import aot
+from rlhf_kernels.runtime import aot
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = ("linear_logprob", "linear_logprob_pair", "linear_ppo_loss")
@@ -43,8 +43,8 @@ def test_kernels_in_the_interpreter(interpreted):
 
 
 def compiled(path: Path, *options: str) -> list[dict]:
-    """What `python -m rlhf_kernels.aot` measured."""
-    python("-m", "rlhf_kernels.aot", "--json", str(path), *options, timeout=1800)
+    """What `python -m rlhf_kernels.runtime.aot` measured."""
+    python("-m", "rlhf_kernels.runtime.aot", "--json", str(path), *options, timeout=1800)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from rlhf_kernels import tuning
-from rlhf_kernels.tuning import Entry, Key, Row, TunedTableError
+from rlhf_kernels.runtime import tuning
+from rlhf_kernels.runtime.tuning import Entry, Key, Row, TunedTableError
 
 from rlhf_engine.commands.main import main
 
@@ -95,15 +95,15 @@ def test_a_written_table_is_read_as_it_was(path):
 
 def test_no_candidate_takes_more_workspace_than_the_planner_counts():
     free = {name: site.candidates for name, site in tuning.sites().items()}
-    from rlhf_kernels.decode_attention import triton as attention
-    from rlhf_kernels.linear_logprob import triton_sweep
-    from rlhf_kernels.sample import triton as drawing
+    from rlhf_kernels.decode_attention import cost as attention
+    from rlhf_kernels.sample import cost as drawing
+    from rlhf_kernels.vocab import cost as sweep
 
     assert min(free["decode_attention", "attend"]["SPLIT"]) >= attention.SPLIT
     for site in ("plain", "options"):
         assert max(free["sample", site]["PROGRAMS"]) <= drawing.PROGRAMS
-    assert max(free["linear_logprob", "tile"]["TILE_ROWS"]) <= triton_sweep.TILE_ROWS
-    assert max(free["linear_logprob", "tile"]["TILE_COLUMNS"]) <= triton_sweep.TILE_COLUMNS
+    assert max(free["linear_logprob", "tile"]["TILE_ROWS"]) <= sweep.TILE_ROWS
+    assert max(free["linear_logprob", "tile"]["TILE_COLUMNS"]) <= sweep.TILE_COLUMNS
     assert "BD" not in free["lora", "columns"]
 
 
@@ -243,7 +243,7 @@ def test_a_table_that_cannot_be_used_changes_no_run(path):
 COMPILED = """
 import json, re, sys
 from dataclasses import replace
-from rlhf_kernels import aot, tuning
+from rlhf_kernels.runtime import aot, tuning
 KERNELS = {
     ("decode_attention", "attend"): ("attend_kernel", {}),
     ("linear_logprob", "fused"): ("fused_kernel", {}),

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
 from rlhf_kernels.gae import _masked_moments, _whiten, _whiten_backward, masked_moments, whiten
-from rlhf_kernels.testing import assert_ok, tier2
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier2
 
 NAN = float("nan")
 ISAS = [] if native.missing() else native.isas()

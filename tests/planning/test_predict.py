@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from rlhf_kernels import native, registry
-from rlhf_kernels.kernel_table import Entry, KernelTable
 from rlhf_kernels.linear import packed
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.kernel_table import Entry, KernelTable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -347,15 +347,3 @@ def test_shallow_configs_keep_the_kinds_of_their_layers():
     config = CONFIGS["gemma2"]
     assert shallow(config, 2).layer_types == config.layer_types[:2]
     assert shallow(config, 1).num_hidden_layers == 1
-
-
-def test_the_partial_states_of_triton_are_counted_as_it_cuts():
-    """Constants of kernels that cannot be imported where there is no Triton."""
-    pytest.importorskip("triton")
-    from rlhf_kernels.decode_attention import triton as attention
-    from rlhf_kernels.sample import triton as drawing
-
-    from rlhf_engine.planning import workspace
-
-    assert (workspace._SPLIT, workspace._MOST_SPLITS) == (attention.SPLIT, attention.MAX_SPLITS)
-    assert (workspace._SHARES, workspace._FIELDS) == (drawing.PROGRAMS, drawing.FIELDS + drawing.CHOICES)

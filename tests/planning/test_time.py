@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.cost import ATTENTION, GEMMS, HEADS, LORA, Work
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlhf_engine.commands.main import main
@@ -22,7 +23,6 @@ from rlhf_engine.planning import ceilings
 from rlhf_engine.planning.duration import LAUNCHES, PARTS, STEP_PHASES, DurationPlanner
 from rlhf_engine.planning.machines import Ceiling, Machine, gpu, interpolate
 from rlhf_engine.planning.phases import build_model
-from rlhf_engine.planning.work import ATTENTION, GEMMS, HEADS, LORA, Work
 from tests.planning.test_plan_command import SHORT, folder, run  # noqa: F401
 from tests.planning.test_predict import RANK, setting
 

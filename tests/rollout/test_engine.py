@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels import kernel_table, native, registry
+from rlhf_kernels.runtime import kernel_table, native, registry
 
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles

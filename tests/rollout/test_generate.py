@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from rlhf_kernels import native
 from rlhf_kernels.lora import native as lora_cpu
+from rlhf_kernels.runtime import native
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, hydra_roles

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_engine.hydra import HydraModel, hydra_roles

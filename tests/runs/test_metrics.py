@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rlhf_kernels import registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import DemoConfig
 from rlhf_engine.runs.metrics import (

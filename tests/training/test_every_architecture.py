@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from rlhf_kernels import testing
+from rlhf_kernels.runtime import testing
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.commands.demo.task import build_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels import kernel_table, native, registry, tuning
-from rlhf_kernels.kernel_table import Entry
+from rlhf_kernels.runtime import kernel_table, native, registry, tuning
+from rlhf_kernels.runtime.kernel_table import Entry
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.manifest import write_manifest

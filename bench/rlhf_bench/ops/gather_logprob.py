@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_bench.case import Baseline, Case, NotHereError, Tensors, differentiate, leaves_of, require
 from rlhf_bench.floor import copy_floors
-from rlhf_bench.ops.heads import eager_stats
+from rlhf_bench.heads import eager_stats
 
 Score = Callable[[Tensor, Tensor], Tensor]
 _CPU = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_bench.case import Baseline, Case, Floors, NotHereError, Tensors, differentiate, leaves_of, require
 from rlhf_bench.floor import gemm_floors, random_normal
-from rlhf_bench.ops.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
+from rlhf_bench.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from rlhf_kernels import linear_logprob, linear_logprob_pair
 
 from rlhf_bench.case import Baseline, Case, Floors, Tensors, differentiate, leaves_of
 from rlhf_bench.floor import gemm_floors, random_normal
-from rlhf_bench.ops.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head, require_trl
+from rlhf_bench.heads import TRL_VOCAB_CHUNK, HeadSize, head_sizes, make_head, require_trl
 
 OUTPUTS = ("logprob_a", "logprob_r", "kl", "entropy")
 

@@ -13,8 +13,8 @@ from rlhf_kernels import linear_logprob, linear_ppo_loss
 from torch import Tensor
 
 from rlhf_bench.case import Baseline, Case, Tensors, differentiate, leaves_of, require
-from rlhf_bench.ops.formulas import CLIP, log_ratios, ppo_policy
-from rlhf_bench.ops.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
+from rlhf_bench.formulas import CLIP, log_ratios, ppo_policy
+from rlhf_bench.heads import HeadSize, Score, Scorer, eager_score, head_sizes, make_head, scorers
 from rlhf_bench.ops.linear_logprob import head_floor
 
 

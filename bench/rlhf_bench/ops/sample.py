@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from rlhf_kernels.philox import gumbel
+from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import STREAM
 from torch import Tensor
 
 from rlhf_bench.case import Baseline, Case, Tensors
 from rlhf_bench.floor import gemm_floors
-from rlhf_bench.ops.heads import HeadSize, make_head
+from rlhf_bench.heads import HeadSize, make_head
 
 TEMPERATURE, TOP_K, TOP_P = 0.9, 50, 0.95
 _CPU = {

@@ -6,7 +6,7 @@
 
 #include "cpu/lanes.h"
 
-#include "cpu/block_kernel.inc.h"
+#include "cpu/llama_ops_kernel.inc.h"
 #include "cpu/decode_attention_kernel.inc.h"
 #include "cpu/gather_logprob_kernel.inc.h"
 #include "cpu/ppo_loss_kernel.inc.h"

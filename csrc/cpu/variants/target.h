@@ -15,7 +15,7 @@
 #endif
 
 #include "common/half.h"
-#include "cpu/block_rows.h"
+#include "cpu/llama_ops_rows.h"
 #include "cpu/decode_attention_rows.h"
 #include "cpu/decode_step.h"
 #include "cpu/gather_logprob_rows.h"

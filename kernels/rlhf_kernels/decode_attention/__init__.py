@@ -25,8 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import eager, registry, triton_support
 from rlhf_kernels.decode_attention import native, reference
+from rlhf_kernels.runtime import eager, registry, triton_support
 
 __all__ = ["decode_attention"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 _TYPES = (torch.float32, torch.bfloat16)
 

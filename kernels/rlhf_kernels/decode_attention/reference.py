@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import autocast
+from rlhf_kernels.runtime import autocast
 
 # Up to this many features per position, one GEMM with all cache heads side by side beats a copy per head.
 _PACKED_FEATURES = 256

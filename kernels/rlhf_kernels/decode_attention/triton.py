@@ -19,14 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logits_triton import exponentials
-from ..triton_math import dot, tanh
-from ..triton_support import INTERPRETED, AotCase
-from ..tuning import Site
+from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
+from rlhf_kernels.runtime.triton_math import dot, tanh
+from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
+from rlhf_kernels.runtime.tuning import Site
+from rlhf_kernels.vocab.triton_logits import exponentials
 
 # The defaults; never by the batch.
-SPLIT = 256
-MAX_SPLITS = 64
 WARPS, STAGES = 4, 3
 ATTEND = Site(
     op="decode_attention",

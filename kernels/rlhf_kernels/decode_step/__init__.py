@@ -35,9 +35,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import registry
-from . import native, reference
-from .model import (
+from rlhf_kernels.decode_step import native, reference
+from rlhf_kernels.decode_step.model import (
     LINEARS,
     Decoder,
     DecoderLayer,
@@ -48,6 +47,7 @@ from .model import (
     mlp_shape,
     tensors_of,
 )
+from rlhf_kernels.runtime import registry
 
 __all__ = ["LINEARS", "DecodeStep", "Decoder", "DecoderLayer", "Projection", "StepAdapter"]
 

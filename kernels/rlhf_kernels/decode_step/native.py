@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
-from .model import LINEARS, Decoder, DecoderLayer, Projection, StepAdapter, check_caches, tensors_of
+from rlhf_kernels.decode_step.model import (
+    LINEARS,
+    Decoder,
+    DecoderLayer,
+    Projection,
+    StepAdapter,
+    check_caches,
+    tensors_of,
+)
+from rlhf_kernels.runtime import native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ABSENT = ((0, 0, 0), (0, 0, 0), 0)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import autocast
-from ..block.reference import rotary
-from ..decode_attention.reference import forward as attention
-from ..lora.reference import compute_dtype
-from .model import Decoder, DecoderLayer, StepAdapter, check_caches
+from rlhf_kernels.decode_attention.reference import forward as attention
+from rlhf_kernels.decode_step.model import Decoder, DecoderLayer, StepAdapter, check_caches
+from rlhf_kernels.llama_ops.reference import rotary
+from rlhf_kernels.lora.reference import compute_dtype
+from rlhf_kernels.runtime import autocast
 
 
 class Step:

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import cuda_support, registry, signature, triton_support
-from ..eager import custom_op, eager
-from . import native, reference
+from rlhf_kernels.gae import native, reference
+from rlhf_kernels.runtime import cuda_support, registry, signature, triton_support
+from rlhf_kernels.runtime.eager import custom_op, eager
 
 for _op in ("gae", "whiten"):
     registry.register(_op, "reference", reference)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import cuda_support
-from ..cuda_support import address, matrix
+from rlhf_kernels.runtime import cuda_support
+from rlhf_kernels.runtime.cuda_support import address, matrix
 
 
 def forward(

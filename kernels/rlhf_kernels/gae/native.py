@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import native
+from rlhf_kernels.runtime import native
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:

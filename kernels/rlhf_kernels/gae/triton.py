@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rlhf_kernels.triton_support import AotCase
-from rlhf_kernels.tuning import Site
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.runtime.tuning import Site
 
 BLOCK_T = 1024
 BLOCK = 1024

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import eager, registry, signature, triton_support
-from ..logits import (
+from rlhf_kernels.gather_logprob import native, reference
+from rlhf_kernels.runtime import eager, registry, signature, triton_support
+from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     LogprobOutputs,
     accumulation_dtype,
@@ -28,7 +29,6 @@ from ..logits import (
     check_temperature,
     check_tensor,
 )
-from . import native, reference
 
 __all__ = ["LogprobOutputs", "gather_logprob"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import native
-from ..logits import OUTPUTS, accumulation_dtype
+from rlhf_kernels.runtime import native
+from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype
 
 _PER_ROW = (
     *("d_logprob", "d_entropy", "d_lse", "d_mean_logit", "d_log_sum_sq_prob"),

@@ -9,15 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..linear_logprob.reference import tile_grad, tile_stats
-from ..logits import (
-    OUTPUTS,
-    accumulation_dtype,
-    row_chunks,
-    split_target,
-    temperature_column,
-)
+from rlhf_kernels.linear_logprob.reference import tile_grad, tile_stats
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, row_chunks, split_target, temperature_column
 
 
 def _place(logits: Tensor, rows: slice) -> slice | tuple[Tensor, ...]:

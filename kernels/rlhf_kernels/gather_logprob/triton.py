@@ -1,7 +1,7 @@
 """`gather_logprob` on Triton: one pass over the logits forward, one backward, which may overwrite them.
 
 Forward: each program folds a share of a row's columns into a state, a second kernel joins the shares; formulas and
-states are those of `linear_logprob` (`rlhf_kernels.logits_triton`). Many rows take one share each, few rows many.
+states are those of `linear_logprob` (`rlhf_kernels.vocab.triton_logits`). Many rows take one share each, few rows many.
 Backward: elementwise; every element is read and written by the same thread, so `d_logits` may be the logits.
 Logits may have any strides; rows are found by their offset. Arithmetic fp32; deterministic, capturable, and no
 memory beyond the states (40 bytes per row and share).
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..linear_logprob.triton_kernels import FIELDS, load_divisor, load_row, store_state
-from ..linear_logprob.triton_sweep import RowGrads, finish
-from ..logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
-from ..logits_triton import joined, tile_grad, tile_state
-from ..triton_support import INTERPRETED, AotCase
-from ..tuning import Site
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
+from rlhf_kernels.runtime.tuning import Site
+from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
+from rlhf_kernels.vocab.triton_kernels import FIELDS, load_divisor, load_row, store_state
+from rlhf_kernels.vocab.triton_logits import joined, tile_grad, tile_state
+from rlhf_kernels.vocab.triton_sweep import RowGrads, finish
 
 # The defaults.
 PROGRAMS = 528  # shares are made until there are so many programs: four per multiprocessor of an H200

@@ -15,8 +15,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kernels import autocast, eager, registry
 from rlhf_kernels.linear import native, reference
+from rlhf_kernels.runtime import autocast, eager, registry
 
 __all__ = ["linear", "product_for"]
 

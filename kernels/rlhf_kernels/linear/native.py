@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels import native
 from rlhf_kernels.linear import packed
+from rlhf_kernels.runtime import native
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

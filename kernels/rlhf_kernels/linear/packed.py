@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlhf_kernels import native
+from rlhf_kernels.runtime import native
 
 ENVIRONMENT_VARIABLE = "RLHF_ENGINE_PACKED_WEIGHTS"
 """Names the budget in MiB; 0: keep none."""

@@ -19,13 +19,14 @@ Cost      GEMMs of N·H·V: forward alone 1; with the gradient ahead 2 in all; o
           no product, no allocation.
 Source    the transform's order is that of transformers' heads (bias, logit scale, softcap), then the
           temperature.
-Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.logits`.
+Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.vocab.logits`.
 """
 
 from torch import Tensor
 
-from .. import eager, registry, triton_support
-from ..logits import (
+from rlhf_kernels.linear_logprob import native, reference
+from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     HeadGrads,
     HeadLora,
@@ -41,7 +42,6 @@ from ..logits import (
     grads_needed,
     widest,
 )
-from . import native, reference
 
 __all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..head_native import HeadCall, active_rows, floats, results, scatter, unsupported
-from ..logits import (
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     HeadGrads,
     HeadOptions,
@@ -20,6 +19,7 @@ from ..logits import (
     split_target,
     temperature_column,
 )
+from rlhf_kernels.vocab.native import HeadCall, active_rows, floats, results, scatter, unsupported
 
 __all__ = ["backward", "forward", "unsupported"]
 

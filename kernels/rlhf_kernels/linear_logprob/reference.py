@@ -8,7 +8,7 @@ Row statistics, with p = softmax(z), lse = log Σ eᶻ, target t:
     log_sum_sq_prob = log Σ p²           d/dz_j = 2 p_j² / Σ p² − 2 p_j
     is_top1 = [t is the first arg-max]   no derivative
 
-Logits, shapes and dtypes: `rlhf_kernels.logits`. GEMMs per chunk: forward 1, or 2 with the gradient ahead and
+Logits, shapes and dtypes: `rlhf_kernels.vocab.logits`. GEMMs per chunk: forward 1, or 2 with the gradient ahead and
 then none in the backward; otherwise backward has 1 to make the tile again, plus 1 for hidden and 1 for a trained
 weight. Peak memory beyond inputs and outputs: about four tiles
 of 2²² elements.
@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..logits import (
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     Head,
     HeadGrads,

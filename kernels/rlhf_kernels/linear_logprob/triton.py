@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
-from ..triton_support import AotCase
-from . import triton_aot
-from .triton_sweep import RowGrads, Stats, Sweep
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.vocab import triton_aot
+from rlhf_kernels.vocab.logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
+from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
 
 
 @without_autocast

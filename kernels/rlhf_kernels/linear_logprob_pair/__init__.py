@@ -17,7 +17,7 @@ Legend    hidden_a, hidden_r [N, H], weight W [V, H], target t [N] int64, bias [
 Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden_a or weight is fp64). A KL below about
           1e-6 is fp32 rounding and may come out slightly negative; equal rows without lora give
           exactly 0.
-Determinism: as `rlhf_kernels.logits`; logprob_a, logprob_r and entropy are those of `linear_logprob`, bit for
+Determinism: as `rlhf_kernels.vocab.logits`; logprob_a, logprob_r and entropy are those of `linear_logprob`, bit for
 bit.
 Source    the KL of two softmaxes in the streaming form of online softmax.
 """
@@ -27,8 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import eager, registry, triton_support
-from ..logits import (
+from rlhf_kernels.linear_logprob_pair import native, reference
+from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.vocab.logits import (
     HeadLora,
     HeadOptions,
     PairSaved,
@@ -38,7 +39,6 @@ from ..logits import (
     check_tensor,
     widest,
 )
-from . import native, reference
 
 __all__ = ["PairOutputs", "linear_logprob_pair"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..head_native import HeadCall, active_rows, floats, scatter, unsupported
-from ..logits import HeadOptions, PairSaved, pair_hidden_grad, split_target, temperature_column
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.vocab.logits import HeadOptions, PairSaved, pair_hidden_grad, split_target, temperature_column
+from rlhf_kernels.vocab.native import HeadCall, active_rows, floats, scatter, unsupported
 
 __all__ = ["backward", "forward", "unsupported"]
 

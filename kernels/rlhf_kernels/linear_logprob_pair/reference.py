@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..linear_logprob.reference import tile_grad, tile_stats
-from ..logits import (
+from rlhf_kernels.linear_logprob.reference import tile_grad, tile_stats
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.vocab.logits import (
     Head,
     HeadGrads,
     HeadOptions,

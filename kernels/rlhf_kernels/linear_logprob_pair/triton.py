@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..linear_logprob import triton_aot
-from ..linear_logprob.triton_sweep import RowGrads, Stats, Sweep
-from ..logits import HeadOptions, PairSaved
-from ..triton_support import AotCase
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.vocab import triton_aot
+from rlhf_kernels.vocab.logits import HeadOptions, PairSaved
+from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
 
 
 @without_autocast

@@ -16,17 +16,20 @@ Legend    hidden [N, H], weight W [V, H], target [N] int64, old_logprob, advanta
           denom [].
 Dtypes    any float in; accumulation, loss, statistics and logprob fp32 (fp64 if hidden or weight is fp64);
           gradients are kept in that dtype and rounded once, to each input's dtype, after scaling.
-Determinism: as `rlhf_kernels.logits`; logprob equals that of `linear_logprob` bit for bit.
+Determinism: as `rlhf_kernels.vocab.logits`; logprob equals that of `linear_logprob` bit for bit.
 Source    Schulman et al. 2017; gradient in the forward as in fused cross-entropy losses.
 """
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import eager, registry, triton_support
-from ..logits import (
+from rlhf_kernels.linear_ppo_loss import native, reference
+from rlhf_kernels.ppo_loss import PolicyStatistics
+from rlhf_kernels.ppo_loss.checks import as_denom, check_kl
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
+from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.vocab.logits import (
     HeadGrads,
     HeadLora,
     HeadOptions,
@@ -36,9 +39,6 @@ from ..logits import (
     grads_needed,
     widest,
 )
-from ..ppo_loss import PolicyStatistics
-from ..ppo_loss.checks import as_denom, check_kl
-from . import native, reference
 
 __all__ = ["LinearPpoLossOutputs", "linear_ppo_loss"]
 
@@ -89,7 +89,7 @@ def linear_ppo_loss(
     `linear_logprob`. What stands in masked rows (target included) does not matter. Under `torch.no_grad()` no
     gradient is made.
     """
-    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    head = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]
     check_tensor("target", target, (n_rows,), hidden, "int64")
     check_tensor("old_logprob", old_logprob, (n_rows,), hidden)
@@ -97,17 +97,7 @@ def linear_ppo_loss(
     check_tensor("mask", mask, (n_rows,), hidden, "mask")
     if ref_logprob is not None:
         check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
-    elif kl_coef != 0:
-        raise ValueError(f"kl_coef: {kl_coef!r} needs ref_logprob, got ref_logprob=None")
-    for name, knob in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not knob >= 0:
-            raise ValueError(f"{name}: expected a number >= 0, got {knob!r}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
-    check_kl(kl)
-    for name, coef in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
-        if not math.isfinite(coef):
-            raise ValueError(f"{name}: expected a finite number, got {coef!r}")
+    options = PpoOptions.checked(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, ref_logprob=ref_logprob)
     loss, statistics, logprob, *_ = _linear_ppo_loss(
         hidden,
         weight,
@@ -117,15 +107,10 @@ def linear_ppo_loss(
         mask.detach(),
         as_denom(denom, hidden),
         None if ref_logprob is None else ref_logprob.detach(),
-        *options,
+        *head,
         ignore_index,
-        float(clip_low),
-        float(clip_high),
-        None if dual_clip is None else float(dual_clip),
-        kl,
-        float(kl_coef),
-        float(entropy_coef),
-        grads_needed(hidden, weight, bias, options.lora_A, options.lora_B),
+        *options,
+        grads_needed(hidden, weight, bias, head.lora_A, head.lora_B),
         registry.resolve("linear_ppo_loss", backend, widest(hidden, weight), weight.shape),
     )
     return LinearPpoLossOutputs(loss, statistics, logprob)
@@ -165,11 +150,11 @@ def _linear_ppo_loss(
     needs: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    tokens = (target, old_logprob, advantage, mask, denom, ref_logprob)
-    knobs = (ignore_index, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    head = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
+    tokens = PpoTokens(old_logprob, advantage, mask, denom, ref_logprob)
+    options = PpoOptions(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     run = registry.implementation("linear_ppo_loss", backend).forward
-    return run(hidden, weight, *tokens, options, *knobs, needs)
+    return run(hidden, weight, target, tokens, head, options, ignore_index, needs)
 
 
 @_linear_ppo_loss.register_fake

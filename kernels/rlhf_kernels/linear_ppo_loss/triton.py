@@ -19,12 +19,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import registry
-from ..autocast import without_autocast
-from ..linear_logprob import triton_aot
-from ..linear_logprob.triton_sweep import Live, RowGrads, Sweep
-from ..logits import HeadGrads, HeadOptions
-from ..triton_support import AotCase
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
+from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.vocab import triton_aot
+from rlhf_kernels.vocab.logits import HeadGrads, HeadOptions
+from rlhf_kernels.vocab.triton_sweep import Live, RowGrads, Sweep
 
 
 def packed(live: Tensor, tile_rows: int) -> Live:
@@ -41,19 +42,10 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    options: HeadOptions,
+    tokens: PpoTokens,
+    head: HeadOptions,
+    options: PpoOptions,
     ignore_index: int,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
     needs: str,
 ) -> tuple[Tensor, ...]:
     """(loss [], statistics [9], logprob [N], d_hidden, d_weight, d_bias, d_lora_A, d_lora_B).
@@ -61,45 +53,31 @@ def forward(
     Gradients are fp32, because the backward still scales them; empty where `needs` does not name them. A masked
     row is treated like an ignored one: neither its target nor its numbers are looked at.
     """
-    sweep = Sweep(hidden, weight, torch.where(mask != 0, target, ignore_index), options, ignore_index)
-    factor = torch.where(sweep.keep, mask.to(torch.float32), 0.0)  # [N]
-    denom = denom.to(torch.float32)
-    ahead = needs == "hidden" and entropy_coef == 0 and sweep.n_rows > 0
+    sweep = Sweep(hidden, weight, torch.where(tokens.mask != 0, target, ignore_index), head, ignore_index)
+    factor = torch.where(sweep.keep, tokens.mask.to(torch.float32), 0.0)  # [N]
+    denom = tokens.denom_tensor(torch.float32)
+    ahead = needs == "hidden" and options.entropy_coef == 0 and sweep.n_rows > 0
     live = None
     if ahead:
         may_move = factor != 0
-        if ref_logprob is None or kl_coef == 0:
-            may_move &= advantage != 0
+        if tokens.ref_logprob is None or options.kl_coef == 0:
+            may_move &= tokens.advantage != 0
         live = packed(may_move, sweep.tile_rows)
     logprob = entropy = sweep.empty(0)
     if sweep.n_rows:
         stats = sweep.statistics("entropy", "logprob" if ahead else "", live)
         logprob, entropy = stats.values["logprob"], stats.values["entropy"]
     ppo_loss = registry.implementation("ppo_loss", registry.resolve("ppo_loss", "auto", logprob))
-    loss, statistics, d_logprob = ppo_loss.forward(
-        logprob,
-        old_logprob,
-        advantage,
-        factor,
-        denom,
-        ref_logprob,
-        entropy,
-        clip_low,
-        clip_high,
-        dual_clip,
-        kl,
-        kl_coef,
-        entropy_coef,
-    )
+    loss, statistics, d_logprob = ppo_loss.forward(logprob, tokens._replace(mask=factor, denom=denom), entropy, options)
     made: dict[str, Tensor] = {}
     if needs and sweep.n_rows:
         if ahead:
             made["hidden"] = sweep.from_expected(stats, RowGrads(logprob=d_logprob), torch.float32, live)
         else:
-            d_entropy = factor * (-entropy_coef) / denom if entropy_coef else None
+            d_entropy = factor * (-options.entropy_coef) / denom if options.entropy_coef else None
             made = sweep.gradients(stats, RowGrads(logprob=d_logprob, entropy=d_entropy), needs)
     elif needs:
-        inputs = zip(HeadGrads.names, (hidden, weight, options.bias, options.lora_A, options.lora_B), strict=True)
+        inputs = zip(HeadGrads.names, (hidden, weight, head.bias, head.lora_A, head.lora_B), strict=True)
         made = {
             n: x.new_zeros(x.shape, dtype=torch.float32) for n, x in inputs if x is not None and n in needs.split(",")
         }

@@ -38,12 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kernels import autocast, eager, registry, triton_support
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import cuda, native, reference
 from rlhf_kernels.lora.decode import decode_delta_
 from rlhf_kernels.lora.reference import compute_dtype
 from rlhf_kernels.lora.segments import OFF, Dropout, LoraCall, Segments, make_call
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 
 __all__ = ["OFF", "DecodeLinear", "Dropout", "LoraCall", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import autocast, cuda_support
-from .segments import LoraCall
-from .tables import row_slots_of, slots_of
+from rlhf_kernels.lora.segments import LoraCall
+from rlhf_kernels.lora.tables import row_slots_of, slots_of
+from rlhf_kernels.runtime import autocast, cuda_support
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ADAPTERS = (torch.float32, torch.bfloat16)

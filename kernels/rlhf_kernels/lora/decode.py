@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_kernels import autocast, registry
 from rlhf_kernels.lora import cuda
 from rlhf_kernels.lora.reference import compute_dtype
 from rlhf_kernels.lora.segments import check_adapter
+from rlhf_kernels.runtime import autocast, registry
 
 __all__ = ["decode_delta_"]
 

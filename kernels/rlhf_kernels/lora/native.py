@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from .. import autocast, native
-from ..linear import native as linear_native
-from ..linear import product_for
-from .segments import LoraCall
+from rlhf_kernels.linear import native as linear_native
+from rlhf_kernels.linear import product_for
+from rlhf_kernels.lora.segments import LoraCall
+from rlhf_kernels.runtime import autocast, native
 
 _TYPES = (torch.float32, torch.bfloat16)
 _Matrix = tuple[int, int, int]  # address, row stride, type

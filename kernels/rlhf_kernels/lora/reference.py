@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kernels import autocast
 from rlhf_kernels.lora.segments import LoraCall
-from rlhf_kernels.philox import keep_mask
+from rlhf_kernels.runtime import autocast
+from rlhf_kernels.runtime.philox import keep_mask
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels import autocast
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
-from rlhf_kernels.philox_triton import random_words
-from rlhf_kernels.triton_math import dot
-from rlhf_kernels.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.tuning import Settings, Site
+from rlhf_kernels.runtime import autocast
+from rlhf_kernels.runtime.philox_triton import random_words
+from rlhf_kernels.runtime.triton_math import dot
+from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
+from rlhf_kernels.runtime.tuning import Settings, Site
 
 ONE_READ_RANK = 32
 MAX_RANK = 128
@@ -224,7 +224,7 @@ def _fold_columns_kernel(sums, out, folds, slots, n_d, SIDE: tl.constexpr, R: tl
 
 
 def _config(n: int, rank: int, x: torch.dtype, weight: torch.dtype, kernel: str) -> dict[str, int]:
-    """Columns per tile and warps: what registers and shared memory hold without spills (`rlhf_kernels.aot`)."""
+    """Columns per tile and warps: what registers and shared memory hold without spills (`rlhf_kernels.runtime.aot`)."""
     tf32 = torch.bfloat16 not in (x, weight) and torch.float32 in (x, weight)
     if kernel == "shrink":
         block = 128 if rank <= 32 and not tf32 else 64 if rank <= 64 or not tf32 else 32

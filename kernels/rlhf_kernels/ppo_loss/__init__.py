@@ -23,15 +23,13 @@ Source: Schulman et al. 2017 (clip); Ye et al. 2020 (dual clip); J. Schulman, "A
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from rlhf_kernels import cuda_support, registry, signature, triton_support
-from rlhf_kernels.eager import eager
 from rlhf_kernels.ppo_loss import native, reference
 from rlhf_kernels.ppo_loss.checks import (
+    KL_ESTIMATORS,
+    accumulate_dtype,
     as_denom,
     check_denom,
     check_kl,
@@ -41,19 +39,21 @@ from rlhf_kernels.ppo_loss.checks import (
     is_one,
     like,
 )
-from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, PpoTokenTerms, accumulate_dtype, ppo_token_terms
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.ppo_loss.statistics import LossAndStatistics, PolicyStatistics
 from rlhf_kernels.ppo_loss.value import ValueLossOutputs, explained_variance, value_loss
+from rlhf_kernels.runtime import cuda_support, registry, signature, triton_support
+from rlhf_kernels.runtime.eager import eager
 
 __all__ = [
     "KL_ESTIMATORS",
     "PolicyStatistics",
     "PpoLossOutputs",
-    "PpoTokenTerms",
+    "PpoOptions",
+    "PpoTokens",
     "ValueLossOutputs",
     "explained_variance",
     "ppo_loss",
-    "ppo_token_terms",
     "value_loss",
 ]
 
@@ -89,21 +89,9 @@ def _ppo_loss_op(
     entropy_coef: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return registry.implementation("ppo_loss", backend).forward(
-        new_logprob,
-        old_logprob,
-        advantage,
-        mask,
-        denom,
-        ref_logprob,
-        entropy,
-        clip_low,
-        clip_high,
-        dual_clip,
-        kl,
-        kl_coef,
-        entropy_coef,
-    )
+    tokens = PpoTokens(old_logprob, advantage, mask, denom, ref_logprob)
+    options = PpoOptions(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    return registry.implementation("ppo_loss", backend).forward(new_logprob, tokens, entropy, options)
 
 
 @_ppo_loss_op.register_fake
@@ -235,25 +223,11 @@ def ppo_loss(
         ref_logprob=ref_logprob,
         entropy=entropy,
     )
-    if not clip_low >= 0:
-        raise ValueError(f"clip_low: expected a number >= 0, got {clip_low!r}")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high: expected a number >= 0, got {clip_high!r}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip: expected None or a number > 1, got {dual_clip!r}")
-    check_kl(kl)
-    _check_coefficient("kl_coef", kl_coef, "ref_logprob", ref_logprob)
-    _check_coefficient("entropy_coef", entropy_coef, "entropy", entropy)
+    options = PpoOptions.checked(
+        clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, ref_logprob=ref_logprob, entropy=entropy
+    )
     check_denom(denom)
     chosen = registry.resolve("ppo_loss", backend, new_logprob)
-    knobs = (
-        float(clip_low),
-        float(clip_high),
-        None if dual_clip is None else float(dual_clip),
-        kl,
-        float(kl_coef),
-        float(entropy_coef),
-    )
     if not eager(new_logprob, old_logprob, advantage, mask, ref_logprob, entropy):
         loss, statistics, _ = _ppo_loss_op(
             new_logprob.reshape(-1),
@@ -263,27 +237,21 @@ def ppo_loss(
             as_denom(denom, new_logprob),
             flat_or_none(ref_logprob),
             None if entropy is None else entropy.reshape(-1),
-            *knobs,
+            *options,
             chosen,
         )
         return PpoLossOutputs(loss, statistics)
     implementation = registry.implementation("ppo_loss", chosen)
     if getattr(implementation, "TAKES_AS_GIVEN", False):
-        denom = float(denom)
-        loss, statistics, dloss = implementation.forward(
-            new_logprob, old_logprob, advantage, mask, denom, ref_logprob, entropy, *knobs
-        )
+        tokens = PpoTokens(old_logprob, advantage, mask, float(denom), ref_logprob)
+        loss, statistics, dloss = implementation.forward(new_logprob, tokens, entropy, options)
     else:
-        mask, denom = flat(mask), as_denom(denom, new_logprob)
-        constants = flat(old_logprob), flat(advantage), mask, denom, flat_or_none(ref_logprob), flat_or_none(entropy)
-        loss, statistics, dloss = implementation.forward(flat(new_logprob), *constants, *knobs)
+        tokens = PpoTokens(
+            flat(old_logprob), flat(advantage), flat(mask), as_denom(denom, new_logprob), flat_or_none(ref_logprob)
+        )
+        loss, statistics, dloss = implementation.forward(flat(new_logprob), tokens, flat_or_none(entropy), options)
     if torch.is_grad_enabled() and (new_logprob.requires_grad or (entropy is not None and entropy.requires_grad)):
-        loss = _PpoGradient.apply(new_logprob, entropy, (loss, dloss, mask, denom, float(entropy_coef), chosen))
+        loss = _PpoGradient.apply(
+            new_logprob, entropy, (loss, dloss, tokens.mask, tokens.denom, options.entropy_coef, chosen)
+        )
     return PpoLossOutputs(loss, statistics)
-
-
-def _check_coefficient(name: str, coef: float, source: str, tensor: Tensor | None) -> None:
-    if not math.isfinite(coef):
-        raise ValueError(f"{name}: expected a finite number, got {coef!r}")
-    if coef != 0 and tensor is None:
-        raise ValueError(f"{name}: {coef!r} needs {source}, got {source}=None")

@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, accumulate_dtype
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def accumulate_dtype(tensor: Tensor) -> torch.dtype:
+    """fp64 for an fp64 tensor, else fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def check_tensors(**tensors: Tensor | None) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import cuda_support
-from rlhf_kernels.cuda_support import address
-from rlhf_kernels.ppo_loss.reference import KL_ESTIMATORS, accumulate_dtype
+from rlhf_kernels.ppo_loss.checks import KL_ESTIMATORS, accumulate_dtype
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
+from rlhf_kernels.runtime import cuda_support
+from rlhf_kernels.runtime.cuda_support import address
 
 
 def _dense(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -28,26 +29,14 @@ def _mask(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, int, bool]:
 
 
 def forward(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    entropy: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
+    new_logprob: Tensor, tokens: PpoTokens, entropy: Tensor | None, options: PpoOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss [], statistics [9] in the order of `PpoLossOutputs` after `loss`, and ∂loss/∂new_logprob [N]."""
     dtype = accumulate_dtype(new_logprob)
     count = new_logprob.numel()
-    new, old, adv = (x.to(dtype).contiguous() for x in (new_logprob, old_logprob, advantage))
-    ref, ent, denom = _dense(ref_logprob, dtype), _dense(entropy, dtype), denom.to(dtype)
-    mask, mask_address, mask_is_bytes = _mask(mask, dtype)
+    new, old, adv = (x.to(dtype).contiguous() for x in (new_logprob, tokens.old_logprob, tokens.advantage))
+    ref, ent, denom = _dense(tokens.ref_logprob, dtype), _dense(entropy, dtype), tokens.denom_tensor(dtype)
+    _kept, mask_address, mask_is_bytes = _mask(tokens.mask, dtype)
     loss, statistics, slope = new.new_empty(()), new.new_empty(9), torch.empty_like(new)
     scratch = cuda_support.workspace(count, new, dtype)
     cuda_support.call(
@@ -63,12 +52,12 @@ def forward(
         address("ref_logprob", ref, dtype),
         address("entropy", ent, dtype),
         count,
-        1 - clip_low,
-        1 + clip_high,
-        dual_clip or 0.0,
-        1 + KL_ESTIMATORS.index(kl),
-        kl_coef,
-        entropy_coef,
+        1 - options.clip_low,
+        1 + options.clip_high,
+        options.dual_clip or 0.0,
+        1 + KL_ESTIMATORS.index(options.kl),
+        options.kl_coef,
+        options.entropy_coef,
         address("workspace", scratch, dtype),
         address("loss", loss, dtype),
         address("statistics", statistics, dtype),

@@ -15,9 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from .. import native
-from . import reference
-from .reference import KL_ESTIMATORS, accumulate_dtype
+from rlhf_kernels.ppo_loss import reference
+from rlhf_kernels.ppo_loss.checks import KL_ESTIMATORS, accumulate_dtype
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
+from rlhf_kernels.runtime import native
 
 TAKES_AS_GIVEN = True
 _BF16 = torch.bfloat16
@@ -48,28 +49,16 @@ def _readable_mask(mask: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor | float,
-    ref_logprob: Tensor | None,
-    entropy: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
+    new_logprob: Tensor, tokens: PpoTokens, entropy: Tensor | None, options: PpoOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss [], statistics [9] in the order of `PpoLossOutputs` after `loss`, and ∂loss/∂new_logprob."""
     dtype, count = accumulate_dtype(new_logprob), new_logprob.numel()
     new = _readable("new_logprob", new_logprob, count, dtype)
-    old = _readable("old_logprob", old_logprob, count, dtype)
-    advantage = _readable("advantage", advantage, count, dtype)
-    ref = None if ref_logprob is None else _readable("ref_logprob", ref_logprob, count, dtype)
+    old = _readable("old_logprob", tokens.old_logprob, count, dtype)
+    advantage = _readable("advantage", tokens.advantage, count, dtype)
+    ref = None if tokens.ref_logprob is None else _readable("ref_logprob", tokens.ref_logprob, count, dtype)
     entropy = None if entropy is None else _readable("entropy", entropy, count, dtype)
-    mask = _readable_mask(mask, count, dtype)
+    mask = _readable_mask(tokens.mask, count, dtype)
     loss = torch.empty((), dtype=dtype)
     statistics = torch.empty(9, dtype=dtype)
     dloss = torch.empty(new.shape, dtype=dtype)
@@ -86,13 +75,13 @@ def forward(
         | (entropy is not None and entropy.dtype is _BF16) << 4,
         mask.data_ptr(),
         mask.dtype is not torch.bool,
-        float(denom),
-        1 - clip_low,
-        1 + clip_high,
-        math.inf if dual_clip is None else dual_clip,
-        _KL_CODE[kl],
-        kl_coef,
-        entropy_coef,
+        float(tokens.denom),
+        1 - options.clip_low,
+        1 + options.clip_high,
+        math.inf if options.dual_clip is None else options.dual_clip,
+        _KL_CODE[options.kl],
+        options.kl_coef,
+        options.entropy_coef,
         count,
         native.threads(),
         loss.data_ptr(),

@@ -11,48 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
-
-
-class PpoTokenTerms(NamedTuple):
-    """Per-token results, all in the shape of `new_logprob`."""
-
-    loss: Tensor  # policy term + kl_coef · KL term
-    dloss_dnew_logprob: Tensor
-    kl: Tensor  # zeros without ref_logprob
-    clipped_low: Tensor  # bool: ratio below 1 − clip_low, and its gradient cut
-    clipped_high: Tensor  # bool: ratio above 1 + clip_high or dual_clip, likewise
-    approx_kl: Tensor  # r − 1 − log r
+from rlhf_kernels.ppo_loss.checks import accumulate_dtype
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 
 
 class _PolicyTerms(NamedTuple):
     loss: Tensor
     dloss_dnew_logprob: Tensor
     ratio: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    approx_kl: Tensor
+    clipped_low: Tensor  # bool: ratio below 1 − clip_low, and its gradient cut
+    clipped_high: Tensor  # bool: ratio above 1 + clip_high or dual_clip, likewise
+    approx_kl: Tensor  # r − 1 − log r
 
 
-def accumulate_dtype(tensor: Tensor) -> torch.dtype:
-    """fp64 for an fp64 tensor, else fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _policy_terms(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> _PolicyTerms:
+def _policy_terms(new_logprob: Tensor, old_logprob: Tensor, advantage: Tensor, options: PpoOptions) -> _PolicyTerms:
+    low, high, dual_clip = 1 - options.clip_low, 1 + options.clip_high, options.dual_clip
     log_ratio = new_logprob - old_logprob
     ratio = torch.exp(log_ratio)
     unclipped = -advantage * ratio
-    loss = torch.maximum(unclipped, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
-    clipped_low = (advantage < 0) & (ratio < 1 - clip_low)
-    clipped_high = (advantage > 0) & (ratio > 1 + clip_high)
+    loss = torch.maximum(unclipped, -advantage * ratio.clamp(low, high))
+    clipped_low = (advantage < 0) & (ratio < low)
+    clipped_high = (advantage > 0) & (ratio > high)
     if dual_clip is not None:
         beyond = (advantage < 0) & (ratio > dual_clip)
         loss = torch.where(beyond, -advantage * dual_clip, loss)
@@ -74,66 +53,32 @@ def _kl_terms(new_logprob: Tensor, ref_logprob: Tensor, kl: str) -> tuple[Tensor
     return change - d, -change
 
 
-def ppo_token_terms(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    ref_logprob: Tensor | None,
-    kl: str,
-    kl_coef: float,
-) -> PpoTokenTerms:
-    """Per-token PPO loss (policy + KL) and its derivative, for ops that do their own masking and summing."""
-    policy = _policy_terms(new_logprob, old_logprob, advantage, clip_low, clip_high, dual_clip)
-    loss, dloss, kl_value = policy.loss, policy.dloss_dnew_logprob, torch.zeros_like(policy.loss)
-    if ref_logprob is not None:
-        kl_value, dkl = _kl_terms(new_logprob, ref_logprob, kl)
-        if kl_coef != 0:  # 0 · inf would poison a loss that has no KL term
-            loss, dloss = loss + kl_coef * kl_value, dloss + kl_coef * dkl
-    return PpoTokenTerms(loss, dloss, kl_value, policy.clipped_low, policy.clipped_high, policy.approx_kl)
-
-
 def _masked_sum(weight: Tensor, live: Tensor, x: Tensor) -> Tensor:
     """Σ weight · x over live positions; whatever a dead position holds, NaN included, is never multiplied."""
     return torch.where(live, weight * x, torch.zeros((), dtype=weight.dtype, device=x.device)).sum()
 
 
 def forward(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    entropy: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
+    new_logprob: Tensor, tokens: PpoTokens, entropy: Tensor | None, options: PpoOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss [], statistics [9] in the order of `PpoLossOutputs` after `loss`, and ∂loss/∂new_logprob [N]."""
     dtype = accumulate_dtype(new_logprob)
     zero = torch.zeros((), dtype=dtype, device=new_logprob.device)
-    live, weight, denom = mask != 0, mask.to(dtype), denom.to(dtype)
-    new, old, adv = new_logprob.to(dtype), old_logprob.to(dtype), advantage.to(dtype)
-    policy = _policy_terms(new, old, adv, clip_low, clip_high, dual_clip)
+    live, weight, denom = tokens.mask != 0, tokens.mask.to(dtype), tokens.denom_tensor(dtype)
+    new, old, adv = new_logprob.to(dtype), tokens.old_logprob.to(dtype), tokens.advantage.to(dtype)
+    policy = _policy_terms(new, old, adv, options)
     policy_loss = _masked_sum(weight, live, policy.loss) / denom
     loss, dloss = policy_loss, policy.dloss_dnew_logprob
     kl_mean = entropy_mean = zero
-    if ref_logprob is not None:
-        kl_value, dkl = _kl_terms(new, ref_logprob.to(dtype), kl)
+    if tokens.ref_logprob is not None:
+        kl_value, dkl = _kl_terms(new, tokens.ref_logprob.to(dtype), options.kl)
         kl_mean = _masked_sum(weight, live, kl_value) / denom
-        if kl_coef != 0:
-            loss, dloss = loss + kl_coef * kl_mean, dloss + kl_coef * dkl
+        if options.kl_coef != 0:  # 0 · inf would poison a loss that has no KL term
+            loss, dloss = loss + options.kl_coef * kl_mean, dloss + options.kl_coef * dkl
     if entropy is not None:
         entropy_mean = _masked_sum(weight, live, entropy.to(dtype)) / denom
-        if entropy_coef != 0:
-            loss = loss - entropy_coef * entropy_mean
+        if options.entropy_coef != 0:
+            loss = loss - options.entropy_coef * entropy_mean
     low = _masked_sum(weight, live, policy.clipped_low.to(dtype)) / denom
     high = _masked_sum(weight, live, policy.clipped_high.to(dtype)) / denom
     live_ratio = torch.where(live, policy.ratio, zero)

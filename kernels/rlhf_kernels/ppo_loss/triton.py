@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.triton_math import expm1, expm1_minus
-from rlhf_kernels.triton_support import AotCase
-from rlhf_kernels.tuning import Site
+from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
+from rlhf_kernels.runtime.triton_math import expm1, expm1_minus
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.runtime.tuning import Site
 
 ONE_PROGRAM = 2048
 BLOCK = 1024
@@ -227,39 +228,28 @@ def _blocks(x: Tensor) -> tuple[int, int, int]:
 
 
 def forward(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    entropy: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
+    new_logprob: Tensor, tokens: PpoTokens, entropy: Tensor | None, options: PpoOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss [], statistics [9] in the order of `PpoLossOutputs` after `loss`, and ∂loss/∂new_logprob [N]; all fp32."""
-    new_logprob, old_logprob, advantage, mask = map(_plain, (new_logprob, old_logprob, advantage, mask))
-    ref_logprob = None if ref_logprob is None else _plain(ref_logprob)
+    new_logprob, old_logprob, advantage, mask = map(_plain, (new_logprob, *tokens[:3]))
+    ref_logprob = None if tokens.ref_logprob is None else _plain(tokens.ref_logprob)
     entropy = None if entropy is None else _plain(entropy)
     n = new_logprob.shape[0]
     n_blocks, block, num_warps = _blocks(new_logprob)
     like: dict[str, Any] = {"dtype": torch.float32, "device": new_logprob.device}
     loss, statistics, dloss = torch.empty((), **like), torch.empty(9, **like), torch.empty(n, **like)
     partial = None if n_blocks == 1 else torch.empty(8, n_blocks, **like)
+    kl_coef, entropy_coef, dual_clip = options.kl_coef, options.entropy_coef, options.dual_clip
     use_kl, use_entropy = ref_logprob is not None and kl_coef != 0, entropy is not None and entropy_coef != 0
     _ppo_kernel[(n_blocks,)](
-        new_logprob, old_logprob, advantage, mask, denom, ref_logprob, entropy, dloss, partial, loss, statistics,
-        n, n_blocks, 1 - clip_low, 1 + clip_high, 0.0 if dual_clip is None else dual_clip, kl_coef, entropy_coef,
-        KL=0 if ref_logprob is None else _KL[kl], HAS_ENTROPY=entropy is not None, DUAL=dual_clip is not None,
+        new_logprob, old_logprob, advantage, mask, tokens.denom, ref_logprob, entropy, dloss, partial, loss, statistics,
+        n, n_blocks, 1 - options.clip_low, 1 + options.clip_high, dual_clip or 0.0, kl_coef, entropy_coef,
+        KL=0 if ref_logprob is None else _KL[options.kl], HAS_ENTROPY=entropy is not None, DUAL=dual_clip is not None,
         USE_KL=use_kl, USE_ENTROPY=use_entropy, ONE=n_blocks == 1, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     if partial is not None:
         _ppo_fold_kernel[(1,)](
-            partial, denom, loss, statistics, n_blocks, kl_coef, entropy_coef,
+            partial, tokens.denom, loss, statistics, n_blocks, kl_coef, entropy_coef,
             USE_KL=use_kl, USE_ENTROPY=use_entropy, FOLD=FOLD, num_warps=4,
         )  # fmt: skip
     return loss, statistics, dloss

@@ -17,11 +17,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels import registry, signature
-from rlhf_kernels.eager import eager
-from rlhf_kernels.ppo_loss.checks import as_denom, check_denom, check_tensors, flat, flat_or_none, is_one, like
-from rlhf_kernels.ppo_loss.reference import accumulate_dtype
+from rlhf_kernels.ppo_loss.checks import (
+    accumulate_dtype,
+    as_denom,
+    check_denom,
+    check_tensors,
+    flat,
+    flat_or_none,
+    is_one,
+    like,
+)
 from rlhf_kernels.ppo_loss.statistics import LossAndStatistics, ValueStatistics
+from rlhf_kernels.runtime import registry, signature
+from rlhf_kernels.runtime.eager import eager
 
 
 class ValueLossOutputs(ValueStatistics, LossAndStatistics):

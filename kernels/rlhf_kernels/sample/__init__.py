@@ -21,9 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import eager, registry, triton_support
-from ..logits import HeadLora, HeadOptions, accumulation_dtype, check_head, check_outputs, check_tensor, widest
-from . import native, reference
+from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.sample import native, reference
+from rlhf_kernels.vocab.logits import (
+    HeadLora,
+    HeadOptions,
+    accumulation_dtype,
+    check_head,
+    check_outputs,
+    check_tensor,
+    widest,
+)
 
 __all__ = ["SampleOutputs", "sample"]
 

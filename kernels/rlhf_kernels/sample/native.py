@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import native
-from ..autocast import without_autocast
-from ..head_native import HeadCall, floats, unsupported
-from ..logits import HeadOptions, temperature_column
-from .reference import STREAM
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.sample.reference import STREAM
+from rlhf_kernels.vocab.logits import HeadOptions, temperature_column
+from rlhf_kernels.vocab.native import HeadCall, floats, unsupported
 
 __all__ = ["forward", "unsupported"]
 

@@ -1,4 +1,4 @@
-"""`sample` in plain torch: one tile of logits per row chunk, noise from `rlhf_kernels.philox`.
+"""`sample` in plain torch: one tile of logits per row chunk, noise from `rlhf_kernels.runtime.philox`.
 
 top_k / top_p sort each tile (top_p) or take its k-th value (top_k): several times the cost of the plain
 sweep.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..linear_logprob.reference import tile_stats
-from ..logits import Head, HeadOptions, accumulation_dtype, row_chunks
-from ..philox import gumbel
+from rlhf_kernels.linear_logprob.reference import tile_stats
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.philox import gumbel
+from rlhf_kernels.vocab.logits import Head, HeadOptions, accumulation_dtype, row_chunks
 
 STREAM = 1  # keeps the sampler's words apart from those of LoRA dropout under the same seed
 

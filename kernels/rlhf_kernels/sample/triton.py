@@ -22,26 +22,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..head_triton import HeadInputs
-from ..linear_logprob.triton_aot import NO_LORA, PLAIN, head_case
-from ..linear_logprob.triton_kernels import RANK_TILE, load_bias, load_divisor, load_operand, lora_products, padded_rank
-from ..logits import HeadOptions
-from ..logits_triton import capped, moved, tile_state
-from ..philox_triton import gumbel, random_words
-from ..triton_math import dot
-from ..triton_support import INTERPRETED, AotCase
-from ..tuning import Site
-from .reference import STREAM
+from rlhf_kernels.runtime.autocast import without_autocast
+from rlhf_kernels.runtime.philox_triton import gumbel, random_words
+from rlhf_kernels.runtime.triton_math import dot
+from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
+from rlhf_kernels.runtime.tuning import Site
+from rlhf_kernels.sample.cost import CHOICES, FIELDS, PROGRAMS
+from rlhf_kernels.sample.reference import STREAM
+from rlhf_kernels.vocab.logits import HeadOptions
+from rlhf_kernels.vocab.triton_aot import NO_LORA, PLAIN, head_case
+from rlhf_kernels.vocab.triton_inputs import HeadInputs
+from rlhf_kernels.vocab.triton_kernels import (
+    RANK_TILE,
+    load_bias,
+    load_divisor,
+    load_operand,
+    lora_products,
+    padded_rank,
+)
+from rlhf_kernels.vocab.triton_logits import capped, moved, tile_state
 
 # The defaults, by bytes per operand, and never by the number of rows.
 ROWS = {2: 64, 4: 16}  # fp32 products take registers in place of tensor cores
 COLUMNS = {2: (128, 64), 4: (64, 64)}  # plain; with a bias, LoRA or softcap, which take registers
 DEPTH, WARPS, STAGES = {2: 64, 4: 32}, {2: 8, 4: 4}, {2: 4, 4: 3}
-PROGRAMS = 132  # shares of the vocabulary: one per multiprocessor of an H200
 DOWN_ROWS, DOWN_DEPTH = 16, 64
-FIELDS = 4  # m, s, w, logit of the best column
-CHOICES = 2  # key of the best score, its column
 _FREE: dict[str, tuple[int, ...]] = {
     "BN": (16, 32, 64),
     "BV": (64, 128),

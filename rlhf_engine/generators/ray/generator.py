@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rlhf_kernels import registry, tuning
+from rlhf_kernels.runtime import registry, tuning
 from transformers.utils import logging
 
 from rlhf_engine.config import TrainConfig

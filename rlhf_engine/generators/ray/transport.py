@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rlhf_kernels import registry, tuning
+from rlhf_kernels.runtime import registry, tuning
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import serialize

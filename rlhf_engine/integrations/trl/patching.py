@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rlhf_kernels import registry
 from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.runtime import registry
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_engine.errors import ConfigError

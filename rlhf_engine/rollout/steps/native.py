@@ -15,9 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from rlhf_kernels import registry
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
-from rlhf_kernels.eager import eager
+from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
 from rlhf_engine.hydra.adapters import AdapterSlot
@@ -188,7 +188,7 @@ def looks_servable(backbone: Backbone, device_type: str) -> bool:
 
 
 def preferred(backbone: Backbone, device_type: str) -> bool:
-    """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.registry`."""
+    """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.runtime.registry`."""
     base_model: Any = backbone.base_model
     shape = base_model.layers[0].get_submodule(_LINEARS["gate"]).weight.shape
     return registry.resolve_for("decode_step", "auto", device_type, backbone.dtype, shape) == "cpu"

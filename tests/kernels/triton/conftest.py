@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 HERE = Path(__file__).parent
 if importlib.util.find_spec("triton") is None:

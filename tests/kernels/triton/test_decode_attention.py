@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_attention import triton as ours
-from rlhf_kernels.testing import assert_ok, tier1, tier2, tier3
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 
 from tests.kernels import test_decode_attention as definition
 from tests.kernels.cuda_graph import capture

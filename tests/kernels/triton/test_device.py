@@ -5,18 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_kernels import aot, registry
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.logits import HeadLora
 from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
+from rlhf_kernels.runtime import aot, registry
+from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.sample import sample
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.vocab.logits import HeadLora
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU's launches cannot be watched from here")
 ON = {"backend": "triton"}

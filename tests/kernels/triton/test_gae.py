@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gae import triton as ours
-from rlhf_kernels.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
 NAN = float("nan")
 

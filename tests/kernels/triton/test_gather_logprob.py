@@ -4,9 +4,9 @@ import pytest
 import torch
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.gather_logprob import triton as backend
-from rlhf_kernels.logits import OUTPUTS
-from rlhf_kernels.testing import assert_ok, tier1, tier2, tier3
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
+from rlhf_kernels.runtime.triton_support import INTERPRETED
+from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.test_gather_logprob import dense
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 from tests.kernels.triton.conftest import ordered_product
 

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob import triton_sweep as sweep
-from rlhf_kernels.logits import OUTPUTS
-from rlhf_kernels.registry import BackendUnavailableError
-from rlhf_kernels.testing import assert_ok, tier1, tier3
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.runtime.registry import BackendUnavailableError
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime.triton_support import INTERPRETED
+from rlhf_kernels.vocab import cost
+from rlhf_kernels.vocab import triton_sweep as sweep
+from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.test_linear_logprob import dense, double
 
@@ -36,7 +37,7 @@ def force(monkeypatch, path):
             "SMALL_TILE": 2**13,
         }
         for name, size in sizes.items():
-            monkeypatch.setattr(sweep, name, size)
+            monkeypatch.setattr(cost, name, size)
     if path == "fused":
         monkeypatch.setattr(sweep, "FUSED_PROGRAMS", 3)
 
@@ -378,8 +379,8 @@ def test_opcheck(device, path):
 
 def test_temporaries_are_an_eighth_of_the_logits():
     for n, v in itertools.product((129, 512, 1000, 8192, 32768), (32001, 50264, 129920, 151936)):
-        rows, columns = sweep.tile_shape(n, v)
-        assert rows * columns * 16 <= max(n * v * 4 / 8, 16 * sweep.SMALL_TILE), (n, v)
+        rows, columns = cost.tile_shape(n, v)
+        assert rows * columns * 16 <= max(n * v * 4 / 8, 16 * cost.SMALL_TILE), (n, v)
 
 
 BIG = [(2048, 32001), (1024, 50264), (64, 129920), (1024, 151936)]

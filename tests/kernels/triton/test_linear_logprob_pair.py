@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
 from tests.kernels.test_linear_logprob_pair import dense
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone

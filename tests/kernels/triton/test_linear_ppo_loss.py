@@ -3,11 +3,11 @@
 import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob import triton_sweep as sweep
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.linear_ppo_loss.triton import packed
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
-from rlhf_kernels.testing import assert_ok, tier1, tier3
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
+from rlhf_kernels.vocab import triton_sweep as sweep
 
 from tests.kernels.test_linear_logprob import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from rlhf_kernels import philox
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear, tables
 from rlhf_kernels.lora import triton as ours
-from rlhf_kernels.testing import NumericReport, assert_ok, tier1, tier3
-from rlhf_kernels.triton_support import INTERPRETED
+from rlhf_kernels.runtime import philox
+from rlhf_kernels.runtime.testing import NumericReport, assert_ok, tier1, tier3
+from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 NAN = float("nan")
 SCALES = (0.5, 2.0, 1.5)

@@ -5,7 +5,7 @@ import torch
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.ppo_loss import triton as ours
 from rlhf_kernels.ppo_loss.triton import BLOCK, ONE_PROGRAM
-from rlhf_kernels.testing import assert_ok, tier1
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 NAN, INF = float("nan"), float("inf")
 SIZES = [1, 2, 15, 127, 129, ONE_PROGRAM, ONE_PROGRAM + 1, 3 * BLOCK + 17]

@@ -6,12 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from rlhf_kernels import philox, philox_triton
-from rlhf_kernels.logits import HeadLora
-from rlhf_kernels.registry import BackendUnavailableError
+from rlhf_kernels.runtime import philox, philox_triton
+from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample import triton as ours
 from rlhf_kernels.sample.reference import STREAM
+from rlhf_kernels.vocab.logits import HeadLora
 
 from tests.kernels import test_sample_native as definition
 from tests.kernels.cuda_graph import capture

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf_bench import tuning as sweeping
-from rlhf_kernels import tuning
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
-from rlhf_kernels.triton_support import INTERPRETED
-from rlhf_kernels.tuning import Entry, Key, Row, Site
+from rlhf_kernels.runtime import tuning
+from rlhf_kernels.runtime.triton_support import INTERPRETED
+from rlhf_kernels.runtime.tuning import Entry, Key, Row, Site
 
 ROOT = Path(__file__).resolve().parents[3]
 _spec = importlib.util.spec_from_file_location("tune", ROOT / "bench" / "tune.py")
@@ -108,7 +108,7 @@ def head_table(path):
 
 
 def test_scoring_and_loss_have_one_choice_whatever_the_rows(tmp_path, monkeypatch):
-    from rlhf_kernels.linear_logprob import triton_kernels, triton_sweep
+    from rlhf_kernels.vocab import triton_kernels, triton_sweep
 
     monkeypatch.setattr(triton_sweep, "FUSED_ROWS", dict.fromkeys(triton_sweep.FUSED_ROWS, 0))
     widths = []
@@ -159,7 +159,7 @@ def sweep(path, *ops, timer=sweeping.rehearsal_timer, rehearsed=True, **options)
 
 def test_a_sweep_keeps_the_default_unless_something_is_faster(tmp_path):
     path = tmp_path / "t.json"
-    done, left = sweep(path, "gae", "ppo_losses")
+    done, left = sweep(path, "gae", "ppo_loss")
     assert left == []
     entries = tuning.read(path, device=tuning.INTERPRETER, rehearsed=True).entries
     by_name = {f"{e.row.key.op}.{e.row.key.site}": e for e in entries}
@@ -229,7 +229,7 @@ def test_a_wrong_result_is_left_out(tmp_path, only_columns, monkeypatch):
 def test_nothing_is_swept_twice_and_what_there_is_no_time_for_is_named(tmp_path):
     path = tmp_path / "t.json"
     seconds = itertools.count()
-    _, left = sweep(path, "gae", "ppo_losses", end=8.0, clock=lambda: next(seconds))
+    _, left = sweep(path, "gae", "ppo_loss", end=8.0, clock=lambda: next(seconds))
     assert left
     assert not path.exists() or tuning.read(path, device=tuning.INTERPRETER, rehearsed=True)
     _, left = sweep(path, "gae")
@@ -257,7 +257,7 @@ def command(*options):
 
 
 def test_a_killed_sweep_goes_on(tmp_path):
-    options = ("--device", "cpu", "--rehearse", "--op", "gae", "ppo_losses", "--out")
+    options = ("--device", "cpu", "--rehearse", "--op", "gae", "ppo_loss", "--out")
     path = tmp_path / "killed.json"
     process = subprocess.Popen(command(*options, str(path)), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -271,7 +271,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert (again.returncode, again.stderr) == (0, "")
     key = first.removeprefix("rehearsed ").partition(":")[0]
     assert key not in again.stdout
-    whole, _ = sweep(tmp_path / "whole.json", "ppo_losses", "gae")
+    whole, _ = sweep(tmp_path / "whole.json", "ppo_loss", "gae")
     found = tuning.read(path, device=tuning.INTERPRETER, rehearsed=True).entries
     assert sorted(e.row for e in found) == sorted(e.row for e in whole.table.entries)
 

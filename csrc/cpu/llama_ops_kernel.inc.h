@@ -1,0 +1,148 @@
+// The loops of llama_ops.cpp over one row, one head or one stretch of elements, in float; namespace RLHF_SET.
+//
+// norm_row and rotate_head round where torch's own sequence of elementwise ops does, to the dtype of the tensors, so that
+// they have its bits; nothing is fused there (the build forbids the compiler to, see setup.py). The gradients round once.
+
+#include "cpu/llama_ops_rows.h"
+#include "cpu/lanes.h"
+
+namespace rlhf::cpu::RLHF_SET {
+namespace block_rows {
+
+using L = Lanes<float>;
+using V = L::V;
+
+// The next vector of a row with `left` elements from p on; zeros after its end.
+template <typename T>
+RLHF_INLINE V load(const T* p, int64_t left) {
+    if (left >= L::count) return L::load(p);
+    T padded[L::count] = {};
+    std::memcpy(padded, p, sizeof(T) * left);
+    return L::load(padded);
+}
+
+template <typename T>
+RLHF_INLINE void store(T* p, int64_t left, V x) {
+    if (left >= L::count) return L::store(p, x);
+    T padded[L::count];
+    L::store(padded, x);
+    std::memcpy(p, padded, sizeof(T) * left);
+}
+
+// x as a tensor of T would hold it.
+template <typename T>
+RLHF_INLINE V rounded(V x) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return x;
+    } else {
+        T narrow[L::count];
+        L::store(narrow, x);
+        return L::load(narrow);
+    }
+}
+
+template <typename T>
+RLHF_INLINE void norm(const T* x, const T* weight, float rstd, int64_t width, T* y) {
+    const V scale = L::splat(rstd);
+    for (int64_t i = 0; i < width; i += L::count) {
+        const V normed = rounded<T>(load(x + i, width - i) * scale);
+        store(y + i, width - i, load(weight + i, width - i) * normed);
+    }
+}
+
+// With n = x rstd and g = dy weight: dx = rstd (g - n mean(g n)).
+template <typename T>
+RLHF_INLINE void norm_gradient(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {
+    V sums[2] = {};
+    for (int64_t i = 0, side = 0; i < width; i += L::count, side ^= 1) {
+        const V g = load(dy + i, width - i) * load(weight + i, width - i);
+        sums[side] = L::fma(g, load(x + i, width - i), sums[side]);
+    }
+    const double dot = lane_sum<float>(sums[0] + sums[1]);
+    const V scale = L::splat(rstd), slope = L::splat(float(-dot * rstd * rstd * rstd / double(width)));
+    for (int64_t i = 0; i < width; i += L::count) {
+        const V g = load(dy + i, width - i) * load(weight + i, width - i);
+        store(dx + i, width - i, L::fma(slope, load(x + i, width - i), g * scale));
+    }
+}
+
+// The halves (a, b) of a head become (a cos - b sin, b cos + a sin), with the angles of either half.
+template <typename T>
+RLHF_INLINE void rotate(const T* x, const T* cos, const T* sin, int64_t half, T* y) {
+    for (int64_t i = 0; i < half; i += L::count) {
+        const int64_t left = half - i;
+        const V a = load(x + i, left), b = load(x + half + i, left);
+        const V a_cos = rounded<T>(a * load(cos + i, left)), b_sin = rounded<T>(b * load(sin + i, left));
+        const V b_cos = rounded<T>(b * load(cos + half + i, left)), a_sin = rounded<T>(a * load(sin + half + i, left));
+        store(y + i, left, a_cos - b_sin);
+        store(y + half + i, left, b_cos + a_sin);
+    }
+}
+
+template <typename T>
+RLHF_INLINE void rotate_back(const T* dy, const T* cos, const T* sin, int64_t half, T* dx) {
+    for (int64_t i = 0; i < half; i += L::count) {
+        const int64_t left = half - i;
+        const V da = load(dy + i, left), db = load(dy + half + i, left);
+        store(dx + i, left, L::fma(da, load(cos + i, left), db * load(sin + half + i, left)));
+        store(dx + half + i, left, L::fma(db, load(cos + half + i, left), -(da * load(sin + i, left))));
+    }
+}
+
+struct GatedGradients {
+    V gate, up;
+};
+
+// With s = 1 / (1 + e^-gate): d_up = dy gate s, d_gate = dy up s (1 + gate (1 - s)).
+RLHF_INLINE GatedGradients gated_gradients(V dy, V gate, V up) {
+    const V s = 1.0f / (1.0f + L::exp(-gate));
+    return {dy * up * (s * L::fma(gate, 1.0f - s, L::splat(1.0f))), dy * (gate * s)};
+}
+
+// Two vectors at a time: the exponential is one long chain of operations, and the second fills the first one's gaps.
+template <typename T>
+RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {
+    int64_t i = 0;
+    for (; i + 2 * L::count <= n; i += 2 * L::count) {
+        const int64_t k = i + L::count;
+        const GatedGradients a = gated_gradients(L::load(dy + i), L::load(gate + i), L::load(up + i));
+        const GatedGradients b = gated_gradients(L::load(dy + k), L::load(gate + k), L::load(up + k));
+        L::store_two(d_up + i, a.up, b.up);
+        L::store_two(d_gate + i, a.gate, b.gate);
+    }
+    for (; i < n; i += L::count) {
+        const int64_t left = n - i;
+        const GatedGradients a = gated_gradients(load(dy + i, left), load(gate + i, left), load(up + i, left));
+        store(d_up + i, left, a.up);
+        store(d_gate + i, left, a.gate);
+    }
+}
+
+RLHF_INLINE void square(const uint16_t* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += L::count) {
+        const V v = load(x + i, n - i);
+        store(y + i, n - i, v * v);
+    }
+}
+
+}  // namespace block_rows
+
+void square_stretch(const uint16_t* x, int64_t n, float* y) { block_rows::square(x, n, y); }
+
+#define RLHF_DEFINE_ROWS(T)                                                                                          \
+    void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y) { block_rows::norm(x, weight, rstd, width, y); } \
+    void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {             \
+        block_rows::norm_gradient(dy, x, weight, rstd, width, dx);                                                               \
+    }                                                                                                                \
+    void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y) { block_rows::rotate(x, cos, sin, half, y); }   \
+    void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx) {                            \
+        block_rows::rotate_back(dy, cos, sin, half, dx);                                                                         \
+    }                                                                                                                \
+    void swiglu_gradient_stretch(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {           \
+        block_rows::swiglu_gradient(dy, gate, up, n, d_gate, d_up);                                                              \
+    }
+RLHF_DEFINE_ROWS(float)
+RLHF_DEFINE_ROWS(uint16_t)
+#undef RLHF_DEFINE_ROWS
+
+}  // namespace rlhf::cpu::RLHF_SET

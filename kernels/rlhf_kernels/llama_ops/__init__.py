@@ -1,0 +1,220 @@
+"""What a transformer block does between its matmuls: RMS norm, rotary embedding, the gated MLP's product.
+
+`rms_norm`, with H the last dimension and the mean over it (Zhang and Sennrich, "Root mean square layer
+normalization", 2019):
+
+    rstd = (mean x² + eps)^−½    n = x rstd    y = weight · n
+    dx = rstd (g − n mean(g n)) with g = weight · dy    dweight = Σ_rows dy · n
+
+`rotary`, for a head whose halves are (a, b) and angles whose halves are (c, c'), (s, s') (Su et al., "RoFormer",
+2021, in the layout of Llama):
+
+    (a, b) → (a c − b s, b c' + a s')    (da, db) → (da c + db s', db c' − da s)
+
+`swiglu` (Shazeer, "GLU variants improve transformer", 2020), with σ the logistic function:
+
+    y = up · gate σ(gate)    dup = dy gate σ    dgate = dy up σ (1 + gate (1 − σ))
+
+`reference` is the very sequence of torch ops that transformers' Llama runs, and the forward pass of every backend
+has its bits: a model whose modules are exchanged for these ops gives what it gave. Gradients round once, the
+reference's at every step. The backward pass keeps x and rstd, the angles, gate and up; the reference keeps what
+autograd does.
+
+Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
+any one shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all tensors of a call have one.
+Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: same bits for
+any number of threads, dweight aside, which torch adds up. Backends: cpu, reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels.llama_ops import native, reference
+from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.eager import custom_op
+
+__all__ = ["rms_norm", "rotary", "swiglu"]
+
+for _op in ("rms_norm", "rotary", "swiglu"):
+    registry.register(_op, "reference", reference)
+    registry.register(_op, "cpu", native)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
+    """x [..., H] divided by its root mean square over H and multiplied by weight [H]; differentiable in both."""
+    _check("x", x, x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected a last dimension of at least 1, got shape {tuple(x.shape)}")
+    _check("weight", weight, x, x.shape[-1:])
+    if not eps >= 0.0:
+        raise ValueError(f"eps: expected a number of at least 0, got {eps}")
+    if registry.resolve("rms_norm", backend, x, (x.shape[-1],)) == "reference":
+        return reference.rms_norm(x, weight, eps)
+    y: Tensor = _rms_norm(x, weight, float(eps))[0]
+    return y
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """q [B, heads, T, D] and k [B, kv_heads, T, D] turned by their positions; differentiable in both.
+
+    cos, sin: [1 or B, T, D], as the model's rotary embedding returns them; D is even. The results lie in memory as
+    [B, T, heads, D], whatever the layout of q and k.
+    """
+    for name, x in (("q", q), ("k", k)):
+        _check(name, x, q)
+        if x.dim() != 4 or x.shape[3] == 0 or x.shape[3] % 2:
+            raise ValueError(f"{name}: expected shape [B, heads, T, D] with an even D, got {tuple(x.shape)}")
+    if k.shape[:1] + k.shape[2:] != q.shape[:1] + q.shape[2:]:
+        raise ValueError(f"k: expected the B, T, D of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    for name, x in (("cos", cos), ("sin", sin)):
+        _check(name, x, q)
+        if x.dim() != 3 or x.shape[0] not in (1, q.shape[0]) or x.shape[1:] != q.shape[2:]:
+            raise ValueError(
+                f"{name}: expected shape [1 or {q.shape[0]}, {q.shape[2]}, {q.shape[3]}], got {tuple(x.shape)}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: expected angles without a gradient, got a tensor that requires one")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: expected the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    if registry.resolve("rotary", backend, q, (q.shape[-1],)) == "reference":
+        return reference.rotary(q, k, cos, sin)
+    q_turned, k_turned = _rotary(q, k, cos, sin)
+    return q_turned, k_turned
+
+
+def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
+    """silu(gate) · up, of one shape; differentiable in both."""
+    _check("gate", gate, gate)
+    _check("up", up, gate, gate.shape)
+    if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":
+        return reference.swiglu(gate, up)
+    y: Tensor = _swiglu(gate, up)
+    return y
+
+
+def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating point dtype, got {x.dtype}")
+    if x.dtype != like.dtype or x.device != like.device:
+        raise ValueError(f"{name}: expected {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
+    if shape is not None and x.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+# ---- the ops of the cpu backend --------------------------------------------------------------------------------------
+
+
+@custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return native.rms_norm(x, weight, eps)
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, rstd = ctx.saved_tensors
+    dx = _rms_norm_gradient(dy, x, weight, rstd) if ctx.needs_input_grad[0] else None
+    dweight = None
+    if ctx.needs_input_grad[1]:
+        products = dy.float() * (x.float() * rstd)
+        dweight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx, dweight, None
+
+
+_rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
+
+
+@custom_op(
+    "rlhf_kernels::rms_norm_gradient",
+    "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
+)
+def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    return native.rms_norm_gradient(dy, x, weight, rstd)
+
+
+@_rms_norm_gradient.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op(
+    "rlhf_kernels::rotary",
+    "q: D[B, heads, T, d], k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
+)
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return native.rotate(q, cos, sin), native.rotate(k, cos, sin)
+
+
+@_rotary.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return native.turned_like(q), native.turned_like(k)
+
+
+def _rotary_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _rotary_backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_rotary_gradient(d_q, d_k, *ctx.saved_tensors), None, None)
+
+
+_rotary.register_autograd(_rotary_backward, setup_context=_rotary_setup)
+
+
+@custom_op(
+    "rlhf_kernels::rotary_gradient",
+    "d_q: D[B, heads, T, d], d_k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
+)
+def _rotary_gradient(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return native.rotate(d_q, cos, sin, back=True), native.rotate(d_k, cos, sin, back=True)
+
+
+@_rotary_gradient.register_fake
+def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return native.turned_like(d_q), native.turned_like(d_k)
+
+
+@custom_op("rlhf_kernels::swiglu", "gate: D[...], up: D[...]")
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+def _swiglu_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return _swiglu_gradient(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+_swiglu.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
+
+
+@custom_op("rlhf_kernels::swiglu_gradient", "dy: D[...], gate: D[...], up: D[...]")
+def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return native.swiglu_gradient(dy, gate, up)
+
+
+@_swiglu_gradient.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)

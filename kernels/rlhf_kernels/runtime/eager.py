@@ -1,0 +1,201 @@
+"""Custom ops whose eager calls skip `torch.library`.
+
+A call through `torch.library.custom_op` costs tens of µs, with autograd and lists of tensors hundreds: more than
+a small layer. Only tracers and tensor subclasses need it, so
+
+    @eager.custom_op("rlhf_kernels::name", "x: D[N, H], ws: D[H]")
+    def _op(x: Tensor, ws: list[Tensor], scale: float) -> Tensor: ...
+
+    @_op.register_fake
+    ...
+    _op.register_autograd(backward, setup_context=setup)
+
+registers the op as `torch.library.custom_op(..., mutates_args=())` does (`opcheck`, `torch.compile`, `torch.ops`), with
+a check of its tensors (`signature`). `_op(...)` calls
+
+* the registered op under torch.compile, make_fx, fake tensors, torch.func, forward-mode AD, tracing, any dispatch
+  or function mode, and for tensor subclasses, meta tensors and lazily negated or zero ones (`eager` decides);
+* the function itself otherwise, which checks nothing, beneath a plain `autograd.Function` if a gradient is wanted.
+
+Both run the same function, `setup` and `backward`, so their results have the same bits. `setup` and `backward` are
+`torch.library`'s: `ctx.needs_input_grad` and the returned gradients are nested like the arguments. The function has to
+be functional: it writes to no argument and returns none. Arguments are positional.
+
+No op has a second derivative: with `create_graph=True` its gradients refuse to be differentiated. `torch.library` has
+no rules for `torch.func.grad`, which ends in torch's error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from rlhf_kernels.runtime import signature
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_NO_TENSORS = frozenset({type(None), bool, float, int, str})
+
+
+def custom_op(
+    name: str, tensors: str, *, also: Callable[..., None] | None = None
+) -> Callable[[Callable[..., Any]], EagerOp]:
+    """Decorator: register a function as a functional custom op `namespace::name`.
+
+    Args:
+        tensors: what the registered op checks, see `signature`.
+        also: called with all arguments after that check, to raise where more is wrong.
+    """
+    return lambda function: EagerOp(name, function, signature.custom_op(name, tensors, also=also)(function))
+
+
+class EagerOp:
+    """A registered custom op, whose function is called directly where nothing traces or transforms the call."""
+
+    def __init__(self, name: str, function: Callable[..., Any], registered: Any) -> None:
+        self._name = name
+        self._function = function
+        self._registered = registered
+        self._setup: Callable[..., None] | None = None
+        self._backward: Callable[..., Any] | None = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Same as `torch.library`'s."""
+        return self._registered.register_fake(fake)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Same as `torch.library`'s, but for gradients that refuse to be differentiated."""
+
+        def once(ctx: Any, *grads: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            return (
+                tuple(map(self._undifferentiable, found)) if isinstance(found, tuple) else self._undifferentiable(found)
+            )
+
+        self._backward, self._setup = once, setup_context
+        self._registered.register_autograd(once, setup_context=setup_context)
+
+    def _undifferentiable(self, grad: Any) -> Any:
+        """A gradient, or a list of them, whose own gradient is an error."""
+        if isinstance(grad, list):
+            return [self._undifferentiable(g) for g in grad]
+        if grad is None:
+            return None
+        refuse = torch._C._functions.DelayedError(f"{self._name} has no second derivative", 1)
+        return refuse(grad.detach().requires_grad_())
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._registered(*args)
+        tensors, nesting = _flatten(args)
+        if _watched() or not _plain(tensors):
+            return self._registered(*args)
+        if not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, tensors)):
+            return self._function(*args)
+        if self._backward is None:  # its result says on backward that there is no formula
+            return self._registered(*args)
+        return _apply(self, args, nesting, *tensors)
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """True if all tensors are plain ones and nothing watches or transforms the calls made now.
+
+    False while compiling or tracing, in an active torch dispatch or torch function mode, under `torch.func` and
+    forward-mode AD, and for tensor subclasses, meta tensors and lazily negated or zero ones. None stands for an
+    argument that was not given.
+    """
+    return not torch.compiler.is_compiling() and not _watched() and _plain(tensors)
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` transforms the calls made now."""
+    return peek_interpreter_stack() is not None
+
+
+def _watched() -> bool:
+    """Whether anything but a compiler watches or transforms calls."""
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or is_transformed()
+        or _get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
+
+
+def _flatten(args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    """Tensors and lists of tensors among the arguments (a list is all tensors or none), and how they lie there.
+
+    Returns:
+        All tensors, and per argument the length of a list of tensors, −1 for a tensor or −2 for anything else.
+    """
+    flat: list[Tensor] = []
+    nesting = []
+    for arg in args:
+        kind = type(arg)
+        if kind in _NO_TENSORS:
+            nesting.append(-2)
+        elif kind in _PLAIN or isinstance(arg, Tensor):
+            flat.append(arg)
+            nesting.append(-1)
+        elif isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], Tensor):
+            flat += arg
+            nesting.append(len(arg))
+        else:
+            nesting.append(-2)
+    return flat, nesting
+
+
+class _Node(torch.autograd.Function):
+    """What `torch.library` generates for an op with an autograd formula, without its dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, op: EagerOp, args: tuple[Any, ...], nesting: list[int], *tensors: Tensor) -> Any:
+        output = op._function(*args)
+        assert op._setup is not None
+        op._setup(ctx=ctx, inputs=args, output=output)
+        ctx.eager_op = op
+        ctx.eager_nesting = nesting
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        flat_needed = iter(ctx.needs_input_grad[3:])
+        saved = ctx.needs_input_grad
+        ctx.needs_input_grad = tuple(
+            next(flat_needed) if n == -1 else [next(flat_needed) for _ in range(n)] if n >= 0 else False
+            for n in ctx.eager_nesting
+        )
+        try:
+            nested = ctx.eager_op._backward(ctx, *grads)
+        finally:
+            ctx.needs_input_grad = saved
+        nested = nested if isinstance(nested, tuple) else (nested,)
+        flat: list[Tensor | None] = [None, None, None]
+        for n, grad in zip(ctx.eager_nesting, nested, strict=True):
+            if n == -1:
+                flat.append(grad)
+            elif n >= 0:
+                flat += [None] * n if grad is None else list(grad)
+        return tuple(flat)
+
+
+# `Function.apply` less its looks for torch.func, which `_watched` has had
+_apply = super(torch.autograd.Function, _Node).apply

@@ -1,0 +1,392 @@
+"""Which implementation of an op runs: `auto | cuda | triton | cpu | reference`.
+
+An implementation is a module (or any namespace) that offers the functions its op calls, plus optionally
+`unsupported(device_type, dtype) -> str | None`, the reason why it cannot serve such tensors.
+
+`auto` decides by op, device type and dtype, on a CPU also by instruction set and weight shape; never by the number of
+rows or by a measurement of the moment. There, in this order:
+
+    1. the choice of the checkpoint that a run resumed from (`begin_run`)
+    2. the kernel table, made by the benchmark (`kernel_table`)
+    3. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
+
+The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
+op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
+falls back: if it cannot serve the call, `BackendUnavailableError` says why and names what could.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import operator
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.kernel_table import (
+    COMMITTED,
+    ENVIRONMENT_VARIABLE,
+    Entry,
+    KernelTable,
+    KernelTableError,
+    Shape,
+    read,
+)
+
+BACKENDS = ("cuda", "triton", "cpu", "reference")
+_PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
+_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {}
+_WHEN_MEASURED: set[tuple[str, str]] = set()
+"""(op, backend) that `auto` takes only where the table says so."""
+_default_backend = "auto"
+
+
+class BackendUnavailableError(ValueError):
+    """A backend was asked for by name, or by the checkpoint of a run, and cannot serve the call."""
+
+
+class Choice(NamedTuple):
+    """What `auto` decided on a CPU."""
+
+    op: str
+    dtype: str
+    shape: Shape
+    backend: str
+
+
+class Lazy:
+    """An implementation whose module is imported when it is first called: its imports are heavy or not always there.
+
+    `unsupported` decides without importing it, so a report never loads a compiler. Its functions run with the CUDA
+    device of their first tensor as the current one: Triton launches on that, wherever the tensors lie.
+    """
+
+    def __init__(self, module: str, unsupported: Callable[[str, torch.dtype], str | None]) -> None:
+        self._module = module
+        self.unsupported = unsupported
+
+    def __getattr__(self, name: str) -> Any:  # only what is not set above comes here
+        found = getattr(importlib.import_module(self._module), name)
+        return _on_its_device(found) if inspect.isfunction(found) else found
+
+
+@functools.cache
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        device = cuda_device(args)
+        if device is None or device.index == torch.cuda.current_device():
+            return function(*args, **named)
+        with torch.cuda.device(device):
+            return function(*args, **named)
+
+    return call
+
+
+def cuda_device(args: Iterable[Any]) -> torch.device | None:
+    """The CUDA device of the first tensor among the arguments and lists of them; None if that is elsewhere."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device if arg.is_cuda else None
+        if isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], torch.Tensor):
+            return arg[0].device if arg[0].is_cuda else None
+    return None
+
+
+def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False) -> None:
+    """Offer `implementation` for `op` under the name `backend`. Called once per op folder at import.
+
+    Args:
+        when_measured: `auto` takes it only where the kernel table says so.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    _IMPLEMENTATIONS.setdefault(op, {})[backend] = implementation
+    if when_measured:
+        _WHEN_MEASURED.add((op, backend))
+    _AUTO_CHOICE.clear()
+
+
+def implementation(op: str, backend: str) -> Any:
+    """The implementation registered for `op` under an already resolved backend name."""
+    found = _IMPLEMENTATIONS[op].get(backend)
+    if found is None:
+        raise ValueError(f"backend: expected one of {list(_IMPLEMENTATIONS[op])}, got {backend!r}")
+    return found
+
+
+def ops() -> tuple[str, ...]:
+    """Names of all ops."""
+    return tuple(sorted(_IMPLEMENTATIONS))
+
+
+def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why `backend` cannot serve `op` on such tensors, or None if it can."""
+    found = _IMPLEMENTATIONS[op].get(backend)
+    if found is None:
+        return f"{op} has no {backend} implementation"
+    check = getattr(found, "unsupported", None)
+    return check(device_type, dtype) if check else None
+
+
+def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
+    """Name of the backend that serves `op` for tensors like `tensor`, of which device and dtype count.
+
+    Args:
+        backend: a name, or "auto", which stands for the process-wide default (`set_default_backend`).
+        shape: of the op's weight, or (size of a head,) where it has none; see `kernel_table`.
+
+    Raises:
+        BackendUnavailableError: the named backend, or the one of the run's checkpoint, cannot serve the call.
+        ValueError: an unknown name.
+    """
+    return resolve_for(op, backend, tensor.device.type, tensor.dtype, shape)
+
+
+def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, shape: Sequence[int] | None = None) -> str:
+    """`resolve` without a tensor."""
+    if backend == "auto":
+        backend = _default_backend
+    if backend == "auto":
+        # under torch.compile a size may be a symbol, of which `index` makes a number
+        sizes = None if shape is None else tuple(operator.index(n) for n in shape)
+        return _auto(op, device_type, dtype, sizes, native.isa())
+    _check_name(backend)
+    _require(op, backend, device_type, dtype, f"backend={backend!r}")
+    return backend
+
+
+def _require(op: str, backend: str, device_type: str, dtype: torch.dtype, asked: str) -> None:
+    reason = unsupported(op, backend, device_type, dtype)
+    if reason is not None:
+        others = [b for b in _IMPLEMENTATIONS[op] if unsupported(op, b, device_type, dtype) is None]
+        raise BackendUnavailableError(f"{asked} cannot serve {op}: {reason}; available here: {others}")
+
+
+# ---- what `auto` decides ---------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+"""Held while a choice is made, and while what choices depend on changes."""
+_AUTO_CHOICE: dict[tuple[str, str, torch.dtype, Shape, str | None], str] = {}
+_held: dict[tuple[str, str, Shape], str] = {}
+"""Choices of the checkpoint that the run resumed from."""
+_decided: dict[tuple[str, str, Shape], str] = {}
+"""Choices of this run so far, those of the checkpoint among them."""
+
+
+class _Decision(NamedTuple):
+    backend: str
+    why: str
+
+
+@torch.compiler.assume_constant_result
+def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str | None) -> str:
+    """isa: of the process, named so that another one is decided for anew."""
+    key = (op, device_type, dtype, shape, isa)
+    backend = _AUTO_CHOICE.get(key)
+    if backend is None:
+        with _lock:
+            backend = _AUTO_CHOICE[key] = _decide(op, device_type, dtype, shape).backend
+            if device_type == "cpu":
+                _decided[op, _name(dtype), shape] = backend
+    return backend
+
+
+def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Decision:
+    held = _held.get((op, _name(dtype), shape)) if device_type == "cpu" else None
+    if held is not None:
+        _require(op, held, device_type, dtype, f"{held!r}, the choice of the run's checkpoint,")
+        return _Decision(held, "as in the run's checkpoint")
+    preference = _PREFERENCE.get(device_type, ("reference",))
+    reasons = {b: unsupported(op, b, device_type, dtype) for b in preference}
+    served = [b for b, reason in reasons.items() if reason is None]
+    if len(served) == 1:
+        others = "; ".join(reason for reason in reasons.values() if reason)
+        return _Decision(served[0], f"the only one that serves: {others}" if others else "the only one there is")
+    if device_type != "cpu":
+        return _Decision(served[0], "the first that serves")
+    entry = table().find(op, native.isa(), _name(dtype), shape)
+    if entry is not None:
+        return _Decision(entry.backend, f"by the table: {_measured(entry)}")
+    first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
+    return _Decision(first, f"the first that serves; the table has nothing for {native.isa()}")
+
+
+def _measured(entry: Entry) -> str:
+    at = "" if entry.shape is None else f" at {'x'.join(map(str, entry.shape))}"
+    return f"{entry.backend} {entry.ratio:.2f} x as fast{at}"
+
+
+def begin_run(choices: Iterable[Choice] = ()) -> None:
+    """Forget what `auto` has decided in this process; from now on `choices` decide where they say something.
+
+    Args:
+        choices: of the checkpoint that a run resumes from.
+
+    Raises:
+        BackendUnavailableError: one of them cannot serve here, and `auto` stands for no backend. Nothing has changed.
+    """
+    held = {(c.op, c.dtype, c.shape): c.backend for c in choices if c.op in _IMPLEMENTATIONS}  # others are gone
+    for (op, dtype, _), backend in held.items() if _default_backend == "auto" else ():
+        _check_name(backend)
+        _require(op, backend, "cpu", getattr(torch, dtype), f"{backend!r}, the choice of the run's checkpoint,")
+    with _lock:
+        for kept in (_held, _decided):
+            kept.clear()
+            kept.update(held)
+        _AUTO_CHOICE.clear()
+
+
+def take_over(choices: Iterable[Choice]) -> None:
+    """Count among this run's choices, for its checkpoints, what `auto` decided in a process that works for it."""
+    with _lock:
+        for c in choices:
+            _decided.setdefault((c.op, c.dtype, c.shape), c.backend)
+
+
+def choices() -> list[Choice]:
+    """What `auto` has decided on the CPU since `begin_run`, for a checkpoint."""
+    found = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
+    return sorted(found, key=lambda c: (c.op, c.dtype, c.shape or ()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+_named_table = os.environ.get(ENVIRONMENT_VARIABLE)
+_table: KernelTable | None = None
+
+
+def _require_file(argument: str, path: str | os.PathLike[str]) -> Path:
+    if not Path(path).is_file():
+        raise ValueError(f"{argument}: expected the path of a kernel table, got {str(path)!r}, which is no file")
+    return Path(path)
+
+
+if _named_table:
+    _require_file(ENVIRONMENT_VARIABLE, _named_table)
+
+
+def table() -> KernelTable:
+    """The kernel table in use. One that was named and cannot be read is ignored with a warning of one line."""
+    global _table
+    if _table is None:
+        _table = _named(ENVIRONMENT_VARIABLE, Path(_named_table)) if _named_table else _committed()
+    return _table
+
+
+def _named(argument: str, path: Path) -> KernelTable:
+    try:
+        found = read(path, ops(), isa=native.isa())
+    except KernelTableError as error:
+        warnings.warn(f"{argument}: {path} is ignored: {error}", stacklevel=3)
+        return _committed()
+    known = {(e.op, e.isa, e.dtype) for e in found.entries}
+    others = tuple(e for e in _committed().entries if (e.op, e.isa, e.dtype) not in known)
+    return replace(found, entries=found.entries + others)
+
+
+def _committed() -> KernelTable:
+    try:
+        found = read(COMMITTED, ops())
+    except KernelTableError as error:
+        warnings.warn(f"kernel table: {COMMITTED} is ignored: {error}", stacklevel=4)
+        return KernelTable(source="none", entries=())
+    return replace(found, source="the package's own")
+
+
+@contextlib.contextmanager
+def use_table(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let `auto` decide by the table in a file within a `with` block; as RLHF_ENGINE_KERNEL_TABLE does for a process.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    global _table
+    previous, named = table(), _named("path", _require_file("path", path))
+    with _lock:
+        _table = named
+        _AUTO_CHOICE.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _table = previous
+            _AUTO_CHOICE.clear()
+
+
+# ---- reports and the default -----------------------------------------------------------------------------------------
+
+
+def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
+    """What runs for every op.
+
+    Returns:
+        Per op: the backend that `auto` picks (`"auto"`; two names where the shape decides), the reason (`"why"`), and
+        per backend `"available"` or why it is not.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for op in ops():
+        reasons = {b: unsupported(op, b, device_type, dtype) for b in BACKENDS}
+        chosen = _report_choice(op, device_type, dtype, reasons)
+        found[op] = {
+            "auto": chosen.backend,
+            "why": chosen.why,
+            **{b: reason or "available" for b, reason in reasons.items()},
+        }
+    return found
+
+
+def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[str, str | None]) -> _Decision:
+    if _default_backend != "auto":
+        reason = reasons[_default_backend]
+        return _Decision(_default_backend, f"asked for by name{f', but {reason}' if reason else ''}")
+    shapes = {entry.shape for entry in table().of(op, native.isa(), _name(dtype))} if device_type == "cpu" else set()
+    shapes |= {shape for held_op, held_dtype, shape in _held if (held_op, held_dtype) == (op, _name(dtype))}
+    found = [_decide(op, device_type, dtype, shape) for shape in sorted(shapes, key=lambda s: s or ())]
+    if not found:
+        return _decide(op, device_type, dtype, None)
+    backends = [b for b in BACKENDS if any(b == decision.backend for decision in found)]
+    return _Decision(" or ".join(backends), "; ".join(dict.fromkeys(decision.why for decision in found)))
+
+
+def default_backend() -> str:
+    """The backend that `backend="auto"` stands for in this process."""
+    return _default_backend
+
+
+def set_default_backend(backend: str) -> None:
+    """Make `backend="auto"` stand for `backend` from now on, in every op of this process."""
+    global _default_backend
+    if backend != "auto":
+        _check_name(backend)
+    _default_backend = backend
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """`set_default_backend` for the length of a `with` block."""
+    previous = _default_backend
+    set_default_backend(backend)
+    try:
+        yield
+    finally:
+        set_default_backend(previous)
+
+
+def _check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {backend!r}")

@@ -1,0 +1,34 @@
+"""Work and memory of `sample`: one product, and partial results per share of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_kernels.runtime.cost import SAMPLING, BackendOf, Traced, Work, all_bytes
+from rlhf_kernels.vocab.logits import HeadOptions
+
+PROGRAMS = 132
+"""Shares of the vocabulary that Triton makes: one per multiprocessor of an H200."""
+FIELDS, CHOICES = 4, 2
+"""Numbers that a share leaves per row: m, s, w and the best column's logit; the best score's key and its column."""
+
+
+def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
+    """2 N H V; W and hidden are read once."""
+    hidden, weight = args[:2]
+    flops = 2.0 * hidden.shape[0] * weight.numel()
+    return [Work("sample", SAMPLING, flops, all_bytes(args[:2]), hidden.shape[0], weight.dtype, 2)]
+
+
+def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int | Traced:
+    """Partial results in Triton, nothing that grows in C++ (tiles per thread), the reference's own peak otherwise."""
+    backend = backend_of("sample", args[0].dtype, args[1].shape)
+    if backend == "triton":
+        return 4 * PROGRAMS * (FIELDS + CHOICES) * args[0].shape[0]
+    if backend != "reference":
+        return 0
+    from rlhf_kernels.sample import reference
+
+    inputs = [*args[:5], None, HeadOptions(*args[7:15]), *args[15:-1]]
+    return Traced(reference.forward, inputs, {bool: False})  # False: not every row is greedy

@@ -1,0 +1,70 @@
+"""Work and memory of one sweep of the vocabulary, by backend; the ops with a head call these from their `cost.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.cost import HEADS, Work, next_power, round_up, tensor_bytes
+from rlhf_kernels.vocab.logits import TILE_ELEMENTS
+
+TILE_ROWS, TILE_COLUMNS = 4096, 8192
+"""Largest tile of the Triton sweep."""
+MIN_TILE_ROWS, MIN_TILE_COLUMNS = 1024, 2048
+"""A tile that must shrink loses rows down to the first, then columns down to the second, then rows again."""
+SMALL_TILE = 2**20
+"""Elements of a tile that need no saving."""
+
+
+def head_work(hidden: Tensor, weight: Tensor, products: int) -> Work:
+    """Work of `products` products of N · H · V: each reads W once, and hidden twice."""
+    flops = 2.0 * products * hidden.shape[0] * weight.numel()
+    moved = products * (tensor_bytes(weight) + 2.0 * tensor_bytes(hidden))
+    return Work("head", HEADS, flops, moved, hidden.shape[0], weight.dtype, 2 * products)
+
+
+def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahead: bool, keeps_sums: bool) -> int:
+    """Memory of a sweep and, for a trained head, of the gradient's.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H].
+        backend: the backend that serves.
+        needs: names of the gradients that are made, comma-separated.
+        ahead: whether the sweep itself makes the sums E [N, H] of d_hidden.
+        keeps_sums: whether E stays inside the call, because the gradient is made of it there.
+    """
+    (n, h), v, e = hidden.shape, weight.shape[0], hidden.element_size()
+    second = bool(needs) and not ahead
+    summed = n * h * 4 if keeps_sums else 0
+    if backend == "triton":
+        rows, columns = tile_shape(n, v)
+        tile = min(rows, n) * columns
+        gradient = (n * h * e + columns * h * 4 if "weight" in needs else 0) if second else 0
+        return summed + tile * 4 + (tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0) + gradient
+    if backend == "cpu":
+        panel, block_rows = native.tile_size("head_panel"), native.tile_size("head_block")
+        e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 and native.multiplies_bf16() else 4
+        block = 2 * block_rows * h * e  # of W: one is multiplied with while the next is packed
+        rows = 0 if weight.element_size() == e and h % 32 == 0 else block  # as they are multiplied with hidden
+        packed = round_up(n, panel) * h * e + rows + (block if ahead or second else 0)
+        scratch = native.threads() * (panel // 2) * h * e
+        own_sums = round_up(n, panel) * h * 4 if ahead or second else 0
+        gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
+        return max(summed + packed + scratch + own_sums - (n * h * 4 if summed else 0), summed + gathered)
+    tile = max(1, min(n, TILE_ELEMENTS // v)) * v
+    upcast = v * h * 4 if weight.dtype != torch.float32 else 0
+    return summed + upcast + 4 * (tile * (5 if needs else 4) + n * h)
+
+
+def tile_shape(n_rows: int, n_vocab: int, most: tuple[int, int] | None = None) -> tuple[int, int]:
+    """(rows, columns) of a tile of the Triton sweep, powers of two; `most` in place of TILE_ROWS and TILE_COLUMNS."""
+    most_rows, most_columns = most or (TILE_ROWS, TILE_COLUMNS)
+    rows, columns = min(most_rows, next_power(n_rows)), min(most_columns, next_power(n_vocab))
+    while rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
+        if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
+            rows //= 2
+        else:
+            columns //= 2
+    return rows, columns

@@ -1,0 +1,223 @@
+"""Configurations in which the kernels of the vocabulary sweep are compiled ahead of time: bf16, aligned rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.vocab import triton_kernels as kernels
+from rlhf_kernels.vocab.triton_sweep import FLAGS, fused_tile, fused_warps
+
+_FLOATS = ("temperature", "logit_scale", "softcap", "scale")
+_POINTERS = {
+    "z_ptr": "*fp32",
+    "z_r_ptr": "*fp32",
+    "p_ptr": "*bf16",
+    "q_ptr": "*bf16",
+    "g_ptr": "*bf16",
+    "h_ptr": "*bf16",
+    "h_r_ptr": "*bf16",
+    "w_ptr": "*bf16",
+    "bias_ptr": "*bf16",
+    "index_ptr": "*i64",
+    "slot_ptr": "*i64",
+    "count_ptr": "*i64",
+    "out_ptr": "*fp32",
+}
+_DIVISIBLE = {
+    "z_stride",
+    "p_stride",
+    "g_stride",
+    "h_stride",
+    "h_r_stride",
+    "w_stride",
+    "a_stride",
+    "out_stride",
+    "hidden_size",
+    "sum_width",
+    "width",
+}
+
+
+_FP32 = dict.fromkeys(("h_ptr", "h_r_ptr", "w_ptr", "p_ptr", "q_ptr"), "*fp32")
+
+
+def head_case(
+    name: str,
+    kernel: Any,
+    *,
+    absent: tuple[str, ...] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+    types: dict[str, str] | None = None,
+    **constexprs: Any,
+) -> AotCase:
+    """A case with every pointer but the `absent` ones; arguments that are not named constexprs get their usual type."""
+    fixed = {**constexprs, **dict.fromkeys(absent)}
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in fixed:
+            continue
+        if argument.endswith("_ptr"):
+            signature[argument] = _POINTERS.get(argument, "*fp32")
+        else:
+            signature[argument] = "fp32" if argument in _FLOATS else "i32"
+    signature |= {n: t for n, t in (types or {}).items() if n in signature}
+    divisible = tuple(n for n in signature if n in _DIVISIBLE or n.endswith("_ptr"))
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=fixed,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        divisible_by_16=divisible,
+    )
+
+
+def _flags(*names: str, softcap: bool = False) -> dict[str, Any]:
+    return {n: n in names for n in FLAGS} | {"SOFTCAP": softcap}
+
+
+def _fused(rows: int, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    columns, depth = fused_tile(rows, dtype, rank)
+    tile = {"UPCAST": False, "BN": rows, "BV": columns, "BK": depth, "RANKS": kernels.padded_rank(rank)}
+    return tile | {"num_warps": fused_warps(rows, dtype)}
+
+
+PLAIN = ("bias_ptr", "temperature_ptr")
+_FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
+_ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
+NO_LORA = ("down_ptr", "lora_b_ptr", "rank")
+_GRAD: dict[str, Any] = {"R": 1, "BLOCK": 2048}
+_ONLY_LOGPROB = (
+    "expected_kl_ptr",
+    "temperature_ptr",
+    "logprob_r_ptr",
+    "kl_ptr",
+    "d_lse_ptr",
+    "d_kl_ptr",
+    "on_target_ptr",
+)
+
+
+def linear_logprob_cases() -> list[AotCase]:
+    """bf16, large N with the gradient ahead, bare forward, few rows, gradient sweep."""
+    alone = ("z_r_ptr", "q_ptr", "slot_ptr")
+    pair_rows = ("z_r_ptr", "lse_r_ptr", "kl_ptr", "d_kl_ptr")
+    statistics = ("entropy_ptr", "sum_sq_ptr", "d_entropy_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr")
+    no_pair = ("logprob_r_ptr", "lse_r_ptr", "kl_ptr")
+    unasked = ("entropy_ptr", "top_ptr", "mean_ptr", "sum_sq_ptr")
+    no_d = ("sum_q_ptr", "slot_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
+    fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
+    return [
+        head_case("bf16", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
+        head_case("fp32", fold, absent=(*alone, *PLAIN), types=_FP32, **_flags(), **_FOLD),
+        head_case("bf16, every output and option", fold, absent=alone, **_flags(*FLAGS, softcap=True), **_FOLD),
+        head_case("128 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **_fused(128)),
+        head_case("64 rows", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **_fused(64)),
+        head_case(
+            "16 rows",
+            fused,
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
+            **_flags(),
+            **_fused(16),
+        ),
+        head_case(
+            "128 rows, every output and option",
+            fused,
+            absent=("h_r_ptr",),
+            **_flags(*FLAGS, softcap=True),
+            **_fused(128, 16),
+        ),
+        *(
+            head_case(f"128 rows, r{r}", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_fused(128, r))
+            for r in (64, 128)
+        ),
+        head_case("64 rows, r64", fused, absent=("h_r_ptr", *PLAIN), **_flags(), **_fused(64, 64)),
+        head_case(
+            "32 rows, fp32",
+            fused,
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_fused(32, dtype=torch.float32),
+        ),
+        head_case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
+        head_case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
+        head_case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
+        head_case(
+            "bf16",
+            kernels.from_expected_kernel,
+            absent=("slot_ptr", *_ONLY_LOGPROB),
+            types={"out_ptr": "*bf16"},
+            SOFTCAP=False,
+            **_ROW,
+        ),
+        head_case(
+            "logprob", kernels.grad_tile_kernel, absent=(*pair_rows, *statistics, *PLAIN), SOFTCAP=False, **_GRAD
+        ),
+        head_case(
+            "every output and option",
+            kernels.grad_tile_kernel,
+            absent=pair_rows,
+            SOFTCAP=True,
+            **_GRAD,
+        ),
+    ]
+
+
+def pair_cases() -> list[AotCase]:
+    """bf16 with a reference's rows: few rows, many rows, both gradients ahead."""
+    fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
+    kept = ("mean_ptr", "sum_sq_ptr", "top_ptr")
+    grads = ("sum_sq_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr", "entropy_ptr", "d_entropy_ptr")
+    return [
+        head_case("128 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_fused(128)),
+        head_case("64 rows", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_fused(64)),
+        head_case(
+            "32 rows, fp32",
+            fused,
+            absent=(*NO_LORA, *PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_fused(32, dtype=torch.float32),
+        ),
+        *(head_case(f"128 rows, r{r}", fused, absent=PLAIN, **_flags(), **_fused(128, r)) for r in (16, 64, 128)),
+        head_case("64 rows, r64", fused, absent=PLAIN, **_flags(), **_fused(64, 64)),
+        head_case("16 rows, r64", fused, absent=PLAIN, **_flags(), **_fused(16, 64)),
+        head_case(
+            "32 rows, r64, fp32",
+            fused,
+            absent=PLAIN,
+            types=_FP32,
+            **_flags(),
+            **_fused(32, 64, torch.float32),
+        ),
+        head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
+        head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
+        head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
+        head_case(
+            "E and D, bf16",
+            kernels.from_expected_kernel,
+            absent=("slot_ptr", "temperature_ptr", "d_lse_ptr", "on_target_ptr"),
+            types={"out_ptr": "*bf16"},
+            SOFTCAP=False,
+            **_ROW,
+        ),
+        head_case("logprob and kl", kernels.grad_tile_kernel, absent=(*grads, *PLAIN), SOFTCAP=False, **_GRAD),
+    ]
+
+
+def ppo_cases() -> list[AotCase]:
+    """bf16 with rows packed."""
+    alone = ("z_r_ptr", "q_ptr")
+    count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
+    return [
+        head_case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
+        head_case("bf16", kernels.accumulate_kernel, **count),
+        head_case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
+        head_case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),
+    ]

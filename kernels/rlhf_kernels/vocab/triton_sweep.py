@@ -1,0 +1,547 @@
+"""One or two sweeps over the rows of W: what the Triton backends of all linear_* ops are built from.
+
+Large N: a tile [rows, columns] of products by cuBLAS with fp32 results (bf16 and fp16 operands are never rounded
+again), then one kernel that reads it once: it turns products into logits, folds them into each row's running state
+and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ_{v≠t} p u W. When a row's
+maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once.
+Small N (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per
+program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
+so a log-prob has the same bits whether a gradient is wanted or not.
+
+Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
+sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
+`linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
+Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element, and a tile has at most
+N·V / 32 elements (or 2²⁰), so no more than 1/8 of the fp32 logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from rlhf_kernels.runtime.triton_support import INTERPRETED
+from rlhf_kernels.runtime.tuning import Settings, Site
+from rlhf_kernels.vocab import cost
+from rlhf_kernels.vocab import triton_kernels as kernels
+from rlhf_kernels.vocab.logits import HeadOptions, split_target
+from rlhf_kernels.vocab.triton_inputs import HeadInputs
+
+# The defaults, all in one place. Numbers of rows and columns are powers of two.
+FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
+FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
+FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 64), 128: (128, 64)}  # rows: (columns, bytes of depth)
+FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
+FOLD_WARPS = 8
+WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
+GRAD_BLOCK = 128 if INTERPRETED else 2048
+ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
+COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
+
+TILE = Site(
+    op="linear_logprob",
+    name="tile",
+    candidates={"TILE_ROWS": (1024, 2048, 4096), "TILE_COLUMNS": (4096, 8192), "FOLD_WARPS": (4, 8, 16)},
+)
+FUSED = Site(
+    op="linear_logprob",
+    name="fused",
+    candidates={"BV": (64, 128), "FUSED_PROGRAMS": (132, 264, 528), "num_stages": (2, 3, 4)},
+)
+COUNTED = Site(
+    op="linear_logprob",
+    name="counted",
+    candidates={"BM": (64, 128), "BN": (64, 128, 256), "BK": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+)
+# Elementwise: a thread's share changes no sum
+ROW = Site(
+    op="linear_logprob",
+    name="row",
+    candidates={"ROW_BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
+    neutral=("ROW_BLOCK", "num_warps"),
+)
+GRAD = Site(
+    op="linear_logprob",
+    name="grad",
+    candidates={"GRAD_BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
+    neutral=("GRAD_BLOCK", "num_warps"),
+)
+FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
+
+
+def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
+    """(columns, depth) of the fused kernel's tiles.
+
+    fp32 products take registers in place of tensor cores, so they have fewer columns. A loop over ranks takes some;
+    there only the depth may shrink, which changes no sum: tensor cores add in steps of 16 and fp32 units one by one, in
+    one order whatever the depth. So rows without LoRA keep the bits of a call without it.
+    """
+    columns, depth = FUSED_TILES[rows]
+    looped = rank > kernels.RANK_TILE.value
+    return columns * 2 // dtype.itemsize, depth // dtype.itemsize // (2 if looped else 1)
+
+
+def fused_warps(rows: int, dtype: torch.dtype) -> int:
+    """Warps of the fused kernel; more rows need more registers for their sums."""
+    return 4 if rows < 64 and dtype.itemsize == 2 else 8
+
+
+def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out = a b, or out += a b: fp32 sums of operands in one dtype."""
+    if a.device.type == "cpu":
+        a, b = a.float(), b.float()
+    if a.dtype == torch.float32:
+        _ = torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool) -> None:
+    """`gemm_` for the first `count` rows only, `count` being on the device: later rows cost nothing."""
+    block_m, block_n, block_k = COUNTED_TILE[a.element_size()]
+    default = {"BM": block_m, "BN": block_n, "BK": block_k, "num_warps": 8, "num_stages": STAGES}
+    chosen = COUNTED.choose(default, a.device, (a.dtype,), b.shape[1:])
+    grid = (triton.cdiv(b.shape[1], chosen["BN"]), triton.cdiv(a.shape[0], chosen["BM"]))
+    kernels.accumulate_kernel[grid](
+        a,
+        b,
+        out,
+        count,
+        a.shape[1],
+        b.shape[1],
+        a.stride(0),
+        b.stride(0),
+        out.stride(0),
+        ADD=add,
+        UPCAST=INTERPRETED,
+        **chosen,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """Rows whose part of E is wanted, packed per row chunk of the tiles."""
+
+    slot: Tensor  # [N] int64, the row of E that a row of the batch uses; −1: none
+    counts: Tensor  # [chunks] int64
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """Row statistics [N] fp32, 0 in rows that do not count; empty where not made."""
+
+    lse: Tensor
+    values: dict[str, Tensor] = field(default_factory=dict)  # by output name; a pair adds logprob_r, lse_r, kl
+    expected: Tensor | None = None  # E [N, H], without the target's column
+    expected_kl: Tensor | None = None  # D [N, H], likewise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGrads:
+    """Gradients [N] fp32 of row statistics, with 0 or anything in rows that do not count."""
+
+    logprob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    log_sum_sq_prob: Tensor | None = None
+    kl: Tensor | None = None
+
+    @classmethod
+    def of(cls, **grads: Tensor | None) -> RowGrads:
+        """Make row gradients of autograd's, whatever their dtype and strides."""
+        return cls(**{k: None if g is None else g.to(torch.float32).contiguous() for k, g in grads.items()})
+
+
+class Sweep(HeadInputs):
+    """A head and its rows, checked and laid out for the kernels."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        options: HeadOptions,
+        ignore_index: int,
+        hidden_r: Tensor | None = None,
+    ) -> None:
+        keep, index = split_target(target, weight.shape[0], ignore_index)
+        super().__init__(hidden, weight, options, keep, hidden_r)
+        self.index = torch.where(keep, index, -1)
+        default = {"TILE_ROWS": cost.TILE_ROWS, "TILE_COLUMNS": cost.TILE_COLUMNS, "FOLD_WARPS": FOLD_WARPS}
+        tile = self._chosen(TILE, default)
+        most = tile["TILE_ROWS"], tile["TILE_COLUMNS"]
+        self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab, most)
+        self.fold_warps = tile["FOLD_WARPS"]
+
+    # --- pieces -------------------------------------------------------------------------------------------------
+
+    def _chosen(self, site: Site, default: Settings) -> Settings:
+        """Settings of a site for this head."""
+        return site.choose(default, self.hidden.device, (self.dtype,), (self.hidden_size, self.n_vocab))
+
+    @functools.cached_property
+    def down(self) -> Tensor | None:
+        """scale · h Aᵀ [N, r] fp32."""
+        if self.lora_A is None:
+            return None
+        return (self.hidden.float() @ self.lora_A.T).mul_(self.options.lora_scale)
+
+    @property
+    def fused(self) -> bool:
+        """Whether statistics come from the fused kernel."""
+        return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
+
+    def columns(self) -> Iterator[slice]:
+        for start in range(0, self.n_vocab, self.tile_columns):
+            yield slice(start, min(start + self.tile_columns, self.n_vocab))
+
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, self.n_rows, self.tile_rows):
+            yield slice(start, min(start + self.tile_rows, self.n_rows))
+
+    def tile_buffer(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.empty(min(self.tile_rows, self.n_rows), self.tile_columns, dtype=dtype)
+
+    def weight_tile(self, columns: slice) -> Tensor:
+        return self.weight[columns].to(self.dtype)
+
+    def products(self, buffer: Tensor, weight: Tensor, rows: slice, columns: slice, *, reference: bool) -> Tensor:
+        """[n, width] of h Wᵀ (+ the policy's rank-r part) in `buffer`."""
+        y = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
+        hidden = self.hidden_r if reference else self.hidden
+        assert hidden is not None
+        gemm_(y, hidden[rows], weight.T)
+        if self.lora_B is not None and self.down is not None and not reference:
+            y.addmm_(self.down[rows], self.lora_B[columns].T)
+        return y
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def statistics(self, outputs: str, ahead: str = "", live: Live | None = None) -> Stats:
+        """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl"), E packed if `live` is given."""
+        flags = {flag: name in outputs.split(",") for flag, name in FLAGS.items()}
+        if not self.fused:
+            return self._tiled(flags, outputs, ahead, live)
+        stats, _ = self._finish(self._fused_state(flags), outputs)
+        if ahead:
+            # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
+            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead, live)
+            stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
+        return stats
+
+    def _fused_state(self, flags: dict[str, bool]) -> Tensor:
+        block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
+        rank = 0 if self.down is None else self.down.shape[1]
+        block_v, block_k = fused_tile(block_n, self.dtype, rank)
+        chosen = self._chosen(FUSED, {"BV": block_v, "FUSED_PROGRAMS": FUSED_PROGRAMS, "num_stages": STAGES})
+        block_v = chosen["BV"]
+        n_tiles = triton.cdiv(self.n_vocab, block_v)
+        per_split = triton.cdiv(n_tiles, chosen["FUSED_PROGRAMS"])
+        splits = triton.cdiv(n_tiles, per_split)
+        state = self.empty(splits, kernels.FIELDS, self.n_rows)
+        kernels.fused_kernel[(splits, triton.cdiv(self.n_rows, block_n))](
+            self.hidden,
+            self.hidden_r,
+            self.weight,
+            self.index,
+            self.bias,
+            self.down if rank else None,
+            self.lora_B,
+            self.temperature,
+            state,
+            self.n_rows,
+            self.n_vocab,
+            self.hidden_size,
+            rank,
+            self.hidden.stride(0),
+            0 if self.hidden_r is None else self.hidden_r.stride(0),
+            self.weight.stride(0),
+            per_split,
+            **self.transform(),
+            **flags,
+            UPCAST=INTERPRETED,
+            BN=block_n,
+            BV=block_v,
+            BK=block_k,
+            RANKS=kernels.padded_rank(rank),
+            num_warps=fused_warps(block_n, self.dtype),
+            num_stages=chosen["num_stages"],
+        )
+        return state
+
+    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str, live: Live | None) -> Stats:
+        state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
+        state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
+        z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
+        made = [name in ahead for name in ("logprob", "kl")]
+        factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
+        unused = self.empty(0, dtype=self.dtype)  # the kernel takes a pointer of this type whether it writes or not
+        p, q = (unused if factor is None else factor for factor in factors)
+        width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
+        sums = [self.empty(self.n_rows, width) if make else None for make in made]
+        for columns in self.columns():
+            weight = self.weight_tile(columns)
+            for i, rows in enumerate(self.chunks()):
+                y = self.products(z, weight, rows, columns, reference=False)
+                if z_r is not None:
+                    self.products(z_r, weight, rows, columns, reference=True)
+                n = rows.stop - rows.start
+                kernels.fold_tile_kernel[(triton.cdiv(n, FOLD_ROWS),)](
+                    z,
+                    z_r,
+                    p,
+                    None if z_r is None else q,
+                    self.index,
+                    None if live is None else live.slot,
+                    self.bias,
+                    self.temperature,
+                    state,
+                    *(state if total is None else total for total in sums),
+                    sum(made),
+                    rows.start,
+                    n,
+                    self.n_rows,
+                    columns.start,
+                    y.shape[1],
+                    self.tile_columns,
+                    self.tile_columns,
+                    width,
+                    **self.transform(),
+                    **flags,
+                    R=FOLD_ROWS,
+                    BLOCK=self.tile_columns,
+                    num_warps=self.fold_warps,
+                )
+                for factor, total in zip(factors, sums, strict=True):
+                    if factor is not None and total is not None:
+                        count = None if live is None else live.counts[i]
+                        self._add_product(factor[:n, : y.shape[1]], total[rows], weight, columns, count)
+        stats, inverse = self._finish(state, outputs)
+        self._normalise(stats, inverse, state, sums, live)
+        return stats
+
+    def _add_product(self, p: Tensor, total: Tensor, weight: Tensor, columns: slice, count: Tensor | None) -> None:
+        """total [n, H + r] += p [W, B] of one tile, or = in the first."""
+        add = columns.start > 0
+        parts = [(total[:, : self.hidden_size], weight)]
+        if self.lora_B is not None:
+            parts.append((total[:, self.hidden_size :], self.lora_B[columns].to(self.dtype)))
+        for out, factor in parts:
+            if count is None:
+                gemm_(out, p, factor, add=add)
+            else:
+                counted_gemm_(out, p, factor, count, add=add)
+
+    def _finish(self, state: Tensor, outputs: str) -> tuple[Stats, Tensor]:
+        """Statistics from states, and 1 / s [N]."""
+        pair = self.hidden_r is not None
+        names = ("logprob", "lse", *outputs.split(","), *(("logprob_r", "lse_r", "kl") if pair else ()))
+        values = {name: self.empty(self.n_rows) for name in names if name}
+        inverse = self.empty(self.n_rows)
+        finish(state, self.index, inverse, values, self.n_vocab)
+        return Stats(lse=values["lse"], values=values), inverse
+
+    def _normalise(
+        self, stats: Stats, inverse: Tensor, state: Tensor, sums: list[Tensor | None], live: Live | None
+    ) -> None:
+        """E and D from the sums of the sweep."""
+        if sums[0] is None:
+            return
+        n, width = sums[0].shape
+        values = stats.values
+        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
+        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["ROW_BLOCK"]))](
+            *sums,
+            None if live is None else live.slot,
+            inverse,
+            stats.lse,
+            values.get("lse_r"),
+            values.get("kl"),
+            state[0, 11],
+            n,
+            width,
+            R=FOLD_ROWS,
+            BLOCK=chosen["ROW_BLOCK"],
+            num_warps=chosen["num_warps"],
+        )
+        h = self.hidden_size
+        if self.lora_A is not None:
+            A = self.lora_A * self.options.lora_scale
+            sums = [None if x is None else torch.addmm(x[:, :h], x[:, h:], A) for x in sums]
+        stats.expected, stats.expected_kl = sums
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def from_expected(self, stats: Stats, grads: RowGrads, dtype: torch.dtype, live: Live | None = None) -> Tensor:
+        """d_hidden [N, H] from E (and D) and the gradients of logprob, lse (and kl), elementwise."""
+        assert stats.expected is not None
+        lora = self.lora_A is not None
+        out = self.empty(self.n_rows, self.hidden_size, dtype=torch.float32 if lora else dtype)
+        on_target = self.empty(self.n_rows) if lora else None
+        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
+        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, chosen["ROW_BLOCK"]))
+        kernels.from_expected_kernel[grid](
+            stats.expected,
+            None if grads.kl is None else stats.expected_kl,
+            None if live is None else live.slot,
+            self.weight,
+            self.index,
+            self.temperature,
+            stats.values["logprob"],
+            stats.lse,
+            None if grads.kl is None else stats.values["logprob_r"],
+            None if grads.kl is None else stats.values["kl"],
+            grads.logprob,
+            grads.lse,
+            grads.kl,
+            on_target,
+            out,
+            self.n_rows,
+            self.hidden_size,
+            self.weight.stride(0),
+            **self.transform(),
+            R=FOLD_ROWS,
+            BLOCK=chosen["ROW_BLOCK"],
+            num_warps=chosen["num_warps"],
+        )
+        if on_target is not None and self.lora_A is not None and self.lora_B is not None:
+            target = self.lora_B[self.index.clamp_min(0)] * (self.options.lora_scale * on_target)[:, None]
+            out.addmm_(target, self.lora_A)
+        return out.to(dtype)
+
+    def gradients(
+        self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
+    ) -> dict[str, Tensor]:
+        """Gradients of the inputs named in `needs`, from products that are made again tile by tile.
+
+        dtypes: of the results, fp32 where not given. A row's gradient is 0 where it does not count.
+        """
+        names = set(needs.split(","))
+        dtypes = dtypes or {}
+        n, h, v = self.n_rows, self.hidden_size, self.n_vocab
+        rank = 0 if self.lora_A is None else self.lora_A.shape[0]
+        sums: dict[str, Tensor] = {}
+        if "hidden" in names:
+            sums["hidden"] = self.empty(n, h)
+        if rank and names & {"hidden", "lora_A"}:
+            sums["down"] = self.empty(n, rank)  # Σ G B
+        for name, shape in (("weight", (v, h)), ("bias", (v,)), ("lora_B", (v, rank))):
+            if name in names:
+                sums[name] = self.empty(*shape, dtype=dtypes.get(name, torch.float32))
+        # Products with rows that do not count meet zeros, but 0 · NaN is not 0
+        clean = self.hidden.masked_fill(~self.keep[:, None], 0) if names & {"weight", "lora_A"} else None
+        down = None
+        if "lora_B" in names and self.down is not None:
+            down = self.down.masked_fill(~self.keep[:, None], 0).to(self.dtype)
+        z, z_r = self.tile_buffer(), None if grads.kl is None else self.tile_buffer()
+        g = z if self.dtype == torch.float32 else self.tile_buffer(self.dtype)
+        for columns in self.columns():
+            weight = self.weight_tile(columns)
+            tile = {
+                name: self.empty(columns.stop - columns.start, *sums[name].shape[1:])
+                for name in sums
+                if name in PER_COLUMN
+            }
+            for rows in self.chunks():
+                G = self._grad_tile(z, z_r, g, stats, grads, weight, rows, columns)
+                later = columns.start > 0
+                if "hidden" in sums:
+                    gemm_(sums["hidden"][rows], G, weight, add=later)
+                if "down" in sums and self.lora_B is not None:
+                    gemm_(sums["down"][rows], G, self.lora_B[columns].to(self.dtype), add=later)
+                later = rows.start > 0
+                if clean is not None and "weight" in tile:
+                    gemm_(tile["weight"], G.T, clean[rows], add=later)
+                if down is not None:
+                    gemm_(tile["lora_B"], G.T, down[rows], add=later)
+                if "bias" in tile:
+                    part = G.sum(0, dtype=torch.float32)
+                    tile["bias"] = tile["bias"].add_(part) if later else part
+            for name, value in tile.items():
+                sums[name][columns] = value
+        if "down" in sums and self.lora_A is not None:
+            scaled = sums.pop("down").mul_(self.options.lora_scale)
+            if "hidden" in sums:
+                sums["hidden"].addmm_(scaled, self.lora_A)
+            if "lora_A" in names and clean is not None:
+                sums["lora_A"] = scaled.T @ clean.float()
+        return {name: x.to(dtypes.get(name, torch.float32)) for name, x in sums.items()}
+
+    def _grad_tile(
+        self,
+        z: Tensor,
+        z_r: Tensor | None,
+        g: Tensor,
+        stats: Stats,
+        grads: RowGrads,
+        weight: Tensor,
+        rows: slice,
+        columns: slice,
+    ) -> Tensor:
+        """dL/dy of one tile [n, width] in the operands' dtype."""
+        y = self.products(z, weight, rows, columns, reference=False)
+        if z_r is not None:
+            self.products(z_r, weight, rows, columns, reference=True)
+        n, width = y.shape
+        chosen = self._chosen(GRAD, {"GRAD_BLOCK": GRAD_BLOCK, "num_warps": WARPS})
+        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["GRAD_BLOCK"]))](
+            z,
+            z_r,
+            g,
+            self.index,
+            self.bias,
+            self.temperature,
+            stats.lse,
+            stats.values.get("lse_r") if grads.kl is not None else None,
+            stats.values.get("entropy") if grads.entropy is not None else None,
+            stats.values.get("log_sum_sq_prob") if grads.log_sum_sq_prob is not None else None,
+            stats.values.get("kl") if grads.kl is not None else None,
+            grads.logprob,
+            grads.lse,
+            grads.entropy,
+            grads.mean_logit,
+            grads.log_sum_sq_prob,
+            grads.kl,
+            rows.start,
+            n,
+            columns.start,
+            width,
+            self.n_vocab,
+            self.tile_columns,
+            self.tile_columns,
+            **self.transform(),
+            R=FOLD_ROWS,
+            BLOCK=chosen["GRAD_BLOCK"],
+            num_warps=chosen["num_warps"],
+        )
+        return g[:n, :width]
+
+
+PER_COLUMN = ("weight", "bias", "lora_B")
+
+
+def finish(state: Tensor, index: Tensor, inverse: Tensor | None, values: dict[str, Tensor], n_vocab: int) -> None:
+    """Fill `values` (row statistics by name) from states [splits, FIELDS, N]."""
+    n_splits, _, n_rows = state.shape
+    splits = triton.next_power_of_2(n_splits)
+    per_program = max(1, 128 // splits)
+    names = ("logprob", "lse", "entropy", "is_top1", "mean_logit", "log_sum_sq_prob", "logprob_r", "lse_r", "kl")
+    kernels.finish_kernel[(triton.cdiv(n_rows, per_program),)](
+        state,
+        index,
+        inverse,
+        *(values.get(name) for name in names),
+        n_splits,
+        n_rows,
+        n_vocab,
+        SPLITS=splits,
+        R=per_program,
+    )

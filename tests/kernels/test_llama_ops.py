@@ -1,0 +1,269 @@
+"""`rms_norm`, `rotary` and `swiglu`: the bits of transformers' Llama forward, and gradients held to float64."""
+
+import pytest
+import torch
+from rlhf_kernels.llama_ops import (
+    _rms_norm,
+    _rms_norm_gradient,
+    _rotary,
+    _rotary_gradient,
+    _swiglu,
+    _swiglu_gradient,
+    reference,
+    rms_norm,
+    rotary,
+    swiglu,
+)
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+ISAS = [] if native.missing() else native.isas()
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (1, 2, 15, 16, 17, 64, 257, 512)
+# (B, heads, kv_heads, T, D): halves below, at and above a vector; decoding, one head, several sequences
+HEADS = ((1, 1, 1, 1, 2), (1, 4, 2, 7, 8), (2, 3, 3, 5, 30), (1, 8, 2, 33, 64), (3, 2, 1, 4, 70), (16, 8, 8, 1, 64))
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True, params=ISAS)
+def isa(request):
+    with native.use_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def heads(batch, n_heads, kv_heads, tokens, dim, dtype=torch.float32):
+    """q and k as projections make them, and angles."""
+    q = torch.randn(batch, tokens, n_heads, dim, dtype=dtype).transpose(1, 2)
+    k = torch.randn(batch, tokens, kv_heads, dim, dtype=dtype).transpose(1, 2)
+    return q, k, torch.randn(batch, tokens, dim, dtype=dtype), torch.randn(batch, tokens, dim, dtype=dtype)
+
+
+# ---- forward: bits ---------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [(1,), (3, 5), (1, 200)])
+def test_a_norm_has_the_bits_of_llama_s(dtype, width, rows):
+    x = 3 * torch.randn(*rows, width, dtype=dtype)
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    y = rms_norm(x, norm.weight, eps=1e-5, backend="cpu")
+    assert y.dtype == dtype
+    assert torch.equal(y, norm(x))
+    assert torch.equal(rms_norm(x, norm.weight, eps=1e-5, backend="reference"), norm(x))
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_turned_heads_have_the_bits_of_llama_s(dtype, shape):
+    q, k, cos, sin = heads(*shape, dtype)
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    for ours, theirs in zip(rotary(q, k, cos, sin, backend="cpu"), expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.transpose(1, 2).is_contiguous()  # what comes next folds heads without a copy
+    one = cos[:1], sin[:1]
+    for backend in ("cpu", "reference"):
+        found = rotary(q, k, *one, backend=backend)
+        assert all(torch.equal(a, b) for a, b in zip(found, apply_rotary_pos_emb(q, k, *one), strict=True))
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 4097, 70000])
+def test_a_gated_product_has_torch_s_bits(dtype, count):
+    gate, up = 4 * torch.randn(count, dtype=dtype), torch.randn(count, dtype=dtype)
+    assert torch.equal(swiglu(gate, up, backend="cpu"), F.silu(gate) * up)
+    assert torch.equal(swiglu(gate, up, backend="reference"), F.silu(gate) * up)
+
+
+def test_layouts_change_no_bit():
+    q, k, cos, sin = heads(2, 4, 2, 9, 16)
+    expected = rotary(q, k, cos, sin, backend="cpu")
+    wide = torch.full((2, 4, 9, 40), torch.nan)
+    wide[..., 3:19] = q
+    spread = torch.full((2, 2, 9, 32), torch.nan)
+    spread[..., ::2] = k
+    for got, want in zip(rotary(wide[..., 3:19], spread[..., ::2], cos, sin, backend="cpu"), expected, strict=True):
+        assert torch.equal(got, want)
+    x, weight = torch.randn(40, 6), torch.randn(40)  # torch adds up a transposed row in another order: compare with it
+    assert torch.equal(rms_norm(x.T, weight, eps=0.0, backend="cpu"), reference.rms_norm(x.T, weight, 0.0))
+
+
+@each_dtype
+def test_threads_change_no_bit(dtype):
+    q, k, cos, sin = heads(1, 8, 8, 300, 64, dtype)
+    x, weight, gate, up = (torch.randn(300, 512, dtype=dtype) for _ in range(4))
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (q, k, x, gate, up)]
+        outputs = [*rotary(*leaves[:2], cos, sin), rms_norm(leaves[2], weight[0], eps=1e-6), swiglu(*leaves[3:])]
+        return [*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)]
+
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run())
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradients(function, leaves, seeds, dtype, backend):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    outputs = function(leaves, backend)
+    return torch.autograd.grad(outputs, leaves, [seed.to(dtype) for seed in seeds])
+
+
+def hold(function, leaves, seeds):
+    """The native gradients of a function to float64, by the tier of each dtype."""
+    for dtype in DTYPES:
+        rounded = [x.to(dtype) for x in leaves], [x.to(dtype) for x in seeds]
+        exact = gradients(function, *rounded, torch.float64, "reference")
+        eager = gradients(function, *rounded, dtype, "reference")
+        ours = gradients(function, *rounded, dtype, "cpu")
+        for mine, plain, truth in zip(ours, eager, exact, strict=True):
+            assert mine.dtype == dtype
+            assert_ok((tier1 if dtype == torch.float32 else tier3)(mine, truth, plain), "gradient")
+
+
+@pytest.mark.parametrize("width", WIDTHS[2:])
+def test_gradients_of_a_norm(width):
+    def function(leaves, backend):
+        return [rms_norm(*leaves, eps=1e-3, backend=backend)]
+
+    hold(function, [torch.randn(40, width), torch.randn(width)], [torch.randn(40, width)])
+
+
+@pytest.mark.parametrize("shape", HEADS[1:], ids=str)
+def test_gradients_of_turned_heads(shape):
+    q, k, cos, sin = heads(*shape)
+    cos, sin = cos.bfloat16(), sin.bfloat16()
+
+    def function(leaves, backend):
+        return rotary(*leaves, cos.to(leaves[0].dtype), sin.to(leaves[0].dtype), backend=backend)
+
+    hold(function, [q, k], [torch.randn_like(q), torch.randn_like(k).transpose(1, 2).contiguous().transpose(1, 2)])
+
+
+def test_gradients_of_a_gated_product():
+    def function(leaves, backend):
+        return [swiglu(*leaves, backend=backend)]
+
+    gate = torch.cat((4 * torch.randn(5000), torch.tensor([-90.0, -60.0, -20.0, 0.0, 20.0, 60.0, 90.0])))
+    hold(function, [gate, torch.randn_like(gate)], [torch.randn_like(gate)])
+
+
+def test_what_needs_no_gradient_gets_none():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    rms_norm(x.detach(), weight, eps=0.0, backend="cpu").sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+    q, k, cos, sin = heads(1, 2, 2, 3, 4)
+    turned, _ = rotary(q.requires_grad_(), k, cos, sin, backend="cpu")
+    turned.sum().backward()  # nothing flows back through k
+    assert q.grad is not None
+    assert k.grad is None
+
+
+def test_opcheck():
+    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8)
+    torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6))
+    torch.library.opcheck(
+        _rms_norm_gradient._registered, (torch.randn(3, 5, 8), x.detach(), weight, torch.rand(3, 5, 1))
+    )
+    q, k, cos, sin = heads(2, 4, 2, 3, 6)
+    torch.library.opcheck(_rotary._registered, (q.requires_grad_(), k, cos, sin))
+    torch.library.opcheck(_rotary_gradient._registered, (q.detach(), k, cos, sin))
+    gate, up = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
+    torch.library.opcheck(_swiglu._registered, (gate, up))
+    torch.library.opcheck(_swiglu_gradient._registered, (torch.randn(3, 7), gate.detach(), up))
+
+
+# ---- hostile input ---------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+def test_nothing_spreads_beyond_its_row(dtype):
+    x, weight = torch.randn(4, 33, dtype=dtype), torch.randn(33, dtype=dtype)
+    clean = rms_norm(x, weight, eps=1e-6, backend="cpu")
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        hurt = x.clone()
+        hurt[1, 32] = poison
+        y = rms_norm(hurt, weight, eps=1e-6, backend="cpu")
+        expected = reference.rms_norm(hurt, weight, 1e-6)
+        assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    q, k, cos, sin = heads(1, 2, 1, 4, 6, dtype)
+    q[0, 1, 2, 0] = torch.nan
+    turned = rotary(q, k, cos, sin, backend="cpu")
+    for ours, theirs in zip(turned, reference.rotary(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@each_dtype
+def test_subnormal_numbers_stay(dtype):
+    x = torch.full((2, 16), 1e-39, dtype=dtype)
+    ones = torch.ones(16, dtype=dtype)
+    assert torch.equal(rms_norm(x, ones, eps=1.0, backend="cpu"), reference.rms_norm(x, ones, 1.0))
+    q = torch.full((1, 1, 1, 32), 1e-39, dtype=dtype)
+    angles = torch.full((1, 1, 32), 0.75, dtype=dtype)
+    expected = reference.rotary(q, q, angles, angles)
+    assert expected[0].count_nonzero() > 0
+    assert all(torch.equal(a, b) for a, b in zip(rotary(q, q, angles, angles, backend="cpu"), expected, strict=True))
+
+
+def test_nothing_at_all():
+    assert rms_norm(torch.empty(0, 8), torch.ones(8), eps=1e-6, backend="cpu").shape == (0, 8)
+    q, k, cos, sin = heads(1, 2, 2, 0, 4)
+    assert [x.shape for x in rotary(q, k, cos, sin, backend="cpu")] == [(1, 2, 0, 4)] * 2
+    assert swiglu(torch.empty(0, 3), torch.empty(0, 3), backend="cpu").shape == (0, 3)
+
+
+ONES = torch.ones(2, 4)
+Q, ANGLES = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
+REFUSED = {
+    "not a tensor": (TypeError, "x: expected a tensor, got list", lambda: rms_norm([1.0], ONES[0], eps=0)),
+    "integers": (TypeError, "gate: expected a floating point dtype", lambda: swiglu(ONES.long(), ONES)),
+    "two dtypes": (ValueError, "up: expected torch.float32", lambda: swiglu(ONES, ONES.double())),
+    "two shapes": (ValueError, r"up: expected shape \(2, 4\), got \(4,\)", lambda: swiglu(ONES, ONES[0])),
+    "weight": (ValueError, r"weight: expected shape \(4,\)", lambda: rms_norm(ONES, ONES[:, 0], eps=0)),
+    "no width": (ValueError, "x: expected a last dimension", lambda: rms_norm(ONES[:, :0], ONES[0, :0], eps=0)),
+    "eps": (
+        ValueError,
+        "eps: expected a number of at least 0, got nan",
+        lambda: rms_norm(ONES, ONES[0], eps=float("nan")),
+    ),
+    "odd head": (ValueError, "q: expected shape .* even D", lambda: rotary(Q[..., :3], Q[..., :3], ANGLES, ANGLES)),
+    "keys": (ValueError, "k: expected the B, T, D of q", lambda: rotary(Q, Q[:, :, :2], ANGLES, ANGLES)),
+    "angles": (ValueError, "cos: expected shape", lambda: rotary(Q, Q, ANGLES[:, :2], ANGLES)),
+    "learned angles": (
+        ValueError,
+        "sin: expected angles without",
+        lambda: rotary(Q, Q, ANGLES, ANGLES.clone().requires_grad_()),
+    ),
+    "backend": (registry.BackendUnavailableError, "has no triton", lambda: swiglu(ONES, ONES, backend="triton")),
+    "double": (
+        registry.BackendUnavailableError,
+        "float32 and bfloat16",
+        lambda: swiglu(ONES.double(), ONES.double(), backend="cpu"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED.values(), ids=list(REFUSED))
+def test_refused(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
