@@ -14,25 +14,13 @@
 #include <vector>
 
 #include "cpu/decode_step.h"
-#include "cpu/isa.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu;
 using namespace rlhf::cpu::step;
-
-void require(bool condition, const std::string& what) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-    std::exit(1);
-}
-
-uint64_t state = 1;
-
-double random_number() {  // a linear congruential generator, in (-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return double(int64_t(state) >> 11) / double(int64_t(1) << 52);
-}
 
 // Numbers of either type, in memory of their size, and as doubles.
 struct Numbers {
@@ -252,44 +240,33 @@ void step_case(const Sizes& s, int64_t n, Type type, int threads) {
     }
 }
 
-template <typename Call>
-void must_throw(const char* argument, Call call) {
-    try {
-        call();
-    } catch (const std::invalid_argument& error) {
-        require(std::strstr(error.what(), argument) == error.what(), error.what());
-        return;
-    }
-    require(false, argument);
-}
-
 void refusals() {
     const Model m({6, 2, 1, 4, 5, 0, 2, true}, Type::float32);
-    must_throw("head_dim", [&] {
+    refuses_as("head_dim", [&] {
         Decoder d = m.decoder();
         d.head_dim = 3;
         DecodeStep(d, m.layers, {});
     });
-    must_throw("layers", [&] { DecodeStep(m.decoder(), {}, {}); });
-    must_throw("down", [&] {
+    refuses_as("layers", [&] { DecodeStep(m.decoder(), {}, {}); });
+    refuses_as("down", [&] {
         auto layers = m.layers;
         layers[1].linears[DOWN].in = 4;
         DecodeStep(m.decoder(), layers, {});
     });
-    must_throw("adapters", [&] { DecodeStep(m.decoder(), m.layers, {Adapter{1, {}}}); });
+    refuses_as("adapters", [&] { DecodeStep(m.decoder(), m.layers, {Adapter{1, {}}}); });
     DecodeStep step(m.decoder(), m.layers, {});
-    must_throw("keys", [&] { step.bind(1, 1, {}, {}); });
+    refuses_as("keys", [&] { step.bind(1, 1, {}, {}); });
     Numbers cache(12 * 4, Type::float32, 0), out(6, Type::float32, 0);
     int64_t token = 0, position = 0, slot = -1, block = 0;
     Rows rows{1, &token, &position, &slot, &block, 1, m.cos.data(), m.sin.data(), kAngles};
-    must_throw("keys", [&] { step.run(rows, out.data(), 1); });
+    refuses_as("keys", [&] { step.run(rows, out.data(), 1); });
     const std::vector<LayerCache> caches(kLayers, {cache.data(), 12, 4, 4});
     step.bind(4, 3, caches, caches);
     step.run(rows, out.data(), 1);
     const auto refused = [&](const char* argument, int64_t& index, int64_t wrong) {
         const int64_t right = index;
         index = wrong;
-        must_throw(argument, [&] { step.run(rows, out.data(), 1); });
+        refuses_as(argument, [&] { step.run(rows, out.data(), 1); });
         index = right;
     };
     refused("tokens", token, kWords);
@@ -297,15 +274,15 @@ void refusals() {
     refused("positions", position, -1);
     refused("slots", slot, 0);
     refused("table", block, 4);
-    must_throw("threads", [&] { step.run(rows, out.data(), 0); });
+    refuses_as("threads", [&] { step.run(rows, out.data(), 0); });
     rows.n = -1;
-    must_throw("rows.n", [&] { step.run(rows, out.data(), 1); });
+    refuses_as("rows.n", [&] { step.run(rows, out.data(), 1); });
 }
 
 }  // namespace
 
 int main() {
-    for (const auto& isa : available_isas()) {
+    for (const std::string& isa : available_isas()) {
         set_isa(isa);
         for (const Type type : {Type::float32, Type::bfloat16}) {
             for (const int64_t n : {1, 16, 17, 35}) {
@@ -316,5 +293,5 @@ int main() {
         }
     }
     refusals();
-    std::puts("native code is clean");
+    return is_clean();
 }

@@ -12,30 +12,13 @@
 #include <vector>
 
 #include "cpu/gae.h"
-#include "cpu/isa.h"
 #include "cpu/whiten.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using rlhf::cpu::Rows;
-
-void require(bool condition, const char* what) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s\n", what);
-    std::exit(1);
-}
-
-uint64_t state = 1;
-
-double random_number() {  // a linear congruential generator, in (-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return double(int64_t(state) >> 11) / double(int64_t(1) << 52);
-}
-
-template <typename T>
-std::unique_ptr<T[]> heap(int64_t count) {
-    return std::unique_ptr<T[]>(new T[count]);
-}
 
 bool near(double got, double want, double tolerance) { return std::abs(got - want) <= tolerance; }
 
@@ -124,16 +107,6 @@ void whiten_case(int64_t count, double keep_share, int threads, double tol) {
     }
 }
 
-template <typename Call>
-void refuses(Call call, const char* what) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return;
-    }
-    require(false, what);
-}
-
 }  // namespace
 
 int main() {
@@ -169,5 +142,5 @@ int main() {
     refuses([&] { rlhf::cpu::gae_forward<float>(rows, rows, {mask, 2}, nullptr, 1, 2, 1, 1, 0, x, x); }, "no threads");
     refuses([&] { rlhf::cpu::gae_backward<float>(rows, rows, {mask, 2}, 1, 0, 1, 1, 1, x, x, nullptr); }, "null d_bootstrap");
     refuses([&] { rlhf::cpu::masked_moments<float>(x, mask, 2, 1, nullptr); }, "null moments");
-    std::puts("native code is clean");
+    return is_clean();
 }

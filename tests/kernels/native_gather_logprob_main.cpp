@@ -11,24 +11,12 @@
 #include <vector>
 
 #include "cpu/gather_logprob.h"
-#include "cpu/isa.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu;
-
-void require(bool condition, const char* what) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s\n", what);
-    std::exit(1);
-}
-
-uint64_t state = 1;
-
-double random_number() {  // a linear congruential generator, in (-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return double(int64_t(state) >> 11) / double(int64_t(1) << 52);
-}
 
 template <typename S>
 S make(double x) {
@@ -36,10 +24,7 @@ S make(double x) {
 }
 template <>
 Bfloat16 make<Bfloat16>(double x) {
-    const float narrow = float(x);
-    uint32_t bits;
-    std::memcpy(&bits, &narrow, sizeof bits);
-    return {uint16_t(bits >> 16)};
+    return {upper_half(float(x))};
 }
 
 template <typename S>
@@ -48,10 +33,7 @@ double number(S x) {
 }
 template <>
 double number<Bfloat16>(Bfloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
+    return from_upper_half(x.bits);
 }
 
 bool near(double got, double want, double tolerance) { return std::abs(got - want) <= tolerance * (1 + std::abs(want)); }
@@ -128,16 +110,6 @@ void run_case(int64_t rows, int64_t vocab, int64_t inner, bool by_offsets, bool 
     }
 }
 
-template <typename Call>
-void refuses(Call call, const char* what) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return;
-    }
-    require(false, what);
-}
-
 }  // namespace
 
 int main() {
@@ -167,5 +139,5 @@ int main() {
     refuses([&] { gather_logprob_forward<float>({nullptr, nullptr, 2, 1}, {target, nullptr, 1, -100}, 1, 2, 1, outputs); },
             "null logits");
     refuses([&] { gather_logprob_forward<float>(in, {target, nullptr, 1, -100}, 1, 0, 1, outputs); }, "no vocabulary");
-    std::puts("native code is clean");
+    return is_clean();
 }

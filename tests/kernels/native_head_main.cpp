@@ -13,33 +13,16 @@
 #include <vector>
 
 #include "cpu/head.h"
-#include "cpu/isa.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu;
-
-void require(bool condition, const std::string& what) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-    std::exit(1);
-}
-
-uint64_t state = 1;
-
-float random_number() {  // a linear congruential generator, in (-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return float(double(int64_t(state) >> 11) / double(int64_t(1) << 52));
-}
-
-template <typename T>
-std::unique_ptr<T[]> heap(int64_t count) {
-    return std::unique_ptr<T[]>(new T[count]);
-}
 
 std::unique_ptr<float[]> random_floats(int64_t count) {
     auto x = heap<float>(count);
-    for (int64_t i = 0; i < count; ++i) x[i] = random_number();
+    for (int64_t i = 0; i < count; ++i) x[i] = float(random_number());
     return x;
 }
 
@@ -65,7 +48,7 @@ struct RandomMatrix {
             as_bf16 = heap<uint16_t>(count);
         }
         for (int64_t i = 0; i < count; ++i) {
-            float x = scale * random_number();
+            float x = scale * float(random_number());
             uint32_t bits;
             std::memcpy(&bits, &x, 4);
             if (type == Type::bfloat16) {
@@ -101,7 +84,7 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
     auto rows = heap<int64_t>(n), target = heap<int64_t>(n);
     for (int64_t i = 0; i < n; ++i) {
         rows[i] = i + (i >= 1) + 2 * (i >= n / 2);
-        target[i] = i == 0 ? V - 1 : int64_t((random_number() + 1) / 2 * float(V)) % V;
+        target[i] = i == 0 ? V - 1 : int64_t((float(random_number()) + 1) / 2 * float(V)) % V;
         temperature[i] = options ? 1.0f + 0.5f * temperature[i] : 1.0f;
     }
     const Head head{weight.matrix, extra_weight.matrix, options ? bias.get() : nullptr, H, extra, V,
@@ -313,6 +296,5 @@ int main() {
         }
         require(refused, "a head without rows is refused");
     }
-    std::puts("native code is clean");
-    return 0;
+    return is_clean();
 }

@@ -12,19 +12,13 @@
 #include <string>
 
 #include "common/half.h"
-#include "cpu/isa.h"
 #include "cpu/linear.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu;
-
-uint64_t state = 1;
-
-double random_number(int bits) {  // a linear congruential generator, in [-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return double(int64_t(state) >> (64 - bits)) / double(int64_t(1) << (bits - 1));
-}
 
 struct Array {
     int64_t rows, columns, stride;
@@ -75,10 +69,8 @@ private:
     }
 };
 
-void require(bool condition, const char* what, const std::string& where) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s of %s\n", what, where.c_str());
-    std::exit(1);
+void require(bool condition, const std::string& what, const std::string& where) {
+    driver::require(condition, what + " of " + where);
 }
 
 std::string place(const std::string& isa, int64_t N, int64_t K, int64_t M, Type type) {
@@ -169,17 +161,6 @@ void check_bits(const std::string& isa, Type type) {
     require(other.has_bits_of(dw, 0, M), "bits of dW", where);
 }
 
-template <typename Call>
-void check_refusal(const Call& call, const char* expected) {
-    try {
-        call();
-    } catch (const std::invalid_argument& error) {
-        require(std::strstr(error.what(), expected) != nullptr, error.what(), "a refusal");
-        return;
-    }
-    require(false, expected, "a call that was not refused");
-}
-
 }  // namespace
 
 int main() {
@@ -201,10 +182,10 @@ int main() {
     }
     const Array x(2, 3, 0, Type::float32), narrow(2, 3, 0, Type::bfloat16), y(2, 2, 0, Type::float32);
     const Matrix nothing{nullptr, 3, Type::float32};
-    check_refusal([&] { linear_forward(narrow.from(0), x.from(0), nullptr, y.from(0), 2, 3, 2, 1); }, "x: expected");
-    check_refusal([&] { linear_forward(x.from(0), nothing, nullptr, y.from(0), 2, 3, 2, 1); }, "weight: expected");
-    check_refusal([&] { linear_forward(x.from(0), x.from(0), nullptr, y.from(0), -2, 3, 2, 1); }, "N: expected");
-    check_refusal([&] { linear_input_gradient(y.from(0), x.from(0), nullptr, nothing, 2, 3, 2, 1); }, "dx: expected");
-    check_refusal([&] { linear_weight_gradient(y.from(0), x.from(0), x.from(0), 2, 3, 2, 0); }, "threads: expected");
-    std::puts("native code is clean");
+    refuses_as("x: expected", [&] { linear_forward(narrow.from(0), x.from(0), nullptr, y.from(0), 2, 3, 2, 1); });
+    refuses_as("weight: expected", [&] { linear_forward(x.from(0), nothing, nullptr, y.from(0), 2, 3, 2, 1); });
+    refuses_as("N: expected", [&] { linear_forward(x.from(0), x.from(0), nullptr, y.from(0), -2, 3, 2, 1); });
+    refuses_as("dx: expected", [&] { linear_input_gradient(y.from(0), x.from(0), nullptr, nothing, 2, 3, 2, 1); });
+    refuses_as("threads: expected", [&] { linear_weight_gradient(y.from(0), x.from(0), x.from(0), 2, 3, 2, 0); });
+    return is_clean();
 }

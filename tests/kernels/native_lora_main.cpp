@@ -10,20 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "cpu/lora.h"
 #include "cpu/lora_decode.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu::lora;
-
-uint64_t state = 1;
-
-float random_number() {  // a linear congruential generator, in (-1, 1), with 8 bits: exact in bf16
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return float(int64_t(state) >> 56) / 128;
-}
 
 struct Array {
     std::unique_ptr<char[]> memory;
@@ -33,7 +27,7 @@ struct Array {
     Array(int64_t rows, int64_t columns, int64_t gap, Type type, bool random = true)
         : rows(rows), columns(columns), stride(columns + gap), type(type) {
         memory.reset(new char[count() * size()]);
-        for (int64_t i = 0; i < count(); ++i) set(i, random ? random_number() : 0);
+        for (int64_t i = 0; i < count(); ++i) set(i, random ? float(random_number(8)) : 0);
     }
     int64_t size() const { return type == Type::bfloat16 ? 2 : 4; }
     int64_t count() const { return rows && columns ? (rows - 1) * stride + columns : 0; }
@@ -54,8 +48,7 @@ struct Array {
 
 void require(double got, double want, double tolerance, const char* what, const std::string& where) {
     if (std::abs(got - want) <= tolerance * (1 + std::abs(want))) return;
-    std::fprintf(stderr, "FAILED: %s of %s: %g instead of %g\n", what, where.c_str(), got, want);
-    std::exit(1);
+    fail(std::string(what) + " of " + where + ": " + std::to_string(got) + " instead of " + std::to_string(want));
 }
 
 void run_case(const std::string& isa, int64_t N, int64_t K, int64_t M, int64_t r, Type type, Type adapter,
@@ -164,5 +157,5 @@ int main() {
             decode_case(isa, 9, 512, 1024, 2, type, Type::float32, 6);  // more threads than ranks
         }
     }
-    std::puts("native code is clean");
+    return is_clean();
 }

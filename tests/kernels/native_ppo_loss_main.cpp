@@ -10,25 +10,13 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/isa.h"
 #include "cpu/ppo_loss.h"
+#include "native_driver.h"
 
 namespace {
 
+using namespace driver;
 using namespace rlhf::cpu;
-
-void require(bool condition, const char* what) {
-    if (condition) return;
-    std::fprintf(stderr, "FAILED: %s\n", what);
-    std::exit(1);
-}
-
-uint64_t state = 1;
-
-double random_number() {  // a linear congruential generator, in (-1, 1)
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return double(int64_t(state) >> 11) / double(int64_t(1) << 52);
-}
 
 // One input on the heap, as T or as bfloat16, and what it holds as double.
 template <typename T>
@@ -125,16 +113,6 @@ void run_case(int64_t count, double keep_share, bool weights, bool bfloat16, int
     require(near(value_statistics[2], error_sum, tolerance), "sum of errors");
 }
 
-template <typename Call>
-void refuses(Call call, const char* what) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return;
-    }
-    require(false, what);
-}
-
 }  // namespace
 
 int main() {
@@ -166,5 +144,5 @@ int main() {
             "null mask");
     refuses([&] { value_loss_forward<float>({in, in, in, {mask, false}}, 1, 1, 2, 0, &loss, statistics, dloss); },
             "no threads");
-    std::puts("native code is clean");
+    return is_clean();
 }
