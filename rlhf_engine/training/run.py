@@ -330,6 +330,7 @@ class SupervisedRun(Run):
         return {
             **metrics,
             "learning_rate": config.learning_rate * factor,
+            "seconds/step": seconds,
             "tokens_per_second": sum(row.tokens for row in rows) / seconds,
             "samples_per_second": len(rows) / seconds,
             "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),

@@ -21,7 +21,7 @@ from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]
-MEASURED = ("tokens_per_second", "samples_per_second", "peak_memory_bytes")
+MEASURED = ("seconds/step", "tokens_per_second", "samples_per_second", "peak_memory_bytes")
 """Metrics of a supervised step that are not floats of the training."""
 PROMPTS = [f"{a} {b}" for a in ("red", "blue", "the", "a one") for b in ("cat", "dog runs", "moon and star")]
 

@@ -35,7 +35,7 @@ from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import tiny_llama
 from tests.training.test_data import WORDS, train_config, write_model, write_pairs, write_rows
 from tests.training.test_every_architecture import write
-from tests.training.test_rl import Stop, same, stop_after, without_timings
+from tests.training.test_rl import same
 
 
 @pytest.fixture(scope="module")
@@ -351,52 +351,6 @@ def parameters(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lora_dropout": 0.2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-        {"mode": "full", "learning_rate": 1e-3},
-    ],
-    ids=["lora", "full"],
-)
-def test_a_resumed_run_makes_the_same_floats(base, tmp_path, options):
-    common = {"max_steps": 6, "eval_share": 0.4, "eval_steps": 2, "save_steps": 2, **options}
-    whole = RewardTrainer(reward_config(base, tmp_path / "whole" / "run", **common))
-    whole.run()
-    config = reward_config(base, tmp_path / "parts" / "run", resume_from_checkpoint="auto", **common)
-    with pytest.raises(Stop):
-        RewardTrainer(config).run(stop_after(3))  # one step after its checkpoint
-    (tmp_path / "parts" / "run" / "checkpoint-3").rename(tmp_path / "lost")  # as if it had been killed
-    assert not (tmp_path / "parts" / "run" / "final").exists()
-    resumed = RewardTrainer(config)
-    assert resumed.state.step == 2
-    resumed.run()
-    assert same(parameters(whole), parameters(resumed))
-    assert same(whole.optimizer.state_tensors(), resumed.optimizer.state_tensors())
-    assert whole.state == resumed.state
-    rows = [[without_timings(row) for row in read_metrics(t.output / "metrics.jsonl")] for t in (whole, resumed)]
-    assert rows[0] == rows[1]
-    finals = [t.output / "final" for t in (whole, resumed)]
-    for path in sorted(finals[0].rglob("*.safetensors")):
-        assert same(load_file(path), load_file(finals[1] / path.relative_to(finals[0])))
-    assert RewardTrainer(config).finished()
-
-
-def test_an_error_costs_no_step(base, tmp_path):
-    def fail(step: int, metrics: dict[str, Any]) -> None:
-        if step == 3:
-            raise OSError("no dashboard")
-
-    config = reward_config(base, tmp_path / "run", resume_from_checkpoint="auto")
-    with pytest.raises(OSError, match="no dashboard"):
-        RewardTrainer(config).run(fail)
-    assert [folder.name for folder in sorted((tmp_path / "run").glob("checkpoint-*"))] == ["checkpoint-3"]
-    resumed, whole = RewardTrainer(config), RewardTrainer(reward_config(base, tmp_path / "whole"))
-    resumed.run()
-    whole.run()
-    assert same(parameters(resumed), parameters(whole))
-
-
 def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base, tmp_path, monkeypatch):
     scores = iter([0.6, 0.9, None, 0.9, 0.7, 0.8])  # None: undefined; the second 0.9 is no improvement
     common = {"eval_share": 0.4, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "save_total_limit": 1}
@@ -420,20 +374,6 @@ def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
     assert not trainer._note_best(0.2)
     assert not trainer._note_best(0.25)
     assert trainer.state.best_metric == 0.2
-
-
-def test_a_run_stopped_before_the_final_model_writes_it(base, tmp_path):
-    config = reward_config(base, tmp_path / "run", max_steps=2, eval_share=0.4, resume_from_checkpoint="auto")
-    trainer = RewardTrainer(config)
-    trainer.run()
-    final = tmp_path / "run" / "final"
-    expected = load_file(final / "adapter_model.safetensors")
-    final.rename(tmp_path / "run" / ".final.tmp")  # as a crash before the rename leaves it
-    again = RewardTrainer(config)
-    assert not again.finished()
-    again.run()
-    assert same(expected, load_file(final / "adapter_model.safetensors"))
-    assert not list((tmp_path / "run").glob(".*.tmp"))
 
 
 def test_checkpoints_of_another_command_or_seed(base, tmp_path):

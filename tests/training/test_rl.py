@@ -116,16 +116,6 @@ def saved_run(config, steps: int) -> RlTrainer:
     return trainer
 
 
-def test_without_the_optimizer_s_state_the_floats_differ(model, tmp_path):
-    # so that the equality above is not one of things that never mattered
-    whole = saved_run(train_config(model, tmp_path / "run"), 2)
-    checkpoint = str(tmp_path / "run" / "checkpoint-1")
-    resumed = RlTrainer(train_config(model, tmp_path / "other", resume_from_checkpoint=checkpoint))
-    resumed.optimizer.adamw._inner.state.clear()
-    resumed.step()
-    assert not same(trained(whole), trained(resumed))
-
-
 def test_going_back_drops_the_steps_after(model, tmp_path):
     output = tmp_path / "run"
     saved_run(train_config(model, output, save_total_limit=None), 4)
@@ -141,29 +131,6 @@ def test_going_back_drops_the_steps_after(model, tmp_path):
     assert RlTrainer(train_config(model, output, resume_from_checkpoint="auto")).state.step == 3
 
 
-def test_auto_starts_afresh_where_the_run_stopped_before_its_first_checkpoint(model, tmp_path):
-    config = train_config(model, tmp_path / "run", resume_from_checkpoint="auto")
-    with pytest.raises(Stop):
-        RlTrainer(config).run(stop_after(1))
-    again = RlTrainer(config)
-    with pytest.raises(Stop):
-        again.run(stop_after(2))
-    assert [row["step"] for row in metrics(again)] == [1, 2]
-
-
-def test_a_run_stopped_between_its_last_checkpoint_and_the_final_model_writes_it(model, tmp_path):
-    config = train_config(model, tmp_path / "run", max_steps=1, resume_from_checkpoint="auto")
-    RlTrainer(config).run()
-    assert RlTrainer(config).finished()
-    (tmp_path / "run" / "final").rename(tmp_path / "run" / ".final.tmp")
-    again = RlTrainer(config)
-    assert again.state.step == 1
-    assert not again.finished()
-    again.run()
-    assert again.finished()
-    load_pretrained(tmp_path / "run" / "final")
-
-
 def test_overwriting_leaves_nothing_of_the_earlier_run(model, tmp_path):
     output = tmp_path / "run"
     saved_run(train_config(model, output), 2)
@@ -175,12 +142,6 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(model, tmp_path):
     assert not (output / "checkpoint-1" / "old").exists()
     assert not (output / "final").exists()
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1]
-
-
-def test_a_seed_of_another_run_is_refused(model, tmp_path):
-    saved_run(train_config(model, tmp_path / "run"), 1)
-    with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-1, got 1"):
-        RlTrainer(train_config(model, tmp_path / "run", resume_from_checkpoint="auto", seed=1))
 
 
 def test_checkpoints_may_come_before_the_first_line_of_metrics(model, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped, notes
+from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel, PackedBatch, Rewards, RoleSpec, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME
 from rlhf_engine.runs.checkpoint import list_checkpoints
@@ -22,7 +22,7 @@ from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
-from tests.training.test_data import MEASURED, PROMPTS, sft_config, write_model, write_rows
+from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
     Example(prompt=[5, 6], chosen=[7, 8, 9, 2], rejected=[10, 2]),
@@ -349,84 +349,12 @@ def test_adapters_have_the_dtype_asked_for(base, tmp_path):
 # ---- stop and go on --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-def test_a_resumed_run_makes_the_same_floats(base, tmp_path, mode):
-    options = {"mode": mode, "max_steps": 5, "lr_scheduler_type": "cosine", "warmup_steps": 2}
-    options |= {"lora_dropout": 0.2} if mode == "lora" else {}
-    whole = SftTrainer(sft_config(base, tmp_path / "whole", **options))
-    rows = []
-    whole.run(lambda step, metrics: rows.append({"step": step, **metrics}))
-    config = sft_config(base, tmp_path / "parts", save_steps=2, resume_from_checkpoint="auto", **options)
-    asked = []
-
-    def stop() -> bool:
-        asked.append(1)
-        return len(asked) == 3
-
-    with pytest.raises(RunStopped, match="stopped at step 3 of 5"):
-        SftTrainer(config).run(stop=stop)
-    assert not (tmp_path / "parts" / "config.json").exists()
-    (tmp_path / "parts" / "checkpoint-3").rename(tmp_path / "lost")  # as if it had been killed at step 3
-    resumed = SftTrainer(config)
-    assert resumed.state.step == 2
-    assert not resumed.finished()
-    resumed.run()
-    assert resumed.finished()
-    trained = {n: p for n, p in whole.model.named_parameters() if p.requires_grad}
-    again = dict(resumed.model.named_parameters())
-    assert trained
-    assert all(torch.equal(p, again[n]) for n, p in trained.items())
-
-    def without_speed(found):
-        return [{k: v for k, v in row.items() if k not in MEASURED} for row in found]
-
-    assert without_speed(read_metrics(tmp_path / "parts" / "metrics.jsonl")) == without_speed(rows)
-    assert (tmp_path / "parts" / "curves.png").stat().st_size > 5000
-    assert SftTrainer(config).finished()  # nothing to do
-
-
-def test_an_error_costs_no_step(base, tmp_path):
-    options = {"max_steps": 4, "save_steps": 0, "mode": "lora", "gamma": 0.0}
-    whole = SftTrainer(sft_config(base, tmp_path / "whole", **options))
-    whole.run()
-
-    def fail(step: int, metrics: dict[str, float]) -> None:
-        if step == 3:
-            raise OSError("no dashboard")
-
-    config = sft_config(base, tmp_path / "parts", resume_from_checkpoint="auto", **options)
-    with pytest.raises(OSError, match="no dashboard") as raised:
-        SftTrainer(config).run(fail)
-    assert notes(raised.value) == ["checkpoint of step 3 written, --resume_from_checkpoint auto goes on"]
-    assert [folder.name for folder in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3"]
-    resumed = SftTrainer(config)
-    resumed.run()
-    assert [row["step"] for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-
-
 def test_a_model_that_cannot_be_written_leaves_a_checkpoint(base, tmp_path, monkeypatch):
     trainer = SftTrainer(sft_config(base, tmp_path / "run", max_steps=2, save_steps=0, mode="lora", gamma=0.0))
     (tmp_path / ".run.tmp").write_text("in the way")
     with pytest.raises(OSError, match="File exists"):
         trainer.run()
     assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
-
-
-def test_a_step_that_fails_half_way_writes_nothing(base, tmp_path, monkeypatch):
-    trainer = SftTrainer(sft_config(base, tmp_path / "run", max_steps=3, save_steps=0, mode="lora", gamma=0.0))
-
-    apply = trainer.optimizer.adamw.step
-
-    def fail() -> None:
-        apply()
-        if trainer.state.step == 1:
-            raise RuntimeError("half way")
-
-    monkeypatch.setattr(trainer.optimizer.adamw, "step", fail)
-    with pytest.raises(RuntimeError, match="half way"):
-        trainer.run()
-    assert list_checkpoints(tmp_path / "run") == []
 
 
 def test_other_rows_or_another_seed_are_another_run(base, tmp_path):
@@ -457,27 +385,6 @@ def test_a_finished_run_has_nothing_to_do_and_is_not_begun_again(base, tmp_path)
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")} == held
     with pytest.raises(ConfigError, match=r"expected a checkpoint in .* to go on from, got the finished"):
         SftTrainer(dataclasses.replace(auto, max_steps=3))
-
-
-def test_an_overwritten_model_is_no_result_meanwhile(base, tmp_path):
-    config = sft_config(base, tmp_path / "out", max_steps=3, save_steps=0)
-    SftTrainer(config).run()
-    (tmp_path / "out" / "notes.md").write_text("mine")
-
-    class Killed(Exception):
-        pass
-
-    def kill(step, metrics):
-        assert not (tmp_path / "out" / "config.json").exists()
-        raise Killed
-
-    with pytest.raises(Killed):
-        SftTrainer(dataclasses.replace(config, overwrite_output_dir=True)).run(kill)
-    resumed = SftTrainer(dataclasses.replace(config, resume_from_checkpoint="auto"))
-    assert not resumed.finished()
-    resumed.run()
-    assert (tmp_path / "out" / "config.json").is_file()
-    assert (tmp_path / "out" / "notes.md").read_text() == "mine"
 
 
 def test_a_half_written_model_is_written_again(base, tmp_path):

@@ -1,0 +1,346 @@
+"""The contract of every trainer: stop, fail, go on, finish, overwrite, refuse.
+
+A kind is one trainer in one mode. Tests of what is particular to one trainer lie in that trainer's own file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_engine.errors import ConfigError, NonFiniteError, RunStopped, notes
+from rlhf_engine.runs.checkpoint import list_checkpoints
+from rlhf_engine.runs.folder import locked
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.run import Run
+from rlhf_engine.training.sft import SftTrainer
+from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_reward import reward_config
+from tests.training.test_rl import metrics, same, trained, without_timings
+
+
+class Killed(Exception):
+    """What ends a run at once."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trainer in a mode.
+
+    Args:
+        trainer: the class.
+        config: makes its options, from a model folder, an output folder and changes.
+        options: of the mode.
+        result: the file of the output folder that is written last; with it the run is finished.
+    """
+
+    trainer: type[Run]
+    config: Callable[..., Any]
+    options: dict[str, Any]
+    result: str
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """A kind, and the model that its runs start from."""
+
+    kind: Kind
+    model: Path
+
+    def config(self, output: Path, **changes: Any) -> Any:
+        """Options of a run of four steps into an output folder."""
+        return self.kind.config(self.model, output, **{"max_steps": 4, "save_steps": 0, **self.kind.options, **changes})
+
+    def make(self, output: Path, **changes: Any) -> Run:
+        """A trainer whose runs write into an output folder."""
+        return self.kind.trainer(self.config(output, **changes))
+
+    def result(self, output: Path) -> Path:
+        """The last file of the result."""
+        return output / self.kind.result
+
+
+COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+KINDS = {
+    "sft-lora": Kind(SftTrainer, sft_config, {"mode": "lora", "lora_dropout": 0.2, **COSINE}, "adapter_config.json"),
+    "sft-full": Kind(SftTrainer, sft_config, {"mode": "full"}, "config.json"),
+    "reward-lora": Kind(
+        RewardTrainer,
+        reward_config,
+        {
+            "lora_dropout": 0.2,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "eval_share": 0.4,
+            "eval_steps": 2,
+        },
+        "final/adapter_config.json",
+    ),
+    "reward-full": Kind(RewardTrainer, reward_config, {"mode": "full", "learning_rate": 1e-3}, "final/config.json"),
+    "rl": Kind(RlTrainer, train_config, {"lora_dropout": 0.1, "kl_target": 0.05, "kl_horizon": 40, **COSINE}, "final"),
+    "rl-full": Kind(RlTrainer, train_config, {"method": "full_ppo", "learning_rate": 1e-3}, "final"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[bool, Path]:
+    """Models with and without a reward head."""
+    return {head: write_model(tmp_path_factory.mktemp(f"model-{head}"), reward_head=head) for head in (True, False)}
+
+
+@pytest.fixture(params=KINDS)
+def trainers(request, models) -> Trainers:
+    kind = KINDS[request.param]
+    return Trainers(kind, models[kind.trainer is RlTrainer])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a result."""
+    files = [f for f in sorted(folder.rglob("*.safetensors")) if "checkpoint-" not in str(f.relative_to(folder))]
+    return {f"{f.relative_to(folder)} {name}": x for f in files for name, x in load_file(f).items()}
+
+
+def names(output: Path) -> list[str]:
+    return [folder.name for folder in list_checkpoints(output)]
+
+
+# ---- stop and go on --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_the_same_floats(trainers, tmp_path):
+    """It was stopped at step 3, and its checkpoint of that step got lost: it goes on from step 2."""
+    whole = trainers.make(tmp_path / "whole" / "run")
+    whole.run()
+    output = tmp_path / "parts" / "run"
+    config = trainers.config(output, save_steps=2, resume_from_checkpoint="auto")
+    looks: list[int] = []
+
+    def stop() -> bool:
+        looks.append(1)
+        return len(looks) == 3
+
+    with pytest.raises(RunStopped, match="stopped at step 3 of 4"):
+        trainers.kind.trainer(config).run(stop=stop)
+    assert not trainers.result(output).exists()
+    assert names(output)[-1] == "checkpoint-3"
+    (output / "checkpoint-3").rename(tmp_path / "lost")
+    resumed = trainers.kind.trainer(config)
+    assert resumed.state.step == 2
+    assert not resumed.finished()
+    resumed.run()
+    assert resumed.finished()
+    assert trained(whole)
+    assert same(trained(whole), trained(resumed))
+    assert whole.state == resumed.state
+    assert metrics(whole) == metrics(resumed)
+    assert [row["step"] for row in metrics(resumed)] == [1, 2, 3, 4]
+    results = [tensors(run.output) for run in (whole, resumed)]
+    assert results[0]
+    assert same(*results)
+    assert trainers.kind.trainer(config).finished()
+    assert (output / "curves.png").stat().st_size > 5000
+
+
+def test_without_the_state_of_the_optimizer_floats_differ(trainers, tmp_path):
+    """So the equality above is not one of things that never mattered."""
+    whole = trainers.make(tmp_path / "run")
+    with pytest.raises(RunStopped):
+        whole.run(stop=lambda: True)
+    whole.step()
+    resumed = trainers.make(tmp_path / "run", resume_from_checkpoint="auto")
+    resumed.optimizer.adamw._inner.state.clear()
+    resumed.step()
+    assert not same(trained(whole), trained(resumed))
+
+
+def test_an_error_after_a_step_costs_no_step(trainers, tmp_path):
+    def fail(step: int, found: dict[str, Any]) -> None:
+        if step == 3:
+            raise OSError("no dashboard")
+
+    whole = trainers.make(tmp_path / "whole" / "run")
+    whole.run()
+    output = tmp_path / "parts" / "run"
+    with pytest.raises(OSError, match="no dashboard") as raised:
+        trainers.make(output, resume_from_checkpoint="auto").run(fail)
+    assert notes(raised.value) == ["checkpoint of step 3 written, --resume_from_checkpoint auto goes on"]
+    assert names(output)[-1] == "checkpoint-3"
+    resumed = trainers.make(output, resume_from_checkpoint="auto")
+    resumed.run()
+    assert same(trained(whole), trained(resumed))
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_step_that_fails_half_way_is_no_checkpoint(trainers, tmp_path, monkeypatch):
+    """Weights that a part of a step has moved are no state to go on from."""
+    trainer = trainers.make(tmp_path / "run", save_steps=1)
+    apply = trainer.optimizer.adamw.step
+
+    def fail() -> None:
+        apply()
+        if trainer.state.step == 2:
+            raise RuntimeError("half way")
+
+    monkeypatch.setattr(trainer.optimizer.adamw, "step", fail)
+    with pytest.raises(RuntimeError, match="half way"):
+        trainer.run()
+    assert names(tmp_path / "run")[-1] == "checkpoint-2"
+
+
+def test_a_number_that_is_not_finite_ends_the_run_at_the_last_checkpoint(trainers, tmp_path):
+    trainer = trainers.make(tmp_path / "run", save_steps=1)
+
+    def poison(step: int, found: dict[str, Any]) -> None:
+        if step == 2:
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    if p.requires_grad:
+                        p.view(-1)[0] = float("nan")
+
+    with pytest.raises(NonFiniteError):
+        trainer.run(poison)
+    assert not trainers.result(tmp_path / "run").exists()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    again = trainers.make(tmp_path / "run", resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert again.state.step == 1
+    assert all(torch.isfinite(x).all() for x in trained(again).values())
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_has_nothing_to_do(trainers, tmp_path):
+    output = tmp_path / "run"
+    trainers.make(output).run()
+    held = tensors(output)
+    again = trainers.make(output, resume_from_checkpoint="auto")
+    assert again.finished()
+    assert again.steps_done() == 4
+    again.run()
+    assert same(tensors(output), held)
+    assert [row["step"] for row in metrics(again)] == [1, 2, 3, 4]
+
+
+def test_a_result_that_was_not_written_whole_is_written_again(trainers, tmp_path):
+    output = tmp_path / "run"
+    config = trainers.config(output, save_steps=4, resume_from_checkpoint="auto")
+    trainers.kind.trainer(config).run()
+    expected = tensors(output)
+
+    assert trainers.kind.trainer(config).finished()
+    trainers.result(output).rename(tmp_path / "taken")
+    record = (output / "run.json").read_text()
+    (output / "run.json").write_text(record.replace('"result"', '"no_result"'))
+    again = trainers.kind.trainer(config)
+    assert again.state.step == 4
+    assert not again.finished()
+    again.run()
+    assert trainers.result(output).exists()
+    assert same(tensors(output), expected)
+
+
+# ---- the output folder -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_a_run_is_left_alone(trainers, tmp_path):
+    output = tmp_path / "run"
+    with pytest.raises(RunStopped):
+        trainers.make(output).run(stop=lambda: True)
+    with pytest.raises(ConfigError, match=r"^output_dir: expected .*--resume_from_checkpoint auto"):
+        trainers.make(output)
+    assert names(output) == ["checkpoint-1"]
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(trainers, tmp_path):
+    output = tmp_path / "run"
+    trainers.make(output, save_steps=1).run()
+    (output / "notes.md").write_text("mine")
+
+    def kill(step: int, found: dict[str, Any]) -> None:
+        assert not trainers.result(output).exists()
+        raise Killed
+
+    with pytest.raises(Killed):
+        trainers.make(output, overwrite_output_dir=True).run(kill)
+    assert names(output) == ["checkpoint-1"]
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1]
+    assert (output / "notes.md").read_text() == "mine"
+    resumed = trainers.make(output, resume_from_checkpoint="auto")
+    assert resumed.state.step == 1
+    resumed.run()
+    assert trainers.result(output).exists()
+
+
+def test_auto_begins_where_there_is_no_checkpoint(trainers, tmp_path):
+    first = trainers.make(tmp_path / "run", resume_from_checkpoint="auto")
+    assert first.state.step == 0
+    with pytest.raises(Killed):
+        first.run(lambda step, found: (_ for _ in ()).throw(Killed))
+    for folder in list_checkpoints(tmp_path / "run"):
+        folder.rename(tmp_path / folder.name)
+    again = trainers.make(tmp_path / "run", resume_from_checkpoint="auto")
+    assert again.state.step == 0
+    again.run()
+    assert [row["step"] for row in metrics(again)] == [1, 2, 3, 4]
+
+
+def test_another_seed_is_another_run(trainers, tmp_path):
+    with pytest.raises(RunStopped):
+        trainers.make(tmp_path / "run").run(stop=lambda: True)
+    with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-1, got 1"):
+        trainers.make(tmp_path / "run", resume_from_checkpoint="auto", seed=1)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(trainers, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
+        trainers.make(tmp_path / "file")
+
+
+def test_a_folder_in_which_another_process_runs_is_refused(trainers, tmp_path):
+    output = tmp_path / "run"
+    trainer = trainers.make(output)
+    output.mkdir(exist_ok=True)
+    with locked(output), pytest.raises(ConfigError, match=f"output_dir: .*{os.getpid()}"):
+        trainer.run()
+
+
+def test_a_checkpoint_of_another_command_is_refused(trainers, tmp_path, models):
+    """Every trainer's checkpoint is refused by the other trainers."""
+    with pytest.raises(RunStopped):
+        trainers.make(tmp_path / "run").run(stop=lambda: True)
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    for name in ("sft-lora", "reward-lora", "rl"):
+        other = Trainers(KINDS[name], models[name == "rl"])
+        if other.kind.trainer is not trainers.kind.trainer:
+            with pytest.raises((ConfigError, ValueError)):
+                other.make(tmp_path / name, resume_from_checkpoint=checkpoint)
+
+
+# ---- what a run leaves -----------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_the_same_in_the_file_and_in_the_callback(trainers, tmp_path):
+    rows: list[dict[str, Any]] = []
+    trainer = trainers.make(tmp_path / "run")
+    trainer.run(lambda step, found: rows.append({"step": step, **found}))
+    assert [without_timings(row) for row in rows] == metrics(trainer)
+    assert all(row["seconds/step"] > 0 for row in rows)
+
+
+def test_the_record_has_every_option(trainers, tmp_path):
+    trainer = trainers.make(tmp_path / "run")
+    trainer.run()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"].keys() >= {field.name for field in dataclasses.fields(trainer.config)}
