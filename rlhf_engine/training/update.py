@@ -20,7 +20,7 @@ from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, T
 from rlhf_engine.data import pack
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
+from rlhf_engine.hydra import HiddenStates, HydraModel, Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,11 @@ def update(
         for number, units in enumerate(minibatches(n_units, schedule.num_mini_batches, generator)):
             indices = [unit * k + i for unit in units for i in range(k)]
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            measured, schedule = _Minibatch(model, algorithm, answers, indices, dropout_seed).accumulate(
-                schedule, ranks
-            )
+            minibatch = _Minibatch(model, algorithm, answers, indices, dropout_seed)
+            if ranks is None:
+                measured, schedule = minibatch.add_up_in_memory(indices, schedule)
+            else:
+                measured, schedule = minibatch.add_up_with(ranks, schedule)
             stats = algorithm.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
@@ -166,20 +168,22 @@ class _Minibatch:
         lengths = answers.batch.completion_lens
         self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
-    def accumulate(self, schedule: Schedule, ranks: ProcessGroup | None) -> tuple[Measured, Schedule]:
-        """Add its gradients, or this process's share of them; what all measure, and the schedule to go on with."""
-        if ranks is None:
-            return self._in_memory(self.indices, schedule)
+    def add_up_with(self, ranks: ProcessGroup, schedule: Schedule) -> tuple[Measured, Schedule]:
+        """Add this process's share of the gradients; what all measure, and the schedule to go on with."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
         if not ranks.in_step:
-            return ranks.together(functools.partial(self._in_memory, own, schedule))
+            return ranks.together(functools.partial(self.add_up_in_memory, own, schedule))
         parts = self._micro_batches(own, schedule)
         plan = ranks.agree(StepPlan(calls=len(parts), joint=all(map(self._runs_together, parts))))
         return ranks.together(lambda: (self._follow(plan, parts), schedule))
 
-    def _in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
-        """Add up with smaller micro-batches until it fits; what was measured, and the schedule that fitted."""
+    def add_up_in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
+        """Add the gradients of some answers, with smaller micro-batches until they fit.
+
+        Returns:
+            What was measured, and the schedule that fitted.
+        """
         least = self.algorithm.answers_per_unit
         while True:
             parts = self._micro_batches(indices, schedule)
@@ -260,29 +264,23 @@ class _Minibatch:
             micro = self._micro(chosen)
             terms = self.algorithm.terms(micro)
             together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
-            measured, results = self._backward(micro.batch, terms, together=together)
+            measured, results = Measured(), []
+            for group in [terms] if together else [[term] for term in terms]:
+                outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
+                found = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
+                loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
+                loss.backward()
+                measured.add(Measured(sums={"loss": loss.detach()}))
+                for output in outputs:
+                    if isinstance(output, _Watched):
+                        measured.add(Measured(sums=output.squares))
+                results.extend(found)
             for role in self.algorithm.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None
             total.add(measured)
             total.add(self.algorithm.measure(micro, results))
         return total
-
-    def _backward(self, part: PackedBatch, terms: Sequence[Term], *, together: bool) -> tuple[Measured, list[Any]]:
-        """Add a micro-batch's gradients, of all terms at once or one by one; what they tell, and the terms' results."""
-        measured = Measured()
-        results: list[Any] = []
-        for group in [terms] if together else [[term] for term in terms]:
-            outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
-            found = self.model(part, outputs, dropout_seed=self.dropout_seed)
-            loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
-            loss.backward()
-            measured.add(Measured(sums={"loss": loss.detach()}))
-            for output in outputs:
-                if isinstance(output, _Watched):
-                    measured.add(Measured(sums=output.squares))
-            results.extend(found)
-        return measured, results
 
 
 class _Watched:
