@@ -1,9 +1,18 @@
-"""Docstrings begin with what a thing is or does, so that they read without the name above them."""
+"""Docstrings begin with what a thing is or does, so that they read without the name above them.
+
+Those of public functions and methods document every parameter and what comes back.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,6 +24,10 @@ FRAGMENTS = (
     *("When", "Where", "Who", "Whose", "Whom", "With", "Within", "Without"),
 )
 """Words that a first sentence does not begin with: it would be the second half of one."""
+PUBLIC = ("rlhf_kernels",)
+"""Modules whose public functions and methods have full docstrings."""
+PROJECT = tuple(Path(room).name for room in ROOMS)
+"""Top-level packages whose functions count; others, such as those of a base class from elsewhere, do not."""
 
 
 def docstrings(source: str) -> list[tuple[str, str]]:
@@ -42,3 +55,136 @@ def test_fragments_are_found():
         ("module", "For people."),
         ("f", "By name."),
     ]
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+def in_project(thing: Any) -> bool:
+    """Whether a function or class is defined in one of the project's packages."""
+    return getattr(thing, "__module__", "").split(".")[0] in PROJECT
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Names in a module's `__all__`, or without one the public names of what is defined in it."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    own = [name for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
+    return [name for name in own if not name.startswith("_")]
+
+
+def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Name → function of a module's public functions and of the methods that its public classes define."""
+    found: dict[str, Any] = {}
+    for name in public_names(module):
+        thing = getattr(module, name)
+        found[name] = thing
+        if inspect.isclass(thing) and in_project(thing):
+            methods = {key: getattr(x, "__func__", x) for key, x in vars(thing).items()}  # of class and static methods
+            found |= {f"{name}.{key}": x for key, x in methods.items()}
+    return {
+        name: thing
+        for name, thing in found.items()
+        if inspect.isfunction(thing) and in_project(thing) and not name.rpartition(".")[2].startswith("_")
+    }
+
+
+def entries(docstring: str, section: str) -> set[str]:
+    """Names that have an entry in a section of a docstring; `a, b: text` is an entry of both."""
+    found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", docstring + "\n", re.MULTILINE)
+    heads = re.findall(r"^    ([*\w]+(?:, [*\w]+)*): *\S", found[1] if found else "", re.MULTILINE)
+    return {name.lstrip("*") for head in heads for name in head.split(", ")}
+
+
+def gaps(function: Callable[..., Any]) -> list[str]:
+    """Parameters that have no entry in `Args:`, and "Returns:" where it is missing."""
+    docstring, signature = inspect.getdoc(function) or "", inspect.signature(function)
+    parameters = [name for name in signature.parameters if name not in ("self", "cls")]
+    found = [name for name in parameters if name not in entries(docstring, "Args")]
+    returns_nothing = signature.return_annotation in (None, "None", inspect.Signature.empty)
+    has_returns = docstring.startswith("Whether") or re.search(r"^Returns:\n    \S", docstring, re.MULTILINE)
+    return found + ["Returns:"] * bool(parameters and not returns_nothing and not has_returns)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_document_what_they_take_and_return(name):
+    functions = public_functions(importlib.import_module(name))
+    assert functions
+    lacking = {name: gaps(function) for name, function in functions.items()}
+    assert {name: found for name, found in lacking.items() if found} == {}
+
+
+def test_gaps_are_found():
+    def bare(x, *, y=0) -> int:
+        pass
+
+    def half(x, y, *rest, z=0) -> int:
+        """Half of it.
+
+        Args:
+            x: one line
+                z: that goes on.
+            y:
+            *rest: others.
+
+        Raises:
+            z: no parameter.
+        """
+
+    def whole(x, y, z) -> int:
+        """All of it.
+
+        Args:
+            x, y: two.
+
+            z: the third.
+
+        Returns:
+            A number.
+        """
+
+    def is_whole(x) -> bool:
+        """Whether x is whole.
+
+        Args:
+            x: a number.
+        """
+
+    def nothing(x) -> None:
+        """Do nothing.
+
+        Args:
+            x: a number.
+        """
+
+    def no_parameters() -> int:
+        """A number."""
+
+    assert gaps(bare) == ["x", "y", "Returns:"]
+    assert gaps(half) == ["y", "z", "Returns:"]
+    assert [gaps(f) for f in (whole, is_whole, nothing, no_parameters)] == [[]] * 4
+
+
+def test_functions_are_found_in_classes_and_not_elsewhere():
+    module = ModuleType("rlhf_kernels.made_up")
+    source = """
+from inspect import getdoc
+class Thing(dict):
+    size = property(lambda self: 0)
+    def method(self, x) -> int: ...
+    @classmethod
+    def made(cls, x) -> None: ...
+    @staticmethod
+    def plain(x) -> None: ...
+    def _private(self, x) -> int: ...
+class _Hidden:
+    def method(self, x) -> int: ...
+def function(x) -> None: ...
+def _hidden(x) -> None: ...
+"""
+    exec(source, vars(module))
+    expected = {"Thing.method", "Thing.made", "Thing.plain", "function"}
+    assert set(public_functions(module)) == expected
+    module.__all__ = ["Thing", "getdoc"]
+    assert set(public_functions(module)) == expected - {"function"}
+    assert gaps(public_functions(module)["Thing.method"]) == ["x", "Returns:"]

@@ -75,7 +75,31 @@ def decode_attention(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention output [N,Hq,D] in q's dtype; see the module docstring for the equations."""
+    """Attention of one query token per row over a paged cache (Kwon et al. 2023); equations: the module's docstring.
+
+    Inference only. All tensors are on one device.
+
+    Args:
+        q: [N, Hq, D], floating; queries. Hq is a multiple of Hkv.
+        k_cache: [blocks, block, Hkv, D], of q's dtype and any strides; keys.
+        v_cache: of k_cache's shape and q's dtype; values.
+        lengths: [N], int32 or int64; a row's query sees positions below its length. 0 gives zeros.
+        block_table: [N, max_blocks], int32 or int64; entry j is the block of the row's positions from j · block on.
+        scale: factor of the scores, usually D^−½.
+        window: integer ≥ 1, number of last positions that a query sees. None: all.
+        softcap: number > 0, the bound of |scores|. None: no bound.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        Attention output [N, Hq, D] in q's dtype.
+
+    Raises:
+        TypeError: a dtype is not the one above.
+        ValueError: a shape or device does not fit, window or softcap is out of its range, or backend is unknown.
+        ValueError: a tensor requires grad while gradients are enabled.
+        ValueError: a length or block index is out of range; the CPU alone checks it.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     if q.dim() != 3:
         raise ValueError(f"q: expected shape [N, Hq, D], got {tuple(q.shape)}")
     if not q.is_floating_point():

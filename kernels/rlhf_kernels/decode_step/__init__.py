@@ -56,9 +56,19 @@ registry.register("decode_step", "cpu", native)
 
 
 class DecodeStep:
-    """A decoder with its slots, ready to take steps.
+    """Decoder with its adapter slots, which takes decoding steps by the equations of the module's docstring.
 
-    `adapters[s]` is slot s. Tensors are held, not copied. Checks of shapes and dtypes are made here once.
+    Tensors are held, not copied. Their shapes and dtypes are checked here once.
+
+    Args:
+        decoder: weights of the model.
+        adapters: slots; `adapters[s]` is slot s.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Raises:
+        TypeError: a dtype does not fit that of the embedding, or an adapter's does not fit the backend.
+        ValueError: a shape, stride, device or number does not fit, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
 
     def __init__(self, decoder: Decoder, adapters: Sequence[StepAdapter] = (), *, backend: str = "auto") -> None:
@@ -82,10 +92,28 @@ class DecodeStep:
         values: Sequence[Tensor],
         table: Tensor,
     ) -> Tensor:
-        """Hidden states [N, H] after the final norm; writes the new entries of keys and values.
+        """Take one step: hidden states of one new token per row, whose keys and values enter the caches.
 
-        tokens, positions, slots: int64 [N] (slots: index into `adapters`, −1 none; int32 will do). cos, sin: [.., D], a
-        row per position. keys, values: a cache per layer. table: int64 [N, max_blocks].
+        Inference only. All tensors are on the device of the embedding.
+
+        Args:
+            tokens: [N] int64 in [0, V).
+            positions: [N] int64, position of each token, below the rows of cos and the capacity of the row's table.
+            slots: [N] int32 or int64, index into `adapters`; −1: no adapter.
+            cos: [P, D], contiguous, of the embedding's dtype; a row of cosines per position.
+            sin: sines in the shape of cos.
+            keys: per layer [blocks, block, Hkv, D], of the embedding's dtype and inner stride 1; written in place.
+            values: per layer a cache of the shape of the keys; written in place.
+            table: [N, max_blocks] int64; entry j is the block of the row's positions from j · block on.
+
+        Returns:
+            Hidden states [N, H] after the final norm, of the embedding's dtype.
+
+        Raises:
+            TypeError: a dtype or device is not the one above.
+            ValueError: a shape, stride or number of caches does not fit.
+            ValueError: a tensor requires grad while gradients are enabled.
+            ValueError: a token, position, slot or block index is out of range; the CPU alone checks it.
         """
         n, dtype, device = tokens.numel(), self._like.dtype, self._like.device
         for name, index, dim in (("tokens", tokens, 1), ("positions", positions, 1), ("table", table, 2)):

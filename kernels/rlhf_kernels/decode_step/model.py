@@ -13,12 +13,12 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection:
-    """A linear: x Wᵀ + b."""
+    """Linear layer: x Wᵀ + b."""
 
     weight: Tensor
     """[out, in], inner stride 1"""
     bias: Tensor | None = None
-    """[out]"""
+    """[out]; None: no bias"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,49 +26,61 @@ class DecoderLayer:
     """Weights of one layer."""
 
     input_norm: Tensor
-    """[H]"""
+    """[H], weight of the norm before attention"""
     q: Projection
+    """queries, [heads · D, H]"""
     k: Projection
+    """keys, [Hkv · D, H]"""
     v: Projection
+    """values, [Hkv · D, H]"""
     o: Projection
+    """attention's output, [H, heads · D]"""
     q_norm: Tensor | None = None
-    """[D], of every query head before it turns (Qwen3)"""
+    """[D], norm of every query head before its rotation (Qwen3); None: no norm"""
     k_norm: Tensor | None = None
-    """[D], of every key"""
+    """[D], norm of every key head before its rotation; None: no norm"""
     mlp_norm: Tensor
-    """[H]"""
+    """[H], weight of the norm before the MLP"""
     gate: Projection
+    """[I, H], with I the width of the MLP"""
     up: Projection
+    """[I, H]"""
     down: Projection
+    """[H, I]"""
     window: int | None = None
-    """Keys that a query sees, its own included; None: all"""
+    """number of keys that a query sees, its own included, at least 1; None: all"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decoder:
-    """All weights of a model but its head's."""
+    """Weights of a model, all except its head's; of one floating dtype and on one device."""
 
     embedding: Tensor
-    """[V, H]"""
+    """[V, H], inner stride 1"""
     layers: Sequence[DecoderLayer]
+    """at least one, in the order of the forward pass"""
     final_norm: Tensor
-    """[H]"""
+    """[H], weight of the last norm"""
     eps: float
-    """of all norms"""
+    """number ≥ 0, added to the mean square in every norm"""
     n_heads: int
+    """heads of the queries, a multiple of n_kv_heads"""
     n_kv_heads: int
+    """heads of keys and values, Hkv"""
     head_dim: int
+    """features of a head, D, an even number"""
     scale: float
-    """of attention scores"""
+    """factor of the attention scores, usually D^−½"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepAdapter:
-    """One slot's LoRA pairs."""
+    """LoRA pairs of one slot."""
 
     pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
-    """Per layer: name of a linear → A [r, in], B [out, r]; a linear without a name is not adapted"""
+    """per layer: name of a linear (`LINEARS`) → A [r, in], B [out, r]; a linear that has no entry is not adapted"""
     scale: float
+    """factor of every delta"""
 
 
 def mlp_shape(decoder: Decoder) -> tuple[int, int]:

@@ -46,10 +46,12 @@ for _op in ("gae", "whiten"):
 
 
 class GaeOutputs(NamedTuple):
-    """advantage and return, [B, T], 0 at masked positions."""
+    """Result of `gae`; float32 or float64, 0 at masked positions."""
 
     advantage: torch.Tensor
+    """[B, T], A of the module's docstring"""
     ret: torch.Tensor
+    """[B, T], the return A + V"""
 
 
 def gae(
@@ -62,11 +64,26 @@ def gae(
     bootstrap: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> GaeOutputs:
-    """Advantage and return of every unmasked position; differentiable in reward, value and bootstrap.
+    """Generalised advantage estimation (Schulman et al. 2016), with the equations of the module's docstring.
 
-    reward, value: floating point [B, T]; mask: [B, T], bool or numbers with 0 for "not part of the
-    trajectory"; bootstrap: [B], the value of the state after each row's last unmasked position. gamma and lam
-    are in [0, 1].
+    Differentiable in reward, value and bootstrap.
+
+    Args:
+        reward: [B, T], floating; r of each position. Masked positions may hold anything.
+        value: [B, T], floating, on reward's device; V of each position. Masked positions may hold anything.
+        mask: [B, T], bool or numbers, on reward's device; 0 where a position is not part of the trajectory.
+        gamma: discount γ per position, in [0, 1].
+        lam: λ, in [0, 1]: 0 gives one-step errors, 1 the discounted return minus the value.
+        bootstrap: [B], floating; value of the state after each row's last unmasked position. None: 0.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `GaeOutputs` with advantage and ret, both [B, T]: float64 if an input is float64, else float32.
+
+    Raises:
+        TypeError: reward, value or bootstrap is no floating tensor, or mask is no tensor.
+        ValueError: a shape or device does not fit, gamma or lam is outside [0, 1], or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     _check_floating("reward", reward)
     if reward.dim() != 2:
@@ -91,9 +108,20 @@ def gae(
 
 
 def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """(n, Σ x, Σ x²) over the unmasked elements: float64 [3], to be summed over ranks and passed to `whiten`.
+    """Number, sum and sum of squares of the unmasked elements, for `whiten`; sums over ranks may be taken first.
 
-    x: floating point, any shape; mask: same shape. Carries no gradient.
+    Args:
+        x: floating, of any shape. Masked elements may hold anything.
+        mask: x's shape and device, bool or numbers; 0 where an element does not count.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        (n, Σ x, Σ x²), float64 [3] on x's device, without a gradient.
+
+    Raises:
+        TypeError: x is no floating tensor, or mask is no tensor.
+        ValueError: mask is not of x's shape and device, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     _check_floating("x", x)
     _check_like("mask", mask, x.shape, x.device)
@@ -110,10 +138,25 @@ def whiten(
     eps: float = 1e-8,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """x with mean 0 and (unbiased) variance 1 over its unmasked elements, 0 elsewhere; differentiable in x.
+    """Whitening: scales x to mean 0 and unbiased variance 1 over its unmasked elements; differentiable in x.
 
-    x: floating point, any shape; mask: same shape; moments: floating point [3] from `masked_moments`, taken
-    as constants (None: this very x's, and the gradient goes through them). `shift_mean=False` keeps the mean.
+    The equations stand in the module's docstring.
+
+    Args:
+        x: floating, of any shape. Masked elements may hold anything.
+        mask: x's shape and device, bool or numbers; 0 where an element does not count.
+        shift_mean: False scales and keeps the mean.
+        moments: [3], floating, from `masked_moments`; constants. None: those of x, through which the gradient passes.
+        eps: number ≥ 0 that is added to the variance.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y of x's shape, 0 at masked elements: float64 if x is float64, else float32.
+
+    Raises:
+        TypeError: x or moments is no floating tensor, or mask is no tensor.
+        ValueError: a shape or device does not fit, eps is negative or NaN, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     _check_floating("x", x)
     _check_like("mask", mask, x.shape, x.device)

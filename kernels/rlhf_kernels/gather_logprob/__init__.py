@@ -49,12 +49,31 @@ def gather_logprob(
     inplace_backward: bool = False,
     backend: str = "auto",
 ) -> LogprobOutputs:
-    """Log-probabilities of `target` [...] under `logits` [..., V]; results have target's shape.
+    """Log-probabilities of target tokens under given logits; the equations stand in the module's docstring.
 
-    `inplace_backward=True` saves the memory of the gradient by writing it over the logits. It is for logits
-    that are an intermediate result which nothing else reads later: the backward can then run once, and
-    autograd raises if another part of the graph saved the same logits. Other arguments as in
-    `linear_logprob`.
+    Differentiable in logits.
+
+    Args:
+        logits: [..., V] with two or more dimensions and V ≥ 1, floating, of any strides.
+        target: [...] int64 in [0, V), or `ignore_index`. The CPU refuses other values; elsewhere they are undefined.
+        temperature: number > 0, or a floating tensor of target's shape without a gradient.
+        ignore_index: target of rows that do not count. They give 0 in every output and no gradient, whatever they hold.
+        outputs: names of the fields of `LogprobOutputs` that are computed.
+        inplace_backward: True writes the gradient over the logits, which saves its memory. Nothing else may read these
+            logits later: the backward runs once, and autograd raises if another node saved them.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `LogprobOutputs`, each field of target's shape: float64 for float64 logits, else float32. Fields that `outputs`
+            does not name are None.
+
+    Raises:
+        TypeError: logits are not floating, target is not an int64 tensor, or outputs is a str.
+        ValueError: a shape or device does not fit, or a target is out of range.
+        ValueError: temperature is not positive, or requires grad.
+        ValueError: a name in outputs or backend is unknown.
+        ValueError: logits are a leaf that requires grad, with inplace_backward.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     if not isinstance(logits, Tensor) or logits.dim() < 2 or logits.shape[-1] == 0:
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -80,20 +80,22 @@ _op.register_autograd(_backward, setup_context=_setup)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """The linear layer of the module's docstring.
+    """Linear layer whose rows do not depend on each other, with the equations of the module's docstring.
+
+    Differentiable in x, weight and bias. Under autocast all three are converted first, as for `F.linear`.
 
     Args:
-        x: [.., K].
-        weight: [M, K].
-        bias: [M], or None.
-        backend: `auto`, `cpu` or `reference`.
+        x: [.., K], floating.
+        weight: [M, K], of x's dtype and device.
+        bias: [M], of x's dtype and device. None: no bias.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
-        y [.., M] of x's dtype.
+        y [.., M] of x's dtype; under autocast of autocast's dtype.
 
     Raises:
         TypeError: x is no floating tensor, or another tensor is not of its dtype and device.
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or backend is unknown.
         BackendUnavailableError: the named backend cannot serve the call.
     """
     for name, tensor in (("x", x), ("weight", weight)):

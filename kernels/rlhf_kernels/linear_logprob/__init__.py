@@ -67,19 +67,34 @@ def linear_logprob(
     detach: tuple[str, ...] = (),
     backend: str = "auto",
 ) -> LogprobOutputs:
-    """Log-probabilities of `target` under the head, without making [N, V] logits.
+    """Log-probabilities of target tokens under a head, without [N, V] logits; equations: the module's docstring.
+
+    Differentiable in hidden, weight, bias, lora.A and lora.B.
 
     Args:
-        hidden: [N, H] last hidden states.
-        weight: [V, H] of the head.
-        target: [N] int64 in [0, V), or `ignore_index`: such rows give 0 everywhere and no gradient, whatever
-            they hold. Other values raise ValueError on the CPU; on an accelerator reading them would stall
-            it, so they are undefined there.
-        temperature: > 0, one number or one per row ([N], not differentiable).
-        lora: rank-r addition to the head, `HeadLora(A, B, scale)`.
-        outputs: which of `LogprobOutputs`' fields to compute; all but `is_top1` (1.0 or 0.0; the first
-            maximum wins a tie) are differentiable.
-        detach: outputs that shall carry no gradient; see Cost above for what that saves.
+        hidden: [N, H], floating; last hidden states.
+        weight: [V, H], floating, of the head; V ≥ 1.
+        target: [N] int64 in [0, V), or `ignore_index`. The CPU refuses other values; elsewhere they are undefined.
+        bias: [V], floating, of the head. None: no bias.
+        temperature: number > 0, or a floating tensor [N] without a gradient.
+        softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
+        logit_scale: number > 0, factor of the logits before the softcap. None: 1.
+        ignore_index: target of rows that do not count. They give 0 in every output and no gradient, whatever they hold.
+        lora: rank-r addition to the head. None: no addition.
+        outputs: names of the fields of `LogprobOutputs` that are computed; all except `is_top1` are differentiable.
+        detach: names among `outputs` that carry no gradient; see Cost in the module's docstring for what that saves.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `LogprobOutputs`, each field [N]: float64 if hidden or weight is float64, else float32. Fields that `outputs`
+            does not name are None.
+
+    Raises:
+        TypeError: a tensor's dtype is not of the kind above, or outputs or detach is a str.
+        ValueError: a shape or device does not fit, or a number or target is out of its range.
+        ValueError: temperature requires grad.
+        ValueError: a name in outputs or detach, or backend, is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     check_tensor("target", target, (hidden.shape[0],), hidden, "int64")

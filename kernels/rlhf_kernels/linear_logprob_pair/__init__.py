@@ -52,12 +52,16 @@ registry.register(
 
 
 class PairOutputs(NamedTuple):
-    """Per-row results, each [N]; 0 in ignored rows."""
+    """Per-row results of `linear_logprob_pair`, in nats; 0 in ignored rows."""
 
     logprob_a: Tensor
-    logprob_r: Tensor  # detached
+    """[N], log-prob of the target under the policy a"""
+    logprob_r: Tensor
+    """[N], log-prob of the target under the reference r, without a gradient"""
     kl: Tensor
+    """[N], KL(a‖r) over the whole vocabulary"""
     entropy: Tensor
+    """[N], entropy of a"""
 
 
 def linear_logprob_pair(
@@ -75,11 +79,34 @@ def linear_logprob_pair(
     detach: tuple[str, ...] = (),
     backend: str = "auto",
 ) -> PairOutputs:
-    """Both log-probs of `target`, KL(a‖r) over the full vocabulary and the entropy of a.
+    """Log-probs of target tokens under policy a and reference r, KL(a‖r) and a's entropy, in one sweep.
 
-    `lora` belongs to the policy: it changes hidden_a's logits only. Only hidden_a can receive a gradient;
-    anything else that asks for one is refused. `detach` names outputs that shall carry no gradient ("kl",
-    "entropy"); see Cost above for what that saves. Other arguments as in `linear_logprob`.
+    The equations stand in the module's docstring. Differentiable in hidden_a alone.
+
+    Args:
+        hidden_a: [N, H], floating; last hidden states of the policy.
+        hidden_r: [N, H], floating; those of the reference. It is float64 exactly if hidden_a is.
+        weight: [V, H], floating, of the head that both share; V ≥ 1.
+        target: [N] int64 in [0, V), or `ignore_index`. The CPU refuses other values; elsewhere they are undefined.
+        bias: [V], floating, of the head. None: no bias.
+        temperature: number > 0, or a floating tensor [N] without a gradient.
+        softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
+        logit_scale: number > 0, factor of the logits before the softcap. None: 1.
+        ignore_index: target of rows that do not count. They give 0 in every output and no gradient, whatever they hold.
+        lora: rank-r addition to the policy's head; the reference's logits lack it. None: no addition.
+        detach: names of outputs that carry no gradient; see Cost in the module's docstring for what that saves.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `PairOutputs` with logprob_a, logprob_r, kl and entropy, each [N]: float64 if hidden_a or weight is float64,
+            else float32.
+
+    Raises:
+        TypeError: a tensor's dtype is not of the kind above, or detach is a str.
+        ValueError: a shape or device does not fit, or a number or target is out of its range.
+        ValueError: temperature requires grad, or so does another tensor than hidden_a while gradients are enabled.
+        ValueError: a name in detach, or backend, is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     options = check_head(hidden_a, weight, bias, lora, temperature, softcap, logit_scale)
     check_tensor("hidden_r", hidden_r, tuple(hidden_a.shape), hidden_a)

@@ -56,7 +56,10 @@ class _LossStatisticsLogprob(NamedTuple):
 
 
 class LinearPpoLossOutputs(PolicyStatistics, _LossStatisticsLogprob):
-    """`PpoLossOutputs`, and the log-prob [N] of every row, detached: 0 in masked and ignored rows."""
+    """Result of `linear_ppo_loss`: loss [], statistics [9] and logprob [N], and each statistic by name.
+
+    The loss alone carries a gradient. logprob is the target's, 0 in masked and ignored rows.
+    """
 
 
 def linear_ppo_loss(
@@ -83,11 +86,44 @@ def linear_ppo_loss(
     ignore_index: int = -100,
     backend: str = "auto",
 ) -> LinearPpoLossOutputs:
-    """PPO loss of the tokens `target` under the head; differentiable in hidden, weight, bias and lora.
+    """PPO loss of target tokens under a head, without [N, V] logits; the equations stand in the module's docstring.
 
-    Loss, statistics, mask and denom are those of `ppo_loss`; head, target and temperature those of
-    `linear_logprob`. What stands in masked rows (target included) does not matter. Under `torch.no_grad()` no
-    gradient is made.
+    Differentiable in hidden, weight, bias, lora.A and lora.B. Masked rows may hold anything, their target included.
+    Under `torch.no_grad()` no gradient is made.
+
+    Args:
+        hidden: [N, H], floating; last hidden states.
+        weight: [V, H], floating, of the head; V ≥ 1.
+        target: [N] int64 in [0, V), or `ignore_index`. The CPU refuses other values; elsewhere they are undefined.
+        old_logprob: [N], floating; log-probs of the policy that sampled the tokens, a constant.
+        advantage: [N], floating, a constant.
+        mask: [N], bool or floating; 0 where a row does not count, other numbers are weights.
+        denom: finite number > 0, or a tensor []; Σ mask over the whole optimizer step.
+        clip_low: number ≥ 0; the ratio is clipped at 1 − clip_low.
+        clip_high: number ≥ 0; the ratio is clipped at 1 + clip_high.
+        dual_clip: number > 1, the bound of the ratio where the advantage is negative. None: no such bound.
+        ref_logprob: [N], floating; log-probs of the reference, a constant. None: no KL, and kl_coef is 0.
+        kl: estimator of the KL term: `k1`, `k2` or `k3`.
+        kl_coef: finite coefficient of the KL term.
+        entropy_coef: finite coefficient of the entropy bonus.
+        temperature: number > 0, or a floating tensor [N] without a gradient.
+        softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
+        logit_scale: number > 0, factor of the logits before the softcap. None: 1.
+        bias: [V], floating, of the head. None: no bias.
+        lora: rank-r addition to the head. None: no addition.
+        ignore_index: target of rows that do not count, as if they were masked.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `LinearPpoLossOutputs` with loss [], statistics [9] and logprob [N]: float64 if hidden or weight is float64,
+            else float32.
+
+    Raises:
+        TypeError: a tensor's dtype is not of the kind above.
+        ValueError: a shape or device does not fit, or a number or target is out of its range.
+        ValueError: temperature requires grad, or kl_coef is not 0 without ref_logprob.
+        ValueError: kl or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     head = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]

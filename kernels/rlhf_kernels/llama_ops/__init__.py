@@ -45,7 +45,24 @@ for _op in ("rms_norm", "rotary", "swiglu"):
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
-    """x [..., H] divided by its root mean square over H and multiplied by weight [H]; differentiable in both."""
+    """RMS norm over the last dimension (Zhang and Sennrich 2019), with the equations of the module's docstring.
+
+    Differentiable in x and weight.
+
+    Args:
+        x: [..., H], floating; H ≥ 1.
+        weight: [H], of x's dtype and device.
+        eps: number ≥ 0 that is added to the mean square.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError: x or weight is no floating tensor.
+        ValueError: a shape, dtype or device does not fit, eps is negative or NaN, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     _check("x", x, x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected a last dimension of at least 1, got shape {tuple(x.shape)}")
@@ -59,10 +76,26 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """q [B, heads, T, D] and k [B, kv_heads, T, D] turned by their positions; differentiable in both.
+    """Rotary embedding of queries and keys (Su et al. 2021), in the layout of Llama; equations: the module's docstring.
 
-    cos, sin: [1 or B, T, D], as the model's rotary embedding returns them; D is even. The results lie in memory as
-    [B, T, heads, D], whatever the layout of q and k.
+    Differentiable in q and k. All tensors have one floating dtype and one device.
+
+    Args:
+        q: [B, heads, T, D] queries; D is even.
+        k: [B, kv_heads, T, D] keys.
+        cos: [1 or B, T, D], cosines as the model's rotary embedding returns them, without a gradient.
+        sin: sines in the shape of cos, without a gradient.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        Turned q and k, of the shapes and dtype of the inputs. The `cpu` backend lays them out in memory as
+            [B, T, heads, D].
+
+    Raises:
+        TypeError: an argument is no floating tensor.
+        ValueError: a shape, dtype or device does not fit, or backend is unknown.
+        ValueError: cos or sin requires grad while gradients are enabled.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     for name, x in (("q", q), ("k", k)):
         _check(name, x, q)
@@ -87,7 +120,23 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "au
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
-    """silu(gate) · up, of one shape; differentiable in both."""
+    """Gated product silu(gate) · up (Shazeer 2020), with the equations of the module's docstring.
+
+    Differentiable in gate and up.
+
+    Args:
+        gate: floating, of any shape.
+        up: of gate's shape, dtype and device.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y of gate's shape and dtype.
+
+    Raises:
+        TypeError: an argument is no floating tensor.
+        ValueError: shape, dtype or device of up is not that of gate, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     _check("gate", gate, gate)
     _check("up", up, gate, gate.shape)
     if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":

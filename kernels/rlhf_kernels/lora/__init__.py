@@ -270,7 +270,29 @@ def lora_delta_(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Add every on row's low-rank delta to y in place and return y; other rows are not touched."""
+    """Add every on row's low-rank delta (Hu et al. 2021) to y in place; other rows are not touched.
+
+    The equations stand in the module's docstring. Differentiable in y, x, A and B; a slot without rows has no gradient.
+
+    Args:
+        y: [.., M], floating, with the rows and device of x; contiguous unless it has 2 dimensions.
+        x: [.., K], floating, N rows in two or more dimensions.
+        A: per slot [r_i, K], floating, on x's device.
+        B: per slot [M, r_i], floating, on x's device.
+        scales: factor of the delta per slot.
+        segments: runs of rows and their slots; rows in no run are off.
+        dropout: dropout of x before A. None: no dropout.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y itself.
+
+    Raises:
+        TypeError: x, y or an adapter of a slot that has rows is not floating.
+        ValueError: a shape, device or number of entries does not fit, or y is not contiguous.
+        ValueError: segments or dropout do not fit the rows and slots, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     _check_input("x", x)
     _check_input("y", y)
     if y.shape[:-1] != x.shape[:-1]:
@@ -303,7 +325,32 @@ def lora_linear(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`linear` plus every on row's low-rank delta; off rows have the very bits of `linear`."""
+    """Linear layer plus every on row's low-rank delta (Hu et al. 2021); off rows have the bits of `linear`.
+
+    The equations stand in the module's docstring. Differentiable in x, weight, bias, A and B; a slot without rows gets
+    no gradient. Under autocast x, weight and bias are converted first, as for `F.linear`.
+
+    Args:
+        x: [.., K], floating, N rows in two or more dimensions.
+        weight: [M, K], of x's dtype and device.
+        bias: [M], of x's dtype and device. None: no bias.
+        A: per slot [r_i, K], floating, on x's device.
+        B: per slot [M, r_i], floating, on x's device.
+        scales: factor of the delta per slot.
+        segments: runs of rows and their slots; rows in no run are off.
+        dropout: dropout of x before A, not before weight. None: no dropout.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y [.., M] of x's dtype; under autocast of autocast's dtype.
+
+    Raises:
+        TypeError: x or an adapter of a slot that has rows is not floating.
+        TypeError: weight or bias is not of x's dtype and device.
+        ValueError: a shape or number of entries does not fit, or an adapter is on another device.
+        ValueError: segments or dropout do not fit the rows and slots, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     _check_linear(x, weight, bias)
     lora_call = make_call(x, weight.shape[0], list(A), list(B), list(scales), segments, dropout)
     x, weight, bias = autocast.as_for_linear(x, weight, bias)  # a backend is one for what comes of it
@@ -330,6 +377,15 @@ class DecodeLinear:
 
     Between calls tensors may change in place, and their storage may move; their shapes, strides and dtypes may not
     change, nor the instruction set. Not for several threads at once.
+
+    Args:
+        weight: [M, K], of the dtype and device of x.
+        bias: [M], of the dtype and device of x. None: no bias.
+        A: per slot [r_i, K], floating, on the device of x.
+        B: per slot [M, r_i], floating, on the device of x.
+        scales: factor of the delta per slot.
+        segments: runs of rows and their slots; rows in no run are off.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
     """
 
     def __init__(
@@ -352,7 +408,19 @@ class DecodeLinear:
         self._default = ""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [.., K] → y [.., M]."""
+        """Result of `lora_linear` for x.
+
+        Args:
+            x: [.., K], floating, with the rows that the segments were made for.
+
+        Returns:
+            y [.., M] of x's dtype.
+
+        Raises:
+            TypeError: as in `lora_linear`.
+            ValueError: as in `lora_linear`.
+            BackendUnavailableError: the named backend cannot serve the call.
+        """
         plain = eager.eager(x) and not autocast.is_on(x)
         if not plain or _wants_gradient(x, *self._tensors):
             return lora_linear(x, *self._given, backend=self._backend)

@@ -32,12 +32,29 @@ def decode_delta_(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Add each row's delta to y [N, M] in place and return y; rows without a slot are not touched.
+    """Add each row's low-rank delta to y in place, by the equation of the module's docstring; off rows are not touched.
+
+    Inference only. `auto` takes `cuda` where it is expected to be the fastest.
 
     Args:
-        x: [N, K], of y's dtype. A, B, scales: [r_i, K], [M, r_i] and a number per slot.
-        row_slot: [N] int32 or int64 on x's device, a slot per row; negative: off. On a device nothing is read back: a
-            slot beyond the last counts as off.
+        y: [N, M], of x's dtype and device.
+        x: [N, K], floating.
+        A: per slot [r_i, K], floating, on x's device.
+        B: per slot [M, r_i], floating, on x's device.
+        scales: factor of the delta per slot.
+        row_slot: [N] int32 or int64 on x's device, slot of each row. A negative slot is off, and so is one beyond the
+            last: its values are not read back.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y itself.
+
+    Raises:
+        TypeError: an adapter is not floating.
+        ValueError: a shape, dtype, device or number of entries does not fit, or backend is unknown.
+        ValueError: a tensor requires grad while gradients are enabled.
+        ValueError: the named `cuda` kernel takes no such rows or adapters.
+        BackendUnavailableError: the named backend cannot serve the call.
     """
     for name, rows in (("x", x), ("y", y)):
         if rows.dim() != 2 or not rows.is_floating_point():

@@ -14,9 +14,17 @@ OFF = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Runs of rows [starts[j], ends[j]) that carry slot slots[j]; −1 is off, and so are rows in no run.
+    """Runs of rows and the slot of each run; rows in no run are off.
 
     Runs are sorted and do not overlap. A slot may appear in several runs, and a run may be empty.
+
+    Args:
+        starts: first row of each run.
+        ends: row after the last one of each run, ≥ its start.
+        slots: slot of each run, an index into A, B and scales; −1 is off.
+
+    Raises:
+        ValueError: lengths differ, runs overlap or are not sorted, or a slot is below −1.
     """
 
     starts: tuple[int, ...]
@@ -42,18 +50,40 @@ class Segments:
 
     @classmethod
     def single(cls, n_rows: int, slot: int) -> Segments:
-        """All rows under one slot (or off)."""
+        """Segments of one run: all rows under one slot.
+
+        Args:
+            n_rows: number of rows, ≥ 0.
+            slot: the slot; −1 is off.
+
+        Returns:
+            `Segments` with the run [0, n_rows).
+
+        Raises:
+            ValueError: n_rows is negative, or slot is below −1.
+        """
         return cls(starts=(0,), ends=(n_rows,), slots=(slot,))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dropout:
-    """Dropout on the x that enters A, never on the base path. The mask depends on these fields alone."""
+    """Dropout of the x that enters A, never of the base path. The mask depends on these fields and the column alone.
 
-    p: tuple[float, ...]  # probability per slot, 0 <= p < 1
+    Args:
+        p: probability per slot, in [0, 1).
+        seed: signed 64-bit key of the random numbers.
+        row_ids: [N] int64 on x's device, a row's id wherever it is computed, such as sequence · max_length + position.
+        stream: id of the layer, in [0, 2³²).
+
+    Raises:
+        TypeError: row_ids is not int64 [N].
+        ValueError: a number is out of its range.
+    """
+
+    p: tuple[float, ...]
     seed: int
-    row_ids: Tensor  # int64 [N], a row's name wherever it is computed, e.g. sequence · max_length + position
-    stream: int  # layer id
+    row_ids: Tensor
+    stream: int
 
     def __post_init__(self) -> None:
         for i, p in enumerate(self.p):

@@ -64,7 +64,7 @@ registry.register("ppo_loss", "cpu", native)
 
 
 class PpoLossOutputs(PolicyStatistics, LossAndStatistics):
-    """(loss [], which alone carries a gradient; statistics [9]), and each statistic by name."""
+    """Result of `ppo_loss`: loss [], which alone carries a gradient, statistics [9], and each statistic by name."""
 
 
 @signature.custom_op(
@@ -214,7 +214,36 @@ def ppo_loss(
     entropy_coef: float = 0.0,
     backend: str = "auto",
 ) -> PpoLossOutputs:
-    """Clipped policy loss with optional KL and entropy terms; see the module docstring for the equations."""
+    """Clipped PPO policy loss (Schulman et al. 2017) with optional KL and entropy terms, and its statistics.
+
+    The equations stand in the module's docstring. Differentiable in new_logprob and entropy. All per-token tensors have
+    one shape, of N elements, and one device; masked tokens may hold anything.
+
+    Args:
+        new_logprob: floating, of any shape; log-probs of the policy that is trained.
+        old_logprob: floating; log-probs of the policy that sampled the tokens, a constant.
+        advantage: floating, a constant.
+        mask: bool or real numbers; 0 where a token does not count, other numbers are weights.
+        denom: finite number > 0, or a tensor []; Σ mask over the whole optimizer step.
+        clip_low: number ≥ 0; the ratio is clipped at 1 − clip_low.
+        clip_high: number ≥ 0; the ratio is clipped at 1 + clip_high.
+        dual_clip: number > 1, the bound of the ratio where the advantage is negative. None: no such bound.
+        ref_logprob: floating; log-probs of the reference, a constant. None: no KL, and kl_coef is 0.
+        kl: estimator of the KL term: `k1`, `k2` or `k3`.
+        kl_coef: finite coefficient of the KL term.
+        entropy: floating; entropies of the policy. None: no bonus, and entropy_coef is 0.
+        entropy_coef: finite coefficient of the entropy bonus.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `PpoLossOutputs` with loss [] and statistics [9]: float64 if new_logprob is float64, else float32.
+
+    Raises:
+        TypeError: a tensor is missing or not floating, or mask is complex.
+        ValueError: a shape or device does not fit, or a number is out of its range.
+        ValueError: a coefficient is not 0 without its tensor, or kl or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     check_tensors(
         new_logprob=new_logprob,
         old_logprob=old_logprob,

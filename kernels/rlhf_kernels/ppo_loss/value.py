@@ -33,7 +33,7 @@ from rlhf_kernels.runtime.eager import eager
 
 
 class ValueLossOutputs(ValueStatistics, LossAndStatistics):
-    """(loss [], which alone carries a gradient; statistics [6]), and each statistic by name."""
+    """Result of `value_loss`: loss [], which alone carries a gradient, statistics [6], and each statistic by name."""
 
 
 @signature.custom_op(
@@ -118,7 +118,29 @@ def value_loss(
     clip: float | None = None,
     backend: str = "auto",
 ) -> ValueLossOutputs:
-    """Half the squared value error, clipped around `old_value` if `clip` is given, and statistics."""
+    """Value loss: half the squared error, clipped around the old value if `clip` is given, and its statistics.
+
+    The equations stand in the module's docstring. Differentiable in value. All per-token tensors have one shape, of N
+    elements, and one device; masked tokens may hold anything.
+
+    Args:
+        value: floating, of any shape; values of the critic that is trained.
+        old_value: floating; values before the update, a constant. It matters with clip only. None: clip is None, too.
+        ret: floating; returns, the target of value, a constant.
+        mask: bool or real numbers; 0 where a token does not count, other numbers are weights.
+        denom: finite number > 0, or a tensor []; Σ mask over the whole optimizer step.
+        clip: number > 0, the largest distance from old_value that counts. None: no clip.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `ValueLossOutputs` with loss [] and statistics [6]: float64 if value is float64, else float32.
+
+    Raises:
+        TypeError: a tensor is missing or not floating, or mask is complex.
+        ValueError: a shape or device does not fit, or denom or clip is out of its range.
+        ValueError: clip is given without old_value, or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
     check_tensors(value=value, ret=ret, mask=mask, old_value=old_value)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: expected None or a number > 0, got {clip!r}")

@@ -52,23 +52,31 @@ _default_backend = "auto"
 
 
 class BackendUnavailableError(ValueError):
-    """A backend was asked for by name, or by the checkpoint of a run, and cannot serve the call."""
+    """Error of a call that its backend, named by an argument, a default or a run's checkpoint, cannot serve."""
 
 
 class Choice(NamedTuple):
-    """What `auto` decided on a CPU."""
+    """Decision of `auto` on a CPU."""
 
     op: str
+    """name of the op"""
     dtype: str
+    """name of the dtype without `torch.`"""
     shape: Shape
+    """sizes for which `resolve` was called; None where the op has none"""
     backend: str
+    """name of the backend"""
 
 
 class Lazy:
-    """An implementation whose module is imported when it is first called: its imports are heavy or not always there.
+    """Implementation whose module is imported when it is first called: its imports are heavy or not always there.
 
     `unsupported` decides without importing it, so a report never loads a compiler. Its functions run with the CUDA
     device of their first tensor as the current one: Triton launches on that, wherever the tensors lie.
+
+    Args:
+        module: name of the module.
+        unsupported: function of device type and dtype; reason why the module cannot serve such tensors, or None.
     """
 
     def __init__(self, module: str, unsupported: Callable[[str, torch.dtype], str | None]) -> None:
@@ -94,7 +102,14 @@ def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cuda_device(args: Iterable[Any]) -> torch.device | None:
-    """The CUDA device of the first tensor among the arguments and lists of them; None if that is elsewhere."""
+    """CUDA device of the first tensor among arguments and lists of tensors.
+
+    Args:
+        args: arguments of a call.
+
+    Returns:
+        The device; None if the first tensor is elsewhere, or if there is no tensor.
+    """
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return arg.device if arg.is_cuda else None
@@ -104,10 +119,16 @@ def cuda_device(args: Iterable[Any]) -> torch.device | None:
 
 
 def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False) -> None:
-    """Offer `implementation` for `op` under the name `backend`. Called once per op folder at import.
+    """Offer an implementation of an op under the name of a backend; an op's folder does so once, at import.
 
     Args:
-        when_measured: `auto` takes it only where the kernel table says so.
+        op: name of the op.
+        backend: one of `BACKENDS`.
+        implementation: module, or any namespace, with the functions that the op calls.
+        when_measured: True: `auto` takes it only where the kernel table names it.
+
+    Raises:
+        ValueError: backend is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
@@ -118,7 +139,19 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
 
 
 def implementation(op: str, backend: str) -> Any:
-    """The implementation registered for `op` under an already resolved backend name."""
+    """Look up an implementation.
+
+    Args:
+        op: name of a registered op.
+        backend: name of a backend that `resolve` returned, never "auto".
+
+    Returns:
+        What `register` was given.
+
+    Raises:
+        KeyError: op is unknown.
+        ValueError: the op has no such backend.
+    """
     found = _IMPLEMENTATIONS[op].get(backend)
     if found is None:
         raise ValueError(f"backend: expected one of {list(_IMPLEMENTATIONS[op])}, got {backend!r}")
@@ -126,12 +159,25 @@ def implementation(op: str, backend: str) -> Any:
 
 
 def ops() -> tuple[str, ...]:
-    """Names of all ops."""
+    """Names of all registered ops, sorted."""
     return tuple(sorted(_IMPLEMENTATIONS))
 
 
 def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why `backend` cannot serve `op` on such tensors, or None if it can."""
+    """Reason why a backend cannot serve an op.
+
+    Args:
+        op: name of a registered op.
+        backend: name of a backend, never "auto".
+        device_type: type of the tensors' device, such as "cpu" or "cuda".
+        dtype: dtype of the tensors.
+
+    Returns:
+        The reason; None if the backend can serve.
+
+    Raises:
+        KeyError: op is unknown.
+    """
     found = _IMPLEMENTATIONS[op].get(backend)
     if found is None:
         return f"{op} has no {backend} implementation"
@@ -140,21 +186,44 @@ def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> 
 
 
 def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
-    """Name of the backend that serves `op` for tensors like `tensor`, of which device and dtype count.
+    """Name of the backend that serves an op for tensors like a given one.
 
     Args:
+        op: name of a registered op.
         backend: a name, or "auto", which stands for the process-wide default (`set_default_backend`).
-        shape: of the op's weight, or (size of a head,) where it has none; see `kernel_table`.
+        tensor: its device and dtype decide.
+        shape: sizes of the op's weight; without a weight (size of a head,) or (size of the vocabulary,), see
+            `kernel_table`. None: the op has neither.
+
+    Returns:
+        One of `BACKENDS`.
 
     Raises:
+        KeyError: op is unknown.
         BackendUnavailableError: the named backend, or the one of the run's checkpoint, cannot serve the call.
-        ValueError: an unknown name.
+        ValueError: backend is unknown.
     """
     return resolve_for(op, backend, tensor.device.type, tensor.dtype, shape)
 
 
 def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, shape: Sequence[int] | None = None) -> str:
-    """`resolve` without a tensor."""
+    """Name of the backend that serves an op, as `resolve` without a tensor.
+
+    Args:
+        op: name of a registered op.
+        backend: a name, or "auto", which stands for the process-wide default (`set_default_backend`).
+        device_type: type of the tensors' device, such as "cpu" or "cuda".
+        dtype: dtype of the tensors.
+        shape: as in `resolve`.
+
+    Returns:
+        One of `BACKENDS`.
+
+    Raises:
+        KeyError: op is unknown.
+        BackendUnavailableError: the named backend, or the one of the run's checkpoint, cannot serve the call.
+        ValueError: backend is unknown.
+    """
     if backend == "auto":
         backend = _default_backend
     if backend == "auto":
@@ -228,13 +297,14 @@ def _measured(entry: Entry) -> str:
 
 
 def begin_run(choices: Iterable[Choice] = ()) -> None:
-    """Forget what `auto` has decided in this process; from now on `choices` decide where they say something.
+    """Forget what `auto` has decided in this process, and hold the choices of a checkpoint from now on.
 
     Args:
-        choices: of the checkpoint that a run resumes from.
+        choices: those of the checkpoint that a run resumes from; ops that exist no longer are passed over.
 
     Raises:
-        BackendUnavailableError: one of them cannot serve here, and `auto` stands for no backend. Nothing has changed.
+        BackendUnavailableError: a choice cannot serve here while no default backend is set. Nothing has changed.
+        ValueError: the backend of a choice is unknown while no default backend is set. Nothing has changed.
     """
     held = {(c.op, c.dtype, c.shape): c.backend for c in choices if c.op in _IMPLEMENTATIONS}  # others are gone
     for (op, dtype, _), backend in held.items() if _default_backend == "auto" else ():
@@ -248,14 +318,18 @@ def begin_run(choices: Iterable[Choice] = ()) -> None:
 
 
 def take_over(choices: Iterable[Choice]) -> None:
-    """Count among this run's choices, for its checkpoints, what `auto` decided in a process that works for it."""
+    """Add to this run's choices, for its checkpoints, those that `auto` made in another process of the run.
+
+    Args:
+        choices: those of the other process; where this one has a choice of its own, that one stays.
+    """
     with _lock:
         for c in choices:
             _decided.setdefault((c.op, c.dtype, c.shape), c.backend)
 
 
 def choices() -> list[Choice]:
-    """What `auto` has decided on the CPU since `begin_run`, for a checkpoint."""
+    """Choices of `auto` on the CPU since `begin_run`, for a checkpoint; sorted by op, dtype and shape."""
     found = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
     return sorted(found, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
@@ -281,7 +355,7 @@ if _named_table:
 
 
 def table() -> KernelTable:
-    """The kernel table in use. One that was named and cannot be read is ignored with a warning of one line."""
+    """Kernel table in use. One that was named and cannot be read is ignored with a warning of one line."""
     global _table
     if _table is None:
         _table = _named(ENVIRONMENT_VARIABLE, Path(_named_table)) if _named_table else _committed()
@@ -312,6 +386,12 @@ def _committed() -> KernelTable:
 def use_table(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let `auto` decide by the table in a file within a `with` block; as RLHF_ENGINE_KERNEL_TABLE does for a process.
 
+    Args:
+        path: the file. One that cannot be read as a table is ignored with a warning.
+
+    Returns:
+        A context manager, for a `with` block.
+
     Raises:
         ValueError: there is no such file.
     """
@@ -332,11 +412,15 @@ def use_table(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
-    """What runs for every op.
+    """Report of the backend that runs for every op.
+
+    Args:
+        device_type: type of the tensors' device, such as "cpu" or "cuda".
+        dtype: dtype of the tensors.
 
     Returns:
         Per op: the backend that `auto` picks (`"auto"`; two names where the shape decides), the reason (`"why"`), and
-        per backend `"available"` or why it is not.
+            per backend `"available"` or why it is not.
     """
     found: dict[str, dict[str, str]] = {}
     for op in ops():
@@ -364,12 +448,19 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
 
 
 def default_backend() -> str:
-    """The backend that `backend="auto"` stands for in this process."""
+    """Name that `backend="auto"` stands for in this process: "auto", or the backend that was set."""
     return _default_backend
 
 
 def set_default_backend(backend: str) -> None:
-    """Make `backend="auto"` stand for `backend` from now on, in every op of this process."""
+    """Make `backend="auto"` stand for a given backend from now on, in every op of this process.
+
+    Args:
+        backend: one of `BACKENDS`, or "auto" to let the registry decide again.
+
+    Raises:
+        ValueError: backend is unknown.
+    """
     global _default_backend
     if backend != "auto":
         _check_name(backend)
@@ -378,7 +469,17 @@ def set_default_backend(backend: str) -> None:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """`set_default_backend` for the length of a `with` block."""
+    """Make `backend="auto"` stand for a given backend within a `with` block, in every op of this process.
+
+    Args:
+        backend: one of `BACKENDS`, or "auto" to let the registry decide.
+
+    Returns:
+        A context manager, for a `with` block; the default before it comes back at its end.
+
+    Raises:
+        ValueError: backend is unknown.
+    """
     previous = _default_backend
     set_default_backend(backend)
     try:

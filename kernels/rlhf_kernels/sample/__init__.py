@@ -44,11 +44,14 @@ FILTERS = "top_k and top_p need all logits of a row at once"
 
 
 class SampleOutputs(NamedTuple):
-    """Per-row results, each [N]; None where not asked for."""
+    """Per-row results of `sample`; a field that `outputs` does not name is None."""
 
     token: Tensor | None
+    """[N] int64, the sampled token"""
     logprob: Tensor | None = None
+    """[N], its log-prob at the row's temperature, in nats"""
     entropy: Tensor | None = None
+    """[N], entropy of the row's distribution, in nats"""
 
 
 def sample(
@@ -70,20 +73,43 @@ def sample(
     top_p: float | None = None,
     backend: str = "auto",
 ) -> SampleOutputs:
-    """Draw one token per row of `hidden`; greedy rows take the arg-max and may stand in the same batch.
+    """Sample one token per row by the Gumbel-max trick (Gumbel 1954), with the equations of the module's docstring.
+
+    Inference only. Greedy and sampled rows may stand in one batch. Log-prob and entropy are those of the tokens that
+    `forbids`, top_k and top_p leave, renormalised.
 
     Args:
-        seed: [N] int64, the key of a row's random numbers: the seed of its sequence.
-        position: [N] int64, their row id: the position of the token.
-        temperature: > 0, one number or one per row. Greedy rows report their log-prob at it too.
-        greedy: [N] bool, or None for no greedy row.
-        forbidden: [F] int64, tokens that the rows marked in `forbids` never draw; None without `forbids`. Log-prob and
-            entropy of such a row are those of the rest, renormalised. ValueError where none is left.
-        forbids: [N] bool, the rows that are marked.
-        outputs: which of `SampleOutputs`' fields to return.
-        top_k: keep the k most probable tokens. Log-prob and entropy are then those of the kept set, renormalised. A
-            slower path: tiles are sorted. The reference alone serves it.
-        top_p: of these, keep the smallest set that reaches mass top_p; likewise.
+        hidden: [N, H], floating; last hidden states.
+        weight: [V, H], floating, of the head; V ≥ 1.
+        seed: [N] int64, key of a row's random numbers: the seed of its sequence.
+        position: [N] int64, counter of a row's random numbers: the position of the token.
+        temperature: number > 0, or a floating tensor [N] without a gradient. Log-probs of greedy rows are at it, too.
+        greedy: [N] bool, rows that take the arg-max. None: no row.
+        forbidden: [F] int64 in [0, V), tokens that the rows of `forbids` never draw. None: no token, and no `forbids`.
+        forbids: [N] bool, rows that may not draw the forbidden tokens. None: no row, and no `forbidden`.
+        softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
+        logit_scale: number > 0, factor of the logits before the softcap. None: 1.
+        bias: [V], floating, of the head. None: no bias.
+        lora: rank-r addition to the head. None: no addition.
+        outputs: names of the fields of `SampleOutputs` that are returned.
+        top_k: integer ≥ 1; only the k most probable tokens are kept. None or ≥ V: all. Below V it needs the `reference`
+            backend, which `auto` then takes.
+        top_p: number in (0, 1]; of these, only the smallest set that reaches mass top_p is kept. None or 1: all. Below
+            1 it needs the `reference` backend, too.
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        `SampleOutputs` with token [N] int64, logprob [N] and entropy [N]: float64 if hidden or weight is float64, else
+            float32. Fields that `outputs` does not name are None.
+
+    Raises:
+        TypeError: a tensor's dtype is not of the kind above, or outputs is a str.
+        ValueError: a shape or device does not fit, a number is out of its range, or a name in outputs or backend is
+            unknown.
+        ValueError: forbidden is given without forbids, or forbids without forbidden.
+        ValueError: a row has no token left, or a forbidden token is out of range, which the CPU alone checks.
+        ValueError: a tensor requires grad while gradients are enabled.
+        BackendUnavailableError: the named backend cannot serve the call, or cannot filter by top_k and top_p.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]

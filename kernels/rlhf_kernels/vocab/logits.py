@@ -32,20 +32,32 @@ OUTPUTS = ("logprob", "entropy", "lse", "is_top1", "mean_logit", "log_sum_sq_pro
 class HeadLora(NamedTuple):
     """Rank-r addition to a head: logits gain scale · (h Aᵀ) Bᵀ."""
 
-    A: Tensor  # [r, H]
-    B: Tensor  # [V, r]
+    A: Tensor
+    """[r, H], floating, on the device of hidden"""
+    B: Tensor
+    """[V, r], floating, on the device of hidden"""
     scale: float
+    """factor of the addition"""
 
 
 class LogprobOutputs(NamedTuple):
-    """Per-row results of `linear_logprob` and `gather_logprob`; None where not asked for."""
+    """Per-row results of `linear_logprob` ([N]) and `gather_logprob` (target's shape); p = softmax(z).
+
+    A field that `outputs` does not name is None. Rows whose target is `ignore_index` hold 0.
+    """
 
     logprob: Tensor | None
+    """log-prob of the target, in nats"""
     entropy: Tensor | None = None
+    """−Σ p log p, in nats"""
     lse: Tensor | None = None
+    """log Σ exp z"""
     is_top1: Tensor | None = None
+    """1.0 where the target is the first arg-max of z, else 0.0; carries no gradient"""
     mean_logit: Tensor | None = None
+    """mean of z over the vocabulary"""
     log_sum_sq_prob: Tensor | None = None
+    """log Σ p²"""
 
 
 class LogprobSaved(NamedTuple):
