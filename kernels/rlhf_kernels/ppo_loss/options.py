@@ -12,21 +12,18 @@ from rlhf_kernels.ppo_loss.checks import check_kl
 
 
 class PpoTokens(NamedTuple):
-    """Constants of the loss, in the order of the flat schema.
-
-    Args:
-        old_logprob: [N] log-probs of the policy that drew the tokens.
-        advantage: [N].
-        mask: [N] bool, or weights.
-        denom: [] or a number, the sum of the mask over a whole optimizer step.
-        ref_logprob: [N] log-probs of the reference, or None without a KL term.
-    """
+    """Constants of the loss, in the order of the flat schema."""
 
     old_logprob: Tensor
+    """[N] log-probs under the policy that the answers were drawn from."""
     advantage: Tensor
+    """[N]."""
     mask: Tensor
+    """[N] bool, or weights."""
     denom: Tensor | float
+    """0-d or a number: the sum of the mask over a whole optimizer step."""
     ref_logprob: Tensor | None
+    """[N] log-probs of the reference; None without a KL term."""
 
     def rows(self, rows: slice) -> PpoTokens:
         """The constants of some rows."""
