@@ -1,13 +1,14 @@
-"""The rooms of `rlhf_engine` import downwards only: what is low in the house does not depend on what is above it."""
+"""The rooms of both packages import downwards only: what is low in a house does not depend on what is above it."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rlhf_engine"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"rlhf_engine": ROOT / "rlhf_engine", "rlhf_kernels": ROOT / "kernels" / "rlhf_kernels"}
 # From the ground floor up. A room is a package, or a module beside the packages.
-ROOMS = (
+ENGINE = (
     "errors",
     "devices",
     "io",
@@ -29,11 +30,15 @@ ROOMS = (
     "commands",
     "__main__",
 )
-LEVEL = {room: level for level, room in enumerate(ROOMS)}
+KERNELS = (
+    *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),
+    *("ppo_loss", "linear_ppo_loss", "gae", "lora", "decode_attention", "decode_step"),
+)
+HOUSES = {"rlhf_engine": ENGINE, "rlhf_kernels": KERNELS}
 
 
-def imported_rooms(source: str) -> set[str]:
-    """Rooms that a module imports, anywhere in it: at its top, in a function, or for types alone."""
+def imported_rooms(source: str, package: str) -> set[str]:
+    """Rooms of a package that a module imports, anywhere in it: at its top, in a function, or for types alone."""
     rooms = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -44,30 +49,38 @@ def imported_rooms(source: str) -> set[str]:
         else:
             continue
         parts = [name.split(".") for name in names]
-        rooms |= {p[1] for p in parts if p[0] == "rlhf_engine" and len(p) > 1 and p[1] in LEVEL}
+        rooms |= {p[1] for p in parts if p[0] == package and len(p) > 1 and p[1] in HOUSES[package]}
     return rooms
 
 
-MODULES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+def modules(package: str) -> dict[str, Path]:
+    """Every module of a package, by its path in there."""
+    return {str(path.relative_to(FOLDERS[package])): path for path in sorted(FOLDERS[package].rglob("*.py"))}
 
 
-def test_every_room_has_a_level():
-    rooms = {Path(name).parts[0].removesuffix(".py") for name in MODULES}
-    assert rooms - {"__init__"} == set(ROOMS)
+def room_of(name: str) -> str:
+    """The room of a module."""
+    return Path(name).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_nothing_above_it(room):
+@pytest.mark.parametrize("package", HOUSES)
+def test_every_room_has_a_level(package):
+    assert {room_of(name) for name in modules(package)} - {"__init__"} == set(HOUSES[package])
+
+
+@pytest.mark.parametrize(("package", "room"), [(package, room) for package in HOUSES for room in HOUSES[package]])
+def test_a_room_imports_nothing_above_it(package, room):
+    level = HOUSES[package].index
     above = {
         name: found
-        for name, path in MODULES.items()
-        if Path(name).parts[0].removesuffix(".py") == room
-        and (found := {other for other in imported_rooms(path.read_text()) if LEVEL[other] > LEVEL[room]})
+        for name, path in modules(package).items()
+        if room_of(name) == room
+        and (found := {other for other in imported_rooms(path.read_text(), package) if level(other) > level(room)})
     }
     assert not above
 
 
 def test_an_import_is_found_wherever_it_stands():
     source = "def f():\n    from rlhf_engine.training import rl\n    import rlhf_engine.commands.bench\n"
-    assert imported_rooms(source + "from rlhf_engine import io") == {"training", "commands", "io"}
-    assert imported_rooms("from rlhf_engine import __version__\nimport rlhf_kernels.io") == set()
+    assert imported_rooms(source + "from rlhf_engine import io", "rlhf_engine") == {"training", "commands", "io"}
+    assert imported_rooms("from rlhf_engine import __version__\nimport rlhf_kernels.io", "rlhf_engine") == set()
