@@ -22,17 +22,17 @@ class SlotConfig:
     """Shape and origin of one adapter slot."""
 
     r: int = 16
-    """LoRA rank."""
+    """LoRA rank, at least 1."""
     alpha: float = 32.0
-    """LoRA scaling numerator; the product is scaled by alpha / r (alpha / √r with `use_rslora`)."""
+    """LoRA scaling numerator, finite and not 0; the product is scaled by alpha / r (alpha / √r with `use_rslora`)."""
     dropout: float = 0.0
-    """Dropout on the input of A, in training only."""
+    """Probability in [0, 1) of dropout on the input of A, in training only."""
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     """`all-linear` (every linear of the blocks) or name endings as in PEFT."""
     use_rslora: bool = False
     """Scale by alpha / √r."""
     init_from: str | None = None
-    """Another slot of the same backbone, or a PEFT folder, whose weights this slot starts from."""
+    """Another slot of the backbone, or a PEFT folder, that this slot starts as; None: A is random and B zero."""
 
     def __post_init__(self) -> None:
         if self.r < 1:

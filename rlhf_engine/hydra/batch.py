@@ -40,7 +40,20 @@ class PackedBatch:
         device: torch.device | str = "cpu",
         sample_ids: Sequence[int] | None = None,
     ) -> PackedBatch:
-        """Pack token lists. Raises ValueError for no sequences, an empty prompt, or lists of different lengths."""
+        """Pack token lists.
+
+        Args:
+            prompts: N lists of token ids, of at least one token each.
+            completions: N lists of token ids, which may be empty.
+            device: device of the packed tokens.
+            sample_ids: N ids that key dropout masks; None: 0 to N−1.
+
+        Returns:
+            The N sequences, prompt then completion, in the given order.
+
+        Raises:
+            ValueError: no sequences, an empty prompt, or lists of different lengths.
+        """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one sequence, got a batch of size 0")
         if len(prompts) != len(completions):
@@ -59,7 +72,17 @@ class PackedBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
-        """All sequences of batches on one device, in their order. Raises ValueError for no batches."""
+        """Join batches into one.
+
+        Args:
+            batches: at least one batch, all on one device.
+
+        Returns:
+            All sequences, in the order of the batches.
+
+        Raises:
+            ValueError: no batches.
+        """
         if len(batches) == 0:
             raise ValueError("batches: expected at least one batch, got none")
         return cls(
@@ -80,8 +103,17 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack a padded batch, so that padding costs nothing.
 
-        input_ids, attention_mask: [N, L], padded on either side (1 or True marks a real token). prompt_lens: N numbers
-        of real prompt tokens. Raises ValueError for masks with a hole, an empty row or a prompt longer than its row.
+        Args:
+            input_ids: int64 [N, L], padded on either side.
+            attention_mask: [N, L], 1 or True for a real token.
+            prompt_lens: N numbers of prompt tokens, from 1 to the real tokens of the row.
+            sample_ids: N ids that key dropout masks; None: 0 to N−1.
+
+        Returns:
+            The N sequences without padding, on the device of `input_ids`.
+
+        Raises:
+            ValueError: other shapes or lengths, a mask with a hole, an empty row, or a prompt longer than its row.
         """
         if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
             raise ValueError(
@@ -114,14 +146,17 @@ class PackedBatch:
 
     @property
     def device(self) -> torch.device:
+        """Device of the packed tokens."""
         return self.tokens_T.device
 
     @property
     def n_sequences(self) -> int:
+        """N, number of sequences."""
         return len(self.prompt_lens)
 
     @property
     def n_tokens(self) -> int:
+        """T, tokens of all sequences."""
         return self.cu_seqlens[-1]
 
     @cached_property
@@ -152,6 +187,7 @@ class PackedBatch:
 
     @property
     def n_completion_tokens(self) -> int:
+        """M, completion tokens of all sequences."""
         return self.completion_cu[-1]
 
     @cached_property
@@ -192,7 +228,18 @@ class PackedBatch:
         return (torch.repeat_interleave(ids, lens) << _POSITION_BITS) + self.positions_T
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
-        """The given sequences, in the given order, as a batch of their own."""
+        """Select some sequences as a batch of their own.
+
+        Args:
+            indices: places of the sequences, 0 to N−1, in the order wanted.
+
+        Returns:
+            The selected sequences, in the given order, with their sample ids.
+
+        Raises:
+            ValueError: no indices.
+            IndexError: an index of N or more.
+        """
         if len(indices) == 0:
             raise ValueError("indices: expected at least one sequence, got a batch of size 0")
         pieces = [self.tokens_T[self.cu_seqlens[i] : self.cu_seqlens[i + 1]] for i in indices]
@@ -204,21 +251,59 @@ class PackedBatch:
         )
 
     def select_completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
-        """int64 index that takes a packed [M] quantity of this batch to the same quantity of `select(indices)`."""
+        """Index of the completion tokens of some sequences.
+
+        Args:
+            indices: places of the sequences, 0 to N−1, in the order wanted; at least one.
+
+        Returns:
+            int64 index that takes a packed [M] quantity of this batch to the same quantity of `select(indices)`.
+
+        Raises:
+            ValueError: no indices.
+            IndexError: an index of N or more.
+        """
         cu = self.completion_cu
         return torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices]).to(self.device)
 
     def prompt_tokens(self, i: int) -> list[int]:
-        """Prompt of sequence i as a list."""
+        """Prompt of one sequence.
+
+        Args:
+            i: place of the sequence, 0 to N−1.
+
+        Returns:
+            Its prompt's token ids.
+
+        Raises:
+            IndexError: an index of N or more.
+        """
         start = self.cu_seqlens[i]
         return self.tokens_T[start : start + self.prompt_lens[i]].tolist()
 
     def completion_tokens(self, i: int) -> list[int]:
-        """Completion of sequence i as a list."""
+        """Completion of one sequence.
+
+        Args:
+            i: place of the sequence, 0 to N−1.
+
+        Returns:
+            Its completion's token ids.
+
+        Raises:
+            IndexError: an index of N or more.
+        """
         return self.tokens_T[self.cu_seqlens[i] + self.prompt_lens[i] : self.cu_seqlens[i + 1]].tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
+        """Move the batch to a device.
+
+        Args:
+            device: where the tokens go.
+
+        Returns:
+            The same sequences there. Lengths and ids stay on the host.
+        """
         return PackedBatch(
             tokens_T=self.tokens_T.to(device),
             cu_seqlens=self.cu_seqlens,
@@ -227,14 +312,29 @@ class PackedBatch:
         )
 
     def pad(self, x_M: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """Packed [M] to right-padded [N, max completion length]."""
+        """Spread packed numbers over right-padded rows.
+
+        Args:
+            x_M: [M], a number per completion token, of any dtype.
+            fill: number that stands in the padding.
+
+        Returns:
+            [N, C] in the dtype of `x_M`, where C is the longest completion.
+        """
         width = max(self.completion_lens)
         out = x_M.new_full((self.n_sequences, width), fill)
         out[self.sequence_of_M, self.completion_position_M] = x_M
         return out
 
     def unpad(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """Right-padded [N, max completion length] back to packed [M]."""
+        """Pack the numbers of right-padded rows. It is the inverse of `pad`.
+
+        Args:
+            x_NC: [N, C], where C is the longest completion, of any dtype.
+
+        Returns:
+            [M] in the dtype of `x_NC`.
+        """
         return x_NC[self.sequence_of_M, self.completion_position_M]
 
     @cached_property

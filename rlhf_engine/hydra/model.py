@@ -53,7 +53,7 @@ _CPU_HIDDEN_BUDGET = 2**19
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What the roles say of a batch; fields of roles that were not asked for are None."""
+    """Scores of a batch by the roles; fields of roles that were not requested are None."""
 
     logprobs_M: torch.Tensor | None = None
     """fp32 [M], actor."""
@@ -89,6 +89,19 @@ class HydraModel(nn.Module):
         adapter_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
+        """Make slots and heads on backbones that are loaded already. `from_pretrained` loads them as well.
+
+        Args:
+            backbones: name → backbone; roles run on `base` unless they name another.
+            roles: name → role, at least one, on these backbones.
+            slots: slot → its shape and origin; None, or a slot that is left out: the defaults of `SlotConfig`.
+            token_budget: most tokens of all lanes in one backbone forward, ≥ 1; None: a default by device and width.
+            adapter_dtype: dtype of the LoRA weights.
+            seed: seed of the LoRA weights at the start.
+
+        Raises:
+            ValueError: no roles, a budget below 1, or roles, slots and backbones that do not fit together.
+        """
         super().__init__()
         if not roles:
             raise ValueError("roles: expected at least one role, got none")
@@ -126,11 +139,30 @@ class HydraModel(nn.Module):
     ) -> HydraModel:
         """Build from a model folder, a loaded causal LM, or a PeftModel (whose active adapter becomes slot `actor`).
 
-        roles: name → RoleSpec, e.g. `hydra_roles()`. slots: name → SlotConfig for slots whose defaults do not fit.
-        backbones: further backbones by name, for roles that do not run on `base`. A folder written by
-        `save_pretrained` or by full fine-tuning brings its heads along; one that no role with an LM head runs on is
-        loaded without that head. quantization: `8bit` or `4bit` loads frozen backbones through bitsandbytes.
-        Raises ValueError for anything that does not fit together; models that were given are then as they were.
+        A folder written by `save_pretrained` or by full fine-tuning brings its heads along. A folder that no role with
+        an LM head runs on is loaded without that head. Models that were given are as they were after an error.
+
+        Args:
+            source: local folder, transformers model or PeftModel of the backbone `base`.
+            roles: name → role, at least one, e.g. `hydra_roles()`.
+            slots: slot → its shape and origin; None, or a slot that is left out: the defaults of `SlotConfig`.
+            backbones: name → folder or model of a further backbone; None: there is none.
+            dtype: dtype of backbones that are loaded from folders.
+            device: device of backbones, slots and heads.
+            quantization: `8bit` or `4bit` loads frozen backbones through bitsandbytes; `none` as they are.
+            token_budget: most tokens of all lanes in one backbone forward, ≥ 1; None: a default by device and width.
+            adapter_dtype: dtype of the LoRA weights.
+            seed: seed of the LoRA weights at the start.
+
+        Returns:
+            The model, with slots and heads on `device`.
+
+        Raises:
+            ValueError: a folder, model or adapter that cannot be loaded, or roles, slots and backbones that do not fit
+                together.
+            UnsupportedModelError: an architecture that the engine would get wrong. It is a ValueError.
+            CorruptCheckpointError: a folder that differs from its manifest. It is a ValueError.
+            TypeError: a source of another kind.
         """
         sources: dict[str, Any] = {"base": source, **(backbones or {})}
         with undone_on_error(*(origin for origin in sources.values() if isinstance(origin, nn.Module))):
@@ -231,17 +263,23 @@ class HydraModel(nn.Module):
         adapter_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> HydraModel:
-        """Another model on the same frozen backbones, with roles, slots and heads of its own: for another policy.
+        """Make another model on the same frozen backbones, with roles, slots and heads of its own: for another policy.
 
-        Names of slots and roles may be those of this model. What is trained here is not seen there. Memory is taken for
-        the new slots and heads alone, and goes when the new model does.
+        Names of slots and roles may be those of this model. Neither model sees what is trained in the other. Memory is
+        taken for the new slots and heads alone, and is freed with the new model.
 
         Args:
-            roles: on backbones that this model has.
-            slots, token_budget, adapter_dtype, seed: as of `from_pretrained`.
+            roles: name → role, at least one, on backbones of this model.
+            slots: slot → its shape and origin; None, or a slot that is left out: the defaults of `SlotConfig`.
+            token_budget: most tokens of all lanes in one backbone forward, ≥ 1; None: a default by device and width.
+            adapter_dtype: dtype of the LoRA weights.
+            seed: seed of the LoRA weights at the start.
+
+        Returns:
+            The new model.
 
         Raises:
-            ValueError: a backbone that is trained itself, or names that do not fit together.
+            ValueError: a backbone that is trained itself, sharded or missing, or names that do not fit together.
         """
         used = dict.fromkeys(role.backbone for role in roles.values())
         backbones = {name: self.backbone(name).beside() for name in used}
@@ -255,8 +293,8 @@ class HydraModel(nn.Module):
         """Add roles while the model lives, with the slots and heads that they need and that are not there yet.
 
         Args:
-            roles: of names that are free.
-            slots: shapes and origins of new slots whose defaults do not fit.
+            roles: name → role, on backbones of this model. The names are free.
+            slots: new slot → its shape and origin; None, or a slot that is left out: the defaults of `SlotConfig`.
 
         Raises:
             ValueError: a name that is taken, or anything else that does not fit together; nothing was added then.
@@ -285,6 +323,9 @@ class HydraModel(nn.Module):
 
         An optimizer that holds their parameters keeps them, and goes on with tensors that nothing reads.
 
+        Args:
+            names: roles of the model. At least one other role stays.
+
         Raises:
             ValueError: a role that does not exist, or all of them.
         """
@@ -310,7 +351,17 @@ class HydraModel(nn.Module):
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def backbone(self, name: str = "base") -> Backbone:
-        """The named backbone. Raises ValueError with the names there are."""
+        """Return a backbone by its name.
+
+        Args:
+            name: `base`, or one of the further backbones.
+
+        Returns:
+            The backbone.
+
+        Raises:
+            ValueError: a name that no backbone has.
+        """
         if name not in self.backbones:
             raise ValueError(f"backbone: expected one of {sorted(self.backbones)}, got {name!r}")
         backbone = self.backbones[name]
@@ -318,17 +369,38 @@ class HydraModel(nn.Module):
         return backbone
 
     def role_backbone(self, role: str) -> Backbone:
-        """The backbone that a role runs on."""
+        """Return the backbone that a role runs on.
+
+        Args:
+            role: name of a role.
+
+        Returns:
+            The backbone.
+
+        Raises:
+            ValueError: a name that no role has.
+        """
         return self.backbone(require_role(self.roles, role).backbone)
 
     @property
     def device(self) -> torch.device:
+        """Device of the first backbone."""
         return next(iter(self.backbones.values())).device  # type: ignore[return-value]
 
     def trainable_parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """Parameters that a role trains, by qualified name: its slot's (or backbone's) and its scalar head's.
+        """Parameters that a role trains: its slot's (or backbone's) and its scalar head's.
 
         Roles that share a slot report the same objects; an optimizer takes each once.
+
+        Args:
+            role: name of a role.
+
+        Returns:
+            Parameters by name: `backbone.slot.name` (slot OFF: `backbone.name`) and `heads.head.name`. Empty for a
+            frozen role.
+
+        Raises:
+            ValueError: a name that no role has.
         """
         spec = require_role(self.roles, role)
         if not spec.trainable:
@@ -344,7 +416,11 @@ class HydraModel(nn.Module):
         return found
 
     def held_parameters(self) -> dict[str, int]:
-        """Elements of unique parameter storage by part: backbones, slots, heads."""
+        """Count the elements of unique parameter storage.
+
+        Returns:
+            Numbers of elements by part: `backbones`, `slots` and `heads`.
+        """
         seen: set[int] = set()
 
         def count(parameters: Iterable[nn.Parameter]) -> int:
@@ -372,15 +448,25 @@ class HydraModel(nn.Module):
         dropout_seed: int | None = None,
         token_budget: int | None = None,
     ) -> tuple[Any, ...]:
-        """Run the lanes that the outputs read, then the outputs; results in the order of the requests.
+        """Run the lanes that the outputs read, then the outputs.
 
-        Under grad mode, lanes with something to train in the backbone share one gradient call and the rest run without.
-        LoRA dropout applies to gradient calls in train mode when `dropout_seed` keys its masks.
+        Under grad mode, lanes with something to train in the backbone share one gradient call, and the rest run
+        without. LoRA dropout applies to gradient calls in train mode. Request what will be used: a lane that no output
+        reads has no gradient (None). A lane whose outputs stay out of the loss has a zero one, because it went through
+        the same call.
 
-        token_budget: most tokens of all lanes in one backbone forward of this call; None: the model's.
+        Args:
+            batch: N sequences of at most as many tokens as the backbones' context.
+            outputs: requests, of roles of this model.
+            dropout_seed: keys the masks of LoRA dropout; None: no dropout.
+            token_budget: most tokens of all lanes in one backbone forward of this call; None: the model's.
 
-        Ask for what will be used: a lane that no output reads has no gradient (None), one whose outputs stay out of the
-        loss has a zero one, because it went through the same call.
+        Returns:
+            The results, in the order of the requests.
+
+        Raises:
+            ValueError: a role that does not exist, a sequence longer than the context, or what an output refuses.
+            RuntimeError: something else has changed the backbone's attention since it was taken over.
         """
         names = [role for output in outputs for role in output.roles]
         lanes = fold_lanes(self.roles, names)
@@ -417,14 +503,26 @@ class HydraModel(nn.Module):
         exact_kl: bool = False,
         token_budget: int | None = None,
     ) -> Scores:
-        """Log-probs and entropies [M], values [M] and rewards [N] of the named roles, lanes in one backbone call.
+        """Compute log-probs, entropies, values and rewards of the named roles, without gradients.
 
-        Above `token_budget` tokens of all lanes, the lanes go one after another, over groups of sequences of up to
-        that many tokens: fewer and larger groups than with lanes together, so that heads read their weight less often.
-        Role names say what is read: `actor` and `reference` give log-probs, as does one of `past` and `behaviour`;
-        `critic` values, `reward` rewards.
-        exact_kl: also the full-vocabulary KL(actor ‖ reference) [M]. token_budget: for this call; None: the model's.
-        Raises ValueError for an unknown role.
+        Role names say what is read: `actor` and `reference` give log-probs, as does one of `past` and `behaviour`.
+        `critic` gives values, `reward` rewards. All lanes share one backbone call up to the token budget. Above it,
+        lanes go one after another, over groups of sequences of up to that many tokens. Those are fewer and larger
+        groups than with lanes together, so that heads read their weight less often.
+
+        Args:
+            batch: N sequences of at most as many tokens as the backbones' context.
+            roles: at least one name, of roles of this model.
+            temperature: number > 0 that logits are divided by.
+            exact_kl: also compute KL(actor ‖ reference) over the whole vocabulary; needs both roles.
+            token_budget: most tokens of all lanes in one backbone forward of this call; None: the model's.
+
+        Returns:
+            [M] per completion token, rewards [N]; None for roles that are not named.
+
+        Raises:
+            ValueError: no roles, an unknown role, `exact_kl` without its roles, a sequence longer than the context, or
+                a temperature that is not > 0.
         """
         budget = self.token_budget if token_budget is None else token_budget
         readers: dict[str, Output] = {
@@ -454,7 +552,18 @@ class HydraModel(nn.Module):
         return join_scores(parts)
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
-        """Whether one backbone forward serves all the named roles for this batch, within the token budget."""
+        """Whether one backbone forward serves all the named roles for a batch, within the token budget.
+
+        Args:
+            batch: N sequences.
+            roles: names of roles of this model.
+
+        Returns:
+            True where the roles run on one backbone and their lanes fit, or are a single one.
+
+        Raises:
+            ValueError: a role that does not exist.
+        """
         lanes = fold_lanes(self.roles, roles)
         return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
 

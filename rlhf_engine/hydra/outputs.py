@@ -1,4 +1,6 @@
-"""What a forward pass may be asked for. Heads and losses run inside `HydraModel.forward`, so that wrappers see them.
+"""Requests to `HydraModel.forward`: log-probs, values, rewards and losses, computed inside it.
+
+FSDP and DDP wrap the forward, so heads and losses that ran outside of it would miss their hooks.
 
 An output names the roles whose hidden states it reads and computes itself from them. Log-probs, entropies, KL and the
 policy loss go straight from hidden states to numbers per token; logits never exist as a matrix.
@@ -29,33 +31,86 @@ class HiddenStates:
     """Hidden states of one forward pass, by role, and the heads that read them."""
 
     batch: PackedBatch
+    """Rows that the states belong to."""
     hidden_T: Mapping[str, torch.Tensor]
-    """role → [T, H]"""
+    """role → [T, H] in the backbone's dtype, after its final norm."""
     lm_heads: Mapping[str, LmHead]
+    """role → LM head, of roles that have one."""
     scalar_heads: Mapping[str, ScalarHead]
+    """role → value or reward head, of the other roles."""
 
     def predicting(self, role: str) -> torch.Tensor:
-        """[M, H], the states that predict the completion tokens."""
+        """Hidden states that predict the completion tokens.
+
+        Args:
+            role: a role of this pass.
+
+        Returns:
+            [M, H] in the backbone's dtype, in the order of `PackedBatch.targets_M`.
+
+        Raises:
+            KeyError: a role that no output of this pass reads.
+        """
         return self.hidden_T[role].index_select(0, self.batch.predict_rows_M)
 
     def last(self, role: str) -> torch.Tensor:
-        """[N, H], the state at each sequence's last token."""
+        """Hidden states at each sequence's last token.
+
+        Args:
+            role: a role of this pass.
+
+        Returns:
+            [N, H] in the backbone's dtype.
+
+        Raises:
+            KeyError: a role that no output of this pass reads.
+        """
         return self.hidden_T[role].index_select(0, self.batch.last_rows_N)
 
     def lm_head(self, role: str) -> LmHead:
-        """The role's LM head. Raises ValueError for a role with a scalar head."""
+        """Return the LM head of a role.
+
+        Args:
+            role: a role of this pass with an LM head.
+
+        Returns:
+            The head, with the LoRA of the role's slot where the slot adapts it.
+
+        Raises:
+            ValueError: a role with a scalar head, or one that no output of this pass reads.
+        """
         if role not in self.lm_heads:
             raise ValueError(f"role: expected one with an LM head ({sorted(self.lm_heads)}), got {role!r}")
         return self.lm_heads[role]
 
     def scalar_head(self, role: str) -> ScalarHead:
-        """The role's scalar head. Raises ValueError for a role with an LM head."""
+        """Return the value or reward head of a role.
+
+        Args:
+            role: a role of this pass with a scalar head.
+
+        Returns:
+            The head, which maps [*, H] to fp32 [*].
+
+        Raises:
+            ValueError: a role with an LM head, or one that no output of this pass reads.
+        """
         if role not in self.scalar_heads:
             raise ValueError(f"role: expected one with a scalar head ({sorted(self.scalar_heads)}), got {role!r}")
         return self.scalar_heads[role]
 
     def head_options(self, role: str) -> dict[str, Any]:
-        """Keyword arguments that make the vocabulary kernels compute this model's distribution."""
+        """Keyword arguments that make the vocabulary kernels compute this model's distribution.
+
+        Args:
+            role: a role of this pass with an LM head.
+
+        Returns:
+            `bias` [V] or None, `softcap`, `logit_scale` and `lora`, by name.
+
+        Raises:
+            ValueError: a role with a scalar head, or one that no output of this pass reads.
+        """
         head = self.lm_head(role)
         return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale, "lora": head.lora}
 
@@ -69,25 +124,49 @@ class Output(Protocol):
         ...
 
     def compute(self, states: HiddenStates) -> Any:
-        """The result, from hidden states."""
+        """Compute the result from hidden states.
+
+        Args:
+            states: hidden states of the roles in `roles`, over all rows of the batch.
+
+        Returns:
+            The result, which each class of this module documents.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Logprobs:
-    """Log-probs [M] of the completion tokens under a role, and what else `linear_logprob` offers."""
+    """Log-probs [M] of the completion tokens under a role, and the other statistics of `linear_logprob`."""
 
     role: str = "actor"
+    """A role with an LM head."""
     temperature: float = 1.0
+    """Number > 0 that logits are divided by."""
     outputs: tuple[str, ...] = ("logprob",)
+    """Names among `logprob`, `entropy`, `lse`, `is_top1`, `mean_logit` and `log_sum_sq_prob`."""
     detach: tuple[str, ...] = ()
     """Outputs that need no gradient, see `linear_logprob`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> LogprobOutputs:
+        """Compute the statistics that `outputs` names. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            `LogprobOutputs`: fp32 [M] for each name in `outputs`, None for the others. Entropies are in nats.
+
+        Raises:
+            ValueError: a role without an LM head, an unknown name in `outputs` or `detach`, or a temperature that is
+                not > 0.
+            TypeError: a string instead of a tuple as `outputs` or `detach`.
+        """
         return linear_logprob(
             states.predicting(self.role),
             states.lm_head(self.role).weight,
@@ -101,19 +180,40 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobPair:
-    """Log-probs of two roles with one LM head and the exact KL(role ‖ reference) [M], in one sweep over V."""
+    """Log-probs of two roles and the exact KL(role ‖ reference) [M].
+
+    Roles with one LM head need one sweep over V.
+    """
 
     role: str = "actor"
+    """A role with an LM head."""
     reference: str = "reference"
+    """Another role with an LM head. Its hidden states have no gradient."""
     temperature: float = 1.0
+    """Number > 0 that logits are divided by."""
     detach: tuple[str, ...] = ()
     """Outputs that need no gradient, see `linear_logprob_pair`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role, self.reference)
 
     def compute(self, states: HiddenStates) -> PairOutputs:
+        """Compute both log-probs, the KL and the entropy of `role`. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role` and `reference`.
+
+        Returns:
+            `PairOutputs`: `logprob_a` of `role`, `logprob_r` of `reference`, `kl` and `entropy`, fp32 [M] in nats each.
+
+        Raises:
+            ValueError: a role without an LM head, an unknown name in `detach`, or a temperature that is not > 0.
+            ValueError: a gradient is needed of the reference or the head, or of any state where the roles have two LM
+                heads.
+            TypeError: a string instead of a tuple as `detach`.
+        """
         head, other = states.lm_head(self.role), states.lm_head(self.reference)
         if head.weight is not other.weight or other.lora is not None:
             return _pair_of_two_heads(states, self)
@@ -172,12 +272,25 @@ class Values:
     """Values [M] of the states before each completion token."""
 
     role: str = "critic"
+    """A role with a value head."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
+        """Compute the values. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            fp32 [M].
+
+        Raises:
+            ValueError: a role without a scalar head.
+        """
         values: torch.Tensor = states.scalar_head(self.role)(states.predicting(self.role))
         return values
 
@@ -187,39 +300,80 @@ class Rewards:
     """Rewards [N], read at each sequence's last token."""
 
     role: str = "reward"
+    """A role with a reward head."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
+        """Compute the rewards. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            fp32 [N].
+
+        Raises:
+            ValueError: a role without a scalar head.
+        """
         rewards: torch.Tensor = states.scalar_head(self.role)(states.last(self.role))
         return rewards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLoss:
-    """Clipped PPO loss with optional KL and entropy terms, see `rlhf_kernels.linear_ppo_loss`. Tensors are [M]."""
+    """Clipped PPO loss (arXiv 1707.06347) with optional KL and entropy terms, see `rlhf_kernels.linear_ppo_loss`."""
 
     role: str = "actor"
+    """A role with an LM head."""
     old_logprob_M: torch.Tensor
+    """[M], float; log-probs that the ratio is to."""
     advantage_M: torch.Tensor
+    """[M], float; advantages."""
     mask_M: torch.Tensor
+    """[M], bool, or float weights; 0 leaves a token out."""
     denom: float | torch.Tensor
+    """Number > 0 or 0-d, the sum of the mask over a whole optimizer step."""
     clip_low: float = 0.2
+    """Number ≥ 0; ratios are clipped to at least 1 − this."""
     clip_high: float = 0.2
+    """Number ≥ 0; ratios are clipped to at most 1 + this."""
     dual_clip: float | None = None
+    """Number > 1, the largest ratio of a token with negative advantage (arXiv 1912.09729); None: no such bound."""
     ref_logprob_M: torch.Tensor | None = None
+    """[M], float; log-probs of the reference; None without a KL term."""
     kl: str = "k3"
+    """Estimator of the KL term: `k1`, `k2` or `k3`."""
     kl_coef: float = 0.0
+    """Finite coefficient of the KL term; 0 leaves it out."""
     entropy_coef: float = 0.0
+    """Finite coefficient of the entropy bonus; 0 leaves it out."""
     temperature: float = 1.0
+    """Number > 0 that logits are divided by."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> Any:
+        """Compute the loss and its statistics. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            `LinearPpoLossOutputs`: 0-d `loss` with a gradient; without one fp32 `logprob` [M], 0 in masked rows, and
+            statistics by name.
+
+        Raises:
+            ValueError: a role without an LM head, or a tensor of another shape or device.
+            ValueError: a number out of its range, or a `kl_coef` other than 0 without `ref_logprob_M`.
+            TypeError: a tensor of another dtype.
+        """
         return linear_ppo_loss(
             states.predicting(self.role),
             states.lm_head(self.role).weight,
@@ -244,13 +398,13 @@ class LogprobLossOutputs(NamedTuple):
     """A loss of log-probs, and what it was made of."""
 
     loss: torch.Tensor
-    """0-d"""
+    """0-d, the loss less the entropy bonus"""
     logprob: torch.Tensor
     """fp32 [M], without a gradient"""
     entropy: torch.Tensor
     """fp32 [M], nats, without a gradient"""
     found: Any
-    """what the loss function returned"""
+    """result of the loss function"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,18 +415,35 @@ class LogprobLoss:
     """
 
     role: str = "actor"
+    """A role with an LM head."""
     loss: Callable[[torch.Tensor], Any]
     """Log-probs [M] to something with a 0-d `loss`."""
     temperature: float = 1.0
+    """Number > 0 that logits are divided by."""
     entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus; 0 leaves it out, and entropies have no gradient."""
     denom: float = 1.0
+    """Denominator of the entropy bonus, for a whole optimizer step."""
     mask_M: torch.Tensor | None = None
+    """[M], bool or float, tokens of the entropy bonus; None: all of them."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> LogprobLossOutputs:
+        """Compute the loss. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            The loss with a gradient; log-probs and entropies without one; and the result of the loss function.
+
+        Raises:
+            ValueError: a role without an LM head, or a temperature that is not > 0.
+        """
         out = linear_logprob(
             states.predicting(self.role),
             states.lm_head(self.role).weight,
@@ -294,20 +465,39 @@ class LogprobLoss:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValueLoss:
-    """Clipped value loss, see `rlhf_kernels.ppo_loss.value_loss`. Tensors are [M]."""
+    """Clipped value loss, see `rlhf_kernels.ppo_loss.value_loss`."""
 
     role: str = "critic"
+    """A role with a value head."""
     old_value_M: torch.Tensor
+    """[M], float; values before the update."""
     return_M: torch.Tensor
+    """[M], float; the values' targets."""
     mask_M: torch.Tensor
+    """[M], bool or real; 0 leaves a token out."""
     denom: float | torch.Tensor
+    """Number > 0 or 0-d, the sum of the mask over a whole optimizer step."""
     clip: float | None = None
+    """Number > 0, the largest distance from the old value; None: no clipping."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> ValueLossOutputs:
+        """Compute the loss and its statistics. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            `ValueLossOutputs`: 0-d `loss` with a gradient, and statistics without one, by name.
+
+        Raises:
+            ValueError: a role without a scalar head, a tensor of another shape or device, or a number out of its range.
+            TypeError: a tensor of another dtype.
+        """
         value_M = states.scalar_head(self.role)(states.predicting(self.role))
         return value_loss(value_M, self.old_value_M, self.return_M, self.mask_M, denom=self.denom, clip=self.clip)
 
@@ -317,15 +507,29 @@ class LmLoss:
     """Cross-entropy −Σ log p / denom over completion tokens, or over `rows_M` of them."""
 
     role: str
+    """A role with an LM head."""
     denom: float | torch.Tensor
+    """Denominator for a whole optimizer step, a number or 0-d; usually its completion tokens."""
     rows_M: torch.Tensor | None = None
     """int64 indices into the M completion tokens, None for all."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
+        """Compute the loss. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            0-d fp32 with a gradient.
+
+        Raises:
+            ValueError: a role without an LM head.
+        """
         hidden, target = states.predicting(self.role), states.batch.targets_M
         if self.rows_M is not None:
             hidden, target = hidden.index_select(0, self.rows_M), target[self.rows_M]
@@ -356,18 +560,33 @@ class PairwiseRewardLoss:
     """
 
     role: str = "reward"
+    """A role with a reward head."""
     chosen_P: torch.Tensor
     """int64 [P], sequence indices."""
     rejected_P: torch.Tensor
     """int64 [P], sequence indices."""
     denom: float | torch.Tensor
+    """Denominator for a whole optimizer step, a number or 0-d; usually its pairs."""
     center: float = 0.0
+    """Coefficient of the second term; 0 leaves it out."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> PairwiseOutputs:
+        """Compute the loss and how well the rewards rank. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            The loss with a gradient, and counts over the pairs without one.
+
+        Raises:
+            ValueError: a role without a scalar head.
+        """
         reward_N = states.scalar_head(self.role)(states.last(self.role))
         chosen_P, rejected_P = reward_N[self.chosen_P], reward_N[self.rejected_P]
         margin_P = chosen_P - rejected_P
@@ -406,17 +625,31 @@ class PointwiseRewardLoss:
     """
 
     role: str = "reward"
+    """A role with a reward head."""
     label_N: torch.Tensor
     """[N], 0 and 1 of any dtype, one per sequence of the batch."""
     denom: float | torch.Tensor
+    """Denominator for a whole optimizer step, a number or 0-d; usually its answers."""
     pos_weight: float = 1.0
+    """w, the weight of answers with label 1."""
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
         return (self.role,)
 
     def compute(self, states: HiddenStates) -> PointwiseOutputs:
-        """Compute the loss. Raises ValueError unless there is one label per sequence."""
+        """Compute the loss and how well the rewards' signs fit the labels. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            The loss with a gradient, and counts over the answers without one.
+
+        Raises:
+            ValueError: a role without a scalar head, or another number of labels than sequences.
+        """
         reward_N = states.scalar_head(self.role)(states.last(self.role))
         if self.label_N.shape != reward_N.shape:
             raise ValueError(

@@ -34,7 +34,17 @@ _FORMAT = 2
 
 
 def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
-    """Write slots, heads, roles and trained backbones."""
+    """Write slots, heads, roles and trained backbones.
+
+    Frozen backbones are not written; their paths and hashes are. Transient roles and their slots are left out.
+
+    Args:
+        model: a model whose slots plain PEFT can load, see `require_savable`.
+        folder: made where it is missing; files of the same names are overwritten.
+
+    Raises:
+        ValueError: PEFT would load another function from a slot's folder.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST_FILE).unlink(missing_ok=True)  # of what is overwritten
@@ -91,11 +101,27 @@ def load_pretrained(
     quantization: Quantization = "none",
     token_budget: int | None = None,
 ) -> HydraModel:
-    """Load what `save_pretrained` wrote. `base`, and `backbones` by name, override where frozen backbones lie.
+    """Load what `save_pretrained` wrote.
 
-    dtype and quantization must be those of the saved model, or its backbones are others (their hashes differ).
-    Raises ValueError if the folder is not such a folder, or if a backbone is another one (its hash differs), and
-    CorruptCheckpointError for a folder with a manifest that is not as it was written.
+    `dtype` and `quantization` have to be those of the saved model. With others the hashes of its frozen backbones
+    differ.
+
+    Args:
+        folder: written by `save_pretrained`.
+        base: folder of the frozen backbone `base`; None: where it was when the model was saved.
+        backbones: name → folder of another frozen backbone; None, or one that is left out: where it was then.
+        dtype: dtype of the backbones.
+        device: device of backbones, slots and heads.
+        quantization: `8bit` or `4bit` loads frozen backbones through bitsandbytes; `none` as they are.
+        token_budget: most tokens of all lanes in one backbone forward, ≥ 1; None: a default by device and width.
+
+    Returns:
+        A model with the saved roles, slots and heads.
+
+    Raises:
+        ValueError: a folder that `save_pretrained` did not write, a backbone that is not there, or one with another
+            hash.
+        CorruptCheckpointError: a folder that differs from its manifest. It is a ValueError.
     """
     folder = Path(folder)
     check_model(folder)

@@ -56,9 +56,19 @@ Roles = Mapping[str, RoleSpec]
 
 
 def hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Hydra-PPO: one backbone, slots for actor and critic; reference and reward on the plain backbone or a frozen slot.
+    """Role table of Hydra-PPO (arXiv 2309.00754, §3 and table 1): one backbone, slots for actor and critic.
 
-    reference_slot, reward_slot: a frozen slot's name, or OFF.
+    Reference and reward run on the plain backbone or on a frozen slot.
+
+    Args:
+        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
+        reward_slot: the same for the reward role.
+
+    Returns:
+        Roles `actor`, `reference`, `critic` and `reward`, all on backbone `base`.
+
+    Raises:
+        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
     """
     return {
         "actor": RoleSpec(slot="actor", trainable=True),
@@ -69,13 +79,39 @@ def hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = O
 
 
 def j_hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Joint Hydra-PPO: actor and critic share one slot, so that one backbone forward serves both."""
+    """Role table of joint Hydra-PPO (arXiv 2309.00754, §3 and table 1): actor and critic share one slot.
+
+    One backbone forward serves both.
+
+    Args:
+        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
+        reward_slot: the same for the reward role.
+
+    Returns:
+        Roles `actor`, `reference`, `critic` and `reward`, all on backbone `base`.
+
+    Raises:
+        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
+    """
     roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
     return {**roles, "critic": RoleSpec(slot="actor", head="value", trainable=True)}
 
 
 def dynamic_lora_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Dynamic-LoRA PPO: two backbones. Under the actor lies the reference, under the critic the reward model."""
+    """Role table of dynamic-LoRA PPO (arXiv 2309.00754, §3 and table 1): two backbones with an adapter each.
+
+    Actor and reference share `base`. Critic and reward share `reward`.
+
+    Args:
+        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
+        reward_slot: the same for the reward role.
+
+    Returns:
+        Roles `actor`, `reference`, `critic` and `reward`, on backbones `base` and `reward`.
+
+    Raises:
+        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
+    """
     roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
     return {
         **roles,
@@ -85,7 +121,18 @@ def dynamic_lora_roles(*, reference_slot: str | None = OFF, reward_slot: str | N
 
 
 def lora_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """LoRA-PPO: a backbone for each of the four roles, adapters on actor and critic."""
+    """Role table of LoRA-PPO (arXiv 2309.00754, §3 and table 1): a backbone per role, adapters on actor and critic.
+
+    Args:
+        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
+        reward_slot: the same for the reward role.
+
+    Returns:
+        Roles `actor` on backbone `base`, and `reference`, `critic` and `reward`, each on a backbone of its own name.
+
+    Raises:
+        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
+    """
     return {
         "actor": RoleSpec(slot="actor", trainable=True),
         "reference": RoleSpec(backbone="reference", slot=reference_slot),
@@ -95,7 +142,18 @@ def lora_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None 
 
 
 def full_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Full PPO: a backbone for each of the four roles, those of actor and critic trained whole."""
+    """Role table of full PPO (arXiv 2309.00754, §3 and table 1): a backbone per role, actor and critic trained whole.
+
+    Args:
+        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
+        reward_slot: the same for the reward role.
+
+    Returns:
+        Roles `actor` on backbone `base`, and `reference`, `critic` and `reward`, each on a backbone of its own name.
+
+    Raises:
+        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
+    """
     roles = lora_ppo_roles(reference_slot=reference_slot, reward_slot=reward_slot)
     return {
         **roles,
