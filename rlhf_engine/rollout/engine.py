@@ -48,22 +48,30 @@ _BURST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How rows are run; nothing of it changes answers but by rounding."""
+    """Options by which rows are run. They change answers by rounding at most."""
 
     max_rows: int | None = None
-    """Most rows alive at once; None: as many as there are requests, as far as the cache holds them."""
+    """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
     cache_bytes: int | None = None
-    """Most bytes of keys and values, all rows together; None: as many as the rows alive at once may need."""
+    """Most bytes of keys and values, all rows together, ≥ 1; None: as many as the rows alive at once may need."""
     decode_step: StepName = "auto"
-    """What runs a decoding step. auto: on a CPU the native one where it serves the backbone and the kernel table does
-    not prefer the reference, on CUDA graphs."""
+    """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
+    step where it serves the backbone, except where the kernel table prefers the reference."""
     batch_invariant: bool = False
-    """Tokens and log-probs have the same bits whatever an answer was batched with. The native step has that but
-    for long prompts, which go through the model one at a time; where it does not serve, everything does."""
+    """Tokens and log-probs have the same bits whatever an answer was batched with. Under the native step only long
+    prompts pay for it: they go through the model one at a time. Where that step does not serve, and under top_k or
+    top_p, one row runs at a time."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineOptions:
-        """The options that a configuration has."""
+        """Take the options out of a configuration.
+
+        Args:
+            config: configuration of a command that draws answers in this process.
+
+        Returns:
+            The options.
+        """
         return cls(
             max_rows=config.max_rows,
             cache_bytes=config.cache_bytes,
@@ -91,18 +99,31 @@ class RolloutEngine:
         decode: Decode | None = None,
         policy_version: int = 0,
     ) -> None:
-        """decode: token ids to text, which stop texts need. policy_version: noted with every token; whoever changes the
-        slot's weights between two steps sets it anew.
+        """Queue the requests and set up the cache.
 
-        Raises ValueError for no requests, a prompt that does not fit the context or the cache, roles without an LM head
-        or on different backbones, and stop texts without a `decode`.
+        Args:
+            model: a model with the requests' roles.
+            sampling: options of every answer, except where a request has its own.
+            requests: at least one, of roles with an LM head on one backbone.
+            options: how rows are run; None: the defaults.
+            decode: token ids to text, which stop texts need; None without them.
+            policy_version: noted with every token. Set the attribute anew when a slot's weights change between two
+                steps.
+
+        Raises:
+            ValueError: no requests, a prompt that does not fit the context, or token ids outside the vocabulary.
+            ValueError: roles that are unknown, have no LM head, or run on different backbones.
+            ValueError: stop texts without `decode`, or request options that contradict the run's.
+            ValueError: a decoding step that does not serve the backbone, or a cache too small for the longest row.
         """
         options = options or EngineOptions()
         if len(requests) == 0:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
         self.sampling, self._options = sampling, options
         self.policy_version = policy_version
+        """Version of the policy, noted with every token."""
         self.backbone = model.backbone(_one_backbone(model, requests))
+        """Backbone that the requests run on."""
         if sampling.stop and decode is None:
             raise ValueError(f"decode: expected a function from tokens to text for the stop texts {sampling.stop}")
         self._stop = StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None
@@ -134,11 +155,19 @@ class RolloutEngine:
         self._step = self._make_step(step, slots, columns)
         self._burst = _BURST if self.backbone.device.type == "cuda" else 1
         self.stats = RolloutStats(step=self._step.name)
+        """Statistics of time and memory so far."""
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[Answer]:
-        """Answers as they finish, until every request has one."""
+        """Draw until every request has its answer.
+
+        Yields:
+            Answers, as they finish.
+
+        Raises:
+            MemoryLimitError: the rows do not fit into memory.
+        """
         while not self.finished:
             yield from self.step()
 
@@ -149,7 +178,14 @@ class RolloutEngine:
 
     @torch.no_grad()
     def step(self) -> list[Answer]:
-        """Admit who can be admitted, draw a token for every live row (on CUDA a few); the answers that finished."""
+        """Admit waiting requests as far as they fit, and draw a token for every live row (on CUDA a few).
+
+        Returns:
+            The answers that finished.
+
+        Raises:
+            MemoryLimitError: the rows do not fit into memory.
+        """
         began = time.perf_counter()
         try:
             answers = self._admit()
@@ -168,7 +204,14 @@ class RolloutEngine:
         return answers
 
     def partial(self, index: int) -> tuple[int, ...]:
-        """Tokens so far of a request that is being written; empty for one that waits or has finished."""
+        """Tokens so far of an answer that is being written.
+
+        Args:
+            index: place of its request in the order of submission.
+
+        Returns:
+            Token ids; empty for a request that waits or has finished.
+        """
         return next((tuple(row.tokens) for row in self._live.rows if row.index == index), ())
 
     def _admit(self) -> list[Answer]:

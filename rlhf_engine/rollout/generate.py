@@ -29,12 +29,26 @@ def generate(
     options: EngineOptions | None = None,
     decode: Decode | None = None,
 ) -> Rollout:
-    """Draw one answer per prompt; prompts that are equal go through the model once.
+    """Draw one answer per prompt. Prompts that are equal go through the model once.
 
-    prompts: N token lists. role: one, or N of them on one backbone. greedy: N flags, True rows take the arg-max.
-    sample_ids: N ids that, with the seed, key the random numbers; default 0…N−1. decode: token ids to text, which stop
-    texts need. Raises ValueError for an empty batch, an empty prompt, a prompt that does not fit the context or the
-    cache, or an unknown role.
+    Args:
+        model: a model with the role.
+        prompts: N lists of token ids, of at least one token each.
+        sampling: how answers are drawn.
+        role: one role with an LM head, or N of them on one backbone.
+        greedy: N flags; True takes the arg-max instead of a draw. None: all are drawn.
+        sample_ids: N ids that, with the seed, key the random numbers; None: 0 to N−1.
+        policy_version: noted with every token.
+        options: how rows are run; None: the defaults.
+        decode: token ids to text, which stop texts need; None without them.
+
+    Returns:
+        N answers, in the order of the prompts.
+
+    Raises:
+        ValueError: no prompts, an empty one, one that does not fit the context or the cache, or an unknown role.
+        ValueError: flags, ids or roles of another number than prompts, or anything else that `RolloutEngine` refuses.
+        MemoryLimitError: the rows do not fit into memory.
     """
     n = len(prompts)
     ids = tuple(sample_ids) if sample_ids is not None else tuple(range(n))
@@ -59,7 +73,23 @@ def generate_requests(
     options: EngineOptions | None = None,
     decode: Decode | None = None,
 ) -> Rollout:
-    """Draw the answers of requests, in their order. Raises ValueError as `RolloutEngine` does."""
+    """Draw the answers of requests.
+
+    Args:
+        model: a model with the requests' roles.
+        requests: N requests, of roles with an LM head on one backbone.
+        sampling: options of every answer, except where a request has its own.
+        policy_version: noted with every token.
+        options: how rows are run; None: the defaults.
+        decode: token ids to text, which stop texts need; None without them.
+
+    Returns:
+        N answers, in the order of the requests.
+
+    Raises:
+        ValueError: anything that `RolloutEngine` refuses.
+        MemoryLimitError: the rows do not fit into memory.
+    """
     engine = RolloutEngine(model, sampling, requests, options=options, decode=decode, policy_version=policy_version)
     answers = list(engine.run())
     return collect(requests, answers, sampling, engine.backbone.device, stats=engine.stats)

@@ -31,14 +31,20 @@ class PromptBatch:
         with_greedy: bool = False,
         first_id: int = 0,
     ) -> PromptBatch:
-        """`generations` answers to each of some prompts.
+        """Repeat some prompts for `generations` answers each.
 
         Args:
             rows: rows of the training data, one per prompt.
             ids: token ids of every row of the training data.
             generations: answers to each prompt.
             with_greedy: whether the last of them is the greedy one.
-            first_id: sample id of the first answer.
+            first_id: sample id of the first answer; the others count up from it.
+
+        Returns:
+            One entry per answer; the answers to a prompt stand next to each other.
+
+        Raises:
+            IndexError: a row that `ids` does not have.
         """
         tokens = [tuple(ids[row]) for row in rows]
         places = [(group, j) for group in range(len(rows)) for j in range(generations)]
@@ -59,7 +65,15 @@ class PromptBatch:
         return [i for i, greedy in enumerate(self.greedy) if not greedy]
 
     def part(self, first: int, last: int) -> PromptBatch:
-        """The answers from `first` up to `last`."""
+        """Select consecutive answers.
+
+        Args:
+            first: place of the first answer.
+            last: place after the last answer.
+
+        Returns:
+            The answers from `first` up to `last`.
+        """
         return PromptBatch(
             rows=self.rows[first:last],
             prompts=self.prompts[first:last],

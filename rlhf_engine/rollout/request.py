@@ -17,23 +17,24 @@ FinishReason = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How answers are drawn."""
+    """Options by which answers are drawn."""
 
     max_completion_length: int
-    """Most tokens per answer."""
+    """Most tokens per answer, ≥ 1."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer; the ending token belongs to it. Empty: answers end at their longest, or at a stop."""
     min_completion_length: int = 0
-    """No answer ends with an end-of-sequence token before it has as many tokens, that one included; log-probs of the
-    tokens before are of the rest, renormalised."""
+    """Least tokens, 0 to `max_completion_length`, of an answer that ends with an end-of-sequence token, that one
+    included. Log-probs of the tokens before are renormalised over the rest of the vocabulary."""
     temperature: float = 1.0
-    """Logits are divided by it; log-probs are of that distribution."""
+    """Number > 0 that logits are divided by; log-probs are of that distribution."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens; log-probs are then of those, renormalised. A slower path."""
+    """Draw among the k likeliest tokens, k ≥ 1, a slower path; log-probs are renormalised over them. None: all tokens.
+    """
     top_p: float | None = None
-    """Draw among the fewest tokens that hold this much probability; log-probs as with `top_k`."""
+    """Draw among the fewest tokens of this much probability, in (0, 1]; log-probs as with `top_k`. None: all tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer; the token that completes one belongs to it."""
+    """Texts, none of them empty, that end an answer; the token that completes one belongs to it."""
     seed: int = 0
     """Seed of every draw."""
 
@@ -67,9 +68,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One answer to draw. What is None is as in the run's `SamplingConfig`."""
+    """One answer to draw. An option that is None is as in the run's `SamplingConfig`."""
 
     prompt: tuple[int, ...]
+    """Token ids, at least one."""
     sample_id: int
     """Names the answer for good: with the seed it keys its random numbers."""
     role: str = "actor"
@@ -77,13 +79,28 @@ class Request:
     greedy: bool = False
     """Take the arg-max instead of drawing."""
     max_completion_length: int | None = None
+    """Most tokens of the answer, ≥ 1."""
     min_completion_length: int | None = None
+    """Least tokens of an answer that ends with an end-of-sequence token."""
     temperature: float | None = None
+    """Number > 0 that logits are divided by."""
     top_k: int | None = None
+    """Number of the likeliest tokens to draw among, ≥ 1."""
     top_p: float | None = None
+    """Probability of the tokens to draw among, in (0, 1]."""
 
     def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
-        """The run's options with this request's own in place. Raises ValueError where they contradict each other."""
+        """The run's options with this request's own in place.
+
+        Args:
+            defaults: options of the run.
+
+        Returns:
+            Options of this request's answer.
+
+        Raises:
+            ValueError: an option out of its range, or options that contradict each other.
+        """
         own = {name: getattr(self, name) for name in _OWN if getattr(self, name) is not None}
         if not own:
             return defaults
@@ -100,6 +117,7 @@ class Answer:
     index: int
     """Place of its request in the order of submission."""
     tokens: tuple[int, ...]
+    """Token ids, the ending one included."""
     logprobs: tuple[float, ...]
     """Log-prob of each token under the distribution it was drawn from."""
     versions: tuple[int, ...]
@@ -115,23 +133,34 @@ class RolloutStats:
     prompts: int = 0
     """Prompts that went through the model; rows with the same prompt and slot share one pass."""
     prompt_tokens: int = 0
+    """Tokens of these prompts."""
     tokens: int = 0
     """Tokens drawn."""
     steps: int = 0
     """Decoding steps: one token for each of the rows alive."""
     prefill_seconds: float = 0.0
+    """Seconds spent on prompts and first tokens."""
     decode_seconds: float = 0.0
+    """Seconds spent on the tokens after them."""
     most_rows: int = 0
     """Most rows alive at once."""
     most_blocks: int = 0
     """Most blocks of the cache in use at once."""
     seconds: float = 0.0
-    """From the first prompt to the last answer, scores by frozen roles included; set by what draws a step's answers."""
+    """Seconds from the first prompt to the last answer, scores by frozen roles included; 0 for an engine's own
+    statistics."""
     step: str = ""
-    """What ran the steps."""
+    """Name of what ran the steps."""
 
     def beside(self, *others: RolloutStats) -> RolloutStats:
-        """Statistics of rollouts that were drawn at the same time: sums, and the longest times."""
+        """Statistics of rollouts that were drawn at the same time.
+
+        Args:
+            others: statistics of the other rollouts.
+
+        Returns:
+            Sums of tokens, prompts, rows and blocks; the longest times and most steps; the `step` of this rollout.
+        """
         every = (self, *others)
         sums = {
             name: sum(getattr(stats, name) for stats in every)
@@ -155,6 +184,7 @@ class Rollout:
     """Answers and how they came about. M completion tokens of N sequences."""
 
     batch: PackedBatch
+    """Prompts and answers, N sequences."""
     logprobs_M: torch.Tensor
     """fp32 [M], log-prob of each token under the distribution it was drawn from."""
     finish_reasons: tuple[FinishReason, ...]
@@ -162,14 +192,26 @@ class Rollout:
     versions_M: torch.Tensor
     """int64 [M], version of the policy that drew each token."""
     filtered: bool
-    """Draws left part of the vocabulary out (top_k, top_p, ends that come too early): log-probs are of the rest, no
-    importance ratio holds."""
+    """Whether draws left part of the vocabulary out (top_k, top_p, ends that come too early). Log-probs are then of the
+    rest, and no importance ratio holds."""
     stats: RolloutStats
+    """Statistics of time and memory."""
     frozen: Scores | None = None
-    """Scores by roles that no update changes, where a generator made them: of the answers that are not greedy."""
+    """Scores by frozen roles of the answers that are not greedy, where a generator made them; None elsewhere."""
 
     def select(self, places: Sequence[int]) -> Rollout:
-        """Some of the answers, in the given order, without frozen scores."""
+        """Select some of the answers, without frozen scores.
+
+        Args:
+            places: places of the answers, 0 to N−1, in the order wanted; at least one.
+
+        Returns:
+            The selected answers, in the given order.
+
+        Raises:
+            ValueError: no places.
+            IndexError: a place of N or more.
+        """
         rows_M = self.batch.select_completion_rows(places)
         return dataclasses.replace(
             self,
@@ -194,7 +236,17 @@ class Rollout:
 def check_prompts(
     prompts: Sequence[Sequence[int]], context_length: int, max_completion_length: int, vocabulary: int
 ) -> None:
-    """Raise ValueError for an empty batch and as `check_prompt` does."""
+    """Check that answers can be drawn to prompts.
+
+    Args:
+        prompts: N lists of token ids.
+        context_length: most tokens of prompt and answer together.
+        max_completion_length: tokens kept free for the answer.
+        vocabulary: number of token ids that the model has.
+
+    Raises:
+        ValueError: no prompts, an empty one, one that leaves no room for the answer, or ids outside the vocabulary.
+    """
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
     for i, prompt in enumerate(prompts):
