@@ -35,9 +35,10 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """What `fuse_lora` did to a model. A context manager that undoes it."""
+    """Record of what `fuse_lora` did to a model. A context manager that undoes it."""
 
     model: PeftModel
+    """The model, whose LoRA layers were changed in place."""
     fused: tuple[str, ...]
     """Names of the layers that run on our kernels."""
     left: dict[str, str]
@@ -46,7 +47,8 @@ class Fusion:
     def undo(self) -> None:
         """Give every layer its own forward back. Does nothing the second time.
 
-        Raises RuntimeError where something else has changed a layer's class or forward since: undo that first.
+        Raises:
+            RuntimeError: something else has changed a layer's class or forward since; undo that first.
         """
         changed = {name: m for name, m in self.model.named_modules() if isinstance(m, (_FusedLayer, _FusedModel))}
         for name, module in changed.items():
@@ -73,11 +75,19 @@ def fuse_lora(model: PeftModel) -> Fusion:
     """Run the LoRA linears of a PeftModel on `lora_linear`, in place.
 
     Served are linears on nn.Linear, Conv1D and bitsandbytes' linears, with plain LoRA. Others (DoRA and other variants,
-    embeddings, convolutions, a bias of the adapter's own) stay PEFT's: `Fusion.left` says which and why, and a warning
-    is given. A layer runs as PEFT's, too, while hooks hang on its linears, as where weights are offloaded. Dropout
-    masks come from torch's random state, but are not those of nn.Dropout.
+    embeddings, convolutions, a bias of the adapter's own) stay PEFT's, with a warning. A layer also runs as PEFT's
+    while hooks hang on its linears, as where weights are offloaded. Dropout masks come from torch's random state, and
+    are not those of nn.Dropout.
 
-    Raises TypeError for what is no PeftModel with LoRA, ValueError where a model is fused already or no layer can be.
+    Args:
+        model: a PeftModel with LoRA, not fused yet. It is changed in place.
+
+    Returns:
+        Names of the fused layers, and of those left to PEFT with the reason. Its `undo` restores the model.
+
+    Raises:
+        TypeError: a model other than a PeftModel with LoRA.
+        ValueError: a model that is fused already, or one without a layer that can be fused.
     """
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
         raise TypeError(f"model: expected a PeftModel with LoRA adapters, got {type(model).__name__}")

@@ -50,7 +50,26 @@ def ppo_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """verl's `vanilla` policy loss: (loss, metrics). Raises ValueError without a config or for an unknown mode."""
+    """Policy loss that verl calls `vanilla`: PPO (arXiv 1707.06347) with dual clip (arXiv 1912.09729), in one op.
+
+    Args:
+        old_log_prob: [B, T] float, log-probs that ratios are to.
+        log_prob: [B, T] float, present log-probs; the loss is differentiable in them.
+        advantages: [B, T] float.
+        response_mask: [B, T] bool or real, 1 for a token of the answer.
+        loss_agg_mode: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-sum-norm` or
+            `seq-mean-token-mean`.
+        config: verl's actor config, with its clip ratios and global batch sizes. None is refused.
+        rollout_is_weights: [B, T] float importance weights of the tokens; None: all 1.
+
+    Returns:
+        The loss, 0-d; and `actor/pg_clipfrac`, `actor/ppo_kl` and `actor/pg_clipfrac_lower` as floats.
+
+    Raises:
+        ValueError: no config, an unknown mode, or a global batch size that is missing with `dp_size` > 1.
+        ValueError: tensors of different shapes, or a clip ratio out of its range.
+        TypeError: log-probs or advantages that are not floating point.
+    """
     if config is None:
         raise ValueError("config: expected verl's actor config, got None")
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
@@ -116,7 +135,22 @@ def gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE, (whitened advantages, returns), 0 where nothing was answered."""
+    """Generalised advantage estimation (arXiv 1506.02438), with whitened advantages.
+
+    Args:
+        token_level_rewards: [B, T] float.
+        values: [B, T] float.
+        response_mask: [B, T] bool or real, 1 for a token of the answer.
+        gamma: discount factor, in [0, 1].
+        lam: λ, in [0, 1].
+
+    Returns:
+        Advantages with mean 0 and variance 1 over the mask, and returns, fp32 [B, T] each, 0 outside of the mask.
+
+    Raises:
+        ValueError: tensors of different shapes, or a number out of [0, 1].
+        TypeError: rewards or values that are not floating point.
+    """
     with torch.no_grad():
         advantages, returns = gae(token_level_rewards, values, response_mask, gamma=float(gamma), lam=float(lam))
         return whiten(advantages, response_mask), returns
@@ -129,7 +163,18 @@ def remax_advantage(
     config: Any = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns): rewards to go, KL penalties among them, less the greedy answer's score."""
+    """ReMax's advantage (arXiv 2310.10505): rewards to go, KL penalties among them, less the greedy answer's score.
+
+    Args:
+        token_level_rewards: [B, T] float.
+        reward_baselines: [B] float, scores of the greedy answers to the same prompts.
+        response_mask: [B, T] bool or real, 1 for a token of the answer.
+        config: verl's algorithm config, which is not read.
+        unused: other arguments of verl's, which are not read.
+
+    Returns:
+        Advantages and returns, [B, T] each, without a gradient and 0 after an answer's end.
+    """
     with torch.no_grad():
         returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
         return returns - reward_baselines[:, None] * response_mask, returns
@@ -142,7 +187,21 @@ def rloo_advantage(
     config: Any = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, advantages). Raises ValueError for a prompt with one answer, where verl goes without a baseline."""
+    """RLOO's advantage (arXiv 2402.14740): an answer's score less the mean score of the prompt's other answers.
+
+    Args:
+        token_level_rewards: [B, T] float.
+        response_mask: [B, T] bool or real, 1 for a token of the answer.
+        index: B names of prompts; answers to one prompt have the same.
+        config: verl's algorithm config, which is not read.
+        unused: other arguments of verl's, which are not read.
+
+    Returns:
+        The advantages [B, T], twice, without a gradient and 0 outside of the mask.
+
+    Raises:
+        ValueError: a prompt with one answer, for which verl goes without a baseline.
+    """
     with torch.no_grad():
         scores = (token_level_rewards * response_mask).sum(-1)
         places = {name: i for i, name in enumerate(dict.fromkeys(index))}
@@ -152,7 +211,7 @@ def rloo_advantage(
 
 
 class FusedLogProb:
-    """What stands for verl's `FusedLinearForPPOFunction`."""
+    """Stand-in for verl's `FusedLinearForPPOFunction`."""
 
     @staticmethod
     def apply(
@@ -162,9 +221,23 @@ class FusedLogProb:
         temperature: float | torch.Tensor = 1.0,
         chunk_size: int = 512,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs fp32, entropies in the hidden states' dtype) in the shape of input_ids; both differentiable.
+        """Log-probs and entropies straight from hidden states. Under autocast the products are in its dtype, as verl's.
 
-        Under autocast the products are in its dtype, as verl's. chunk_size is verl's business.
+        Args:
+            hidden_states: [..., H] float.
+            vocab_weights: [V, H] float, weight of the LM head.
+            input_ids: int64 [...], tokens in the shape of the hidden states' rows.
+            temperature: number > 0 that logits are divided by; or a tensor with one, or [n] for n tokens.
+            chunk_size: verl's chunk size, which is not read.
+
+        Returns:
+            Log-probs in fp32 and entropies in the dtype of `hidden_states`, in the shape of `input_ids`; both
+            differentiable.
+
+        Raises:
+            ValueError: tensors of other shapes, a token outside the vocabulary (on a CPU), or a temperature that is not
+                > 0.
+            TypeError: tensors of another dtype.
         """
         hidden, device = hidden_states.reshape(-1, hidden_states.shape[-1]), hidden_states.device.type
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -192,7 +265,11 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Make the losses and estimators known to verl by their names. May be called again."""
+    """Make the losses and estimators known to verl by their names. May be called again.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
     core = importlib.import_module(_CORE)
     for name, loss in POLICY_LOSSES.items():
         core.register_policy_loss(name)(loss)
@@ -206,6 +283,12 @@ class Patch:
     _newest: Patch | None = None
 
     def __init__(self) -> None:
+        """Exchange the functions.
+
+        Raises:
+            ConfigError: a verl without one of the functions.
+            ImportError: verl is not installed.
+        """
         core, fused, kernel = (importlib.import_module(name) for name in (_CORE, _FUSED, _TRITON[0]))
         self.calls = {"gae": 0, "remax": 0, "log_prob": 0}
         """Calls that our functions have served, by what verl asked for."""
@@ -255,7 +338,11 @@ class Patch:
         return refuse
 
     def undo(self) -> None:
-        """Give verl its own functions back. Does nothing the second time. Raises RuntimeError under a later patch."""
+        """Give verl its own functions back. Does nothing the second time.
+
+        Raises:
+            RuntimeError: a later patch is still in place.
+        """
         if self._before is None:
             return
         if Patch._newest is not self:
@@ -277,6 +364,11 @@ class Patch:
 def patch() -> Patch:
     """Serve verl's GAE, ReMax and fused log-probs, from now until `Patch.undo`.
 
-    Raises ConfigError for a verl without them.
+    Returns:
+        The exchange, a context manager that takes it back.
+
+    Raises:
+        ConfigError: a verl without one of the functions.
+        ImportError: verl is not installed.
     """
     return Patch()

@@ -85,9 +85,9 @@ class HydraTrainer(GRPOTrainer):
     optimizer: Any
     lr_scheduler: Any
     config_class: type[HydraConfig] = HydraConfig
-    """What `args` are."""
+    """Class of `args`."""
     algorithm: Algorithm
-    """What is learned from a rollout."""
+    """Algorithm that learns from rollouts."""
     _tag_names: Any = ("trl", "rlhf-engine")
     _name = "Hydra"
     _paper: ClassVar[dict[str, str]] = {}
@@ -102,14 +102,21 @@ class HydraTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
         **options: Any,
     ) -> None:
-        """Make the trainer as GRPOTrainer does. `reward_model` in reward_funcs is the learned reward.
+        """Make the trainer as GRPOTrainer does.
 
-        That is the reward of `reward_adapter`, or of the base's own head.
+        Args:
+            model: path of a base, a causal LM, or a PeftModel with the adapter `default`.
+            reward_funcs: one source of rewards or a list; `reward_model` is the learned reward, and None means that
+                one. It is the reward of `reward_adapter`, or of the base's own head. Others are as in GRPOTrainer.
+            args: options, of `config_class`; None: the defaults.
+            peft_config: LoRA of the actor; None only where `model` is a PeftModel.
+            options: further arguments of GRPOTrainer. `optimizers` may hold functions in place of objects. The first
+                gets the list of trained parameters, some of which are made here, the second the optimizer.
 
-        optimizers: as in transformers, or functions that make them. The first gets the list of trained parameters,
-        some of which are made here, the second the optimizer.
-
-        Raises ConfigError for what cannot be served, among it a model without LoRA.
+        Raises:
+            ConfigError: a model without LoRA, options that cannot be served, too few prompts, or a TRL that is not
+                known.
+            ConfigError: an optimizer without some trained parameter, or a reward model without a head.
         """
         require_trl()
         for name, parameters in _OVERRIDDEN.items():
@@ -171,6 +178,7 @@ class HydraTrainer(GRPOTrainer):
             for f, name in zip(functions, self.reward_func_names, strict=True)
         ]
         self.hydra = self._build(source, args)
+        """Model of all roles, on the tensors of the PeftModel."""
         if self.optimizer is not None:
             self._require_all_trained(self.optimizer)
 
@@ -181,7 +189,11 @@ class HydraTrainer(GRPOTrainer):
 
     @property
     def hidden(self) -> tuple[bool, ...]:
-        """Further answers to each prompt, of which TRL is not shown anything: whether each is greedy."""
+        """Further answers to each prompt, which TRL is not shown.
+
+        Returns:
+            One flag per further answer: whether it is greedy.
+        """
         return (True,) if self._facts.with_greedy else ()
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -218,7 +230,18 @@ class HydraTrainer(GRPOTrainer):
         return hydra.eval()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer; critic and value head may have a learning rate of their own."""
+        """Make the optimizer; critic and value head may have a learning rate of their own.
+
+        Args:
+            model: model whose parameters are trained; None: the trainer's.
+
+        Returns:
+            The optimizer, which is the trainer's from now on.
+
+        Raises:
+            ConfigError: an optimizer without some trained parameter.
+            EngineError: adapters of the PeftModel were replaced by others.
+        """
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
         make = self._makers[0]
         if self.optimizer is None and make is not None:
@@ -240,7 +263,15 @@ class HydraTrainer(GRPOTrainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Makes the scheduler, by the function in `optimizers` where there is one."""
+        """Make the scheduler, by the function in `optimizers` where there is one.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+            optimizer: optimizer that is scheduled; None: the trainer's.
+
+        Returns:
+            The scheduler, which is the trainer's from now on.
+        """
         make = self._makers[1]
         if self.lr_scheduler is None and make is not None:
             self.lr_scheduler = make(optimizer or self.optimizer)
@@ -521,7 +552,15 @@ class HydraTrainer(GRPOTrainer):
         return float(in_rollout.clamp(min=1.0)) / self.accelerator.num_processes * share
 
     def require_finite(self, message: str, values: torch.Tensor) -> None:
-        """Raise NonFiniteError on all processes where one of them has NaN or infinity."""
+        """Check on all processes together that numbers are finite.
+
+        Args:
+            message: text of the error.
+            values: numbers of this process, of any shape and float dtype.
+
+        Raises:
+            NonFiniteError: on all processes, where one of them has NaN or infinity.
+        """
         bad = (~values.isfinite()).any().float()
         if float(self.accelerator.reduce(bad, reduction="sum")):
             raise NonFiniteError(message)
@@ -536,14 +575,27 @@ class HydraTrainer(GRPOTrainer):
         shown.extend(told)
 
     def note(self, mode: str, name: str, values: torch.Tensor) -> None:
-        """A metric: the mean of what all processes have, if they have anything."""
+        """Record a metric: the mean over the numbers of all processes. Without a number nothing is recorded.
+
+        Args:
+            mode: `train` or `eval`.
+            name: name of the metric.
+            values: numbers of this process, of any shape; may be empty.
+        """
         values = values.detach().float()
         sums = self.accelerator.reduce(torch.stack([values.sum(), torch.ones_like(values).sum()]), reduction="sum")
         if float(sums[1]):
             self._metrics[mode][name].append(float(sums[0] / sums[1]))
 
     def moments(self, values: torch.Tensor) -> tuple[float, float]:
-        """Mean and variance of what all processes have, (0, 1) of fewer than two numbers."""
+        """Mean and unbiased variance over the numbers of all processes.
+
+        Args:
+            values: numbers of this process, of any shape; may be empty.
+
+        Returns:
+            Mean and variance; (0, 1) for fewer than two numbers.
+        """
         values = values.double()
         sums = torch.stack([torch.ones_like(values).sum(), values.sum(), values.square().sum()])
         n, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -560,13 +612,25 @@ class HydraTrainer(GRPOTrainer):
             self._metrics[mode][name].append(sum(values) / len(values))
 
     def next_evaluated(self) -> int:
-        """How many batches this evaluation has had: those of one step differ, and the next evaluation has the same."""
+        """Count the batches of an evaluation. The count keys its random numbers, and each evaluation begins with 0.
+
+        Returns:
+            Number of the batch, from 0.
+        """
         step, count = self._evaluated
         self._evaluated = (self.state.global_step, count + 1 if step == self.state.global_step else 0)
         return self._evaluated[1]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as GRPOTrainer does; equal policies give equal answers, whenever they are evaluated."""
+        """Evaluate as GRPOTrainer does; equal policies give equal answers, whenever they are evaluated.
+
+        Args:
+            arguments: arguments of GRPOTrainer.
+            options: keyword arguments of GRPOTrainer.
+
+        Returns:
+            Metrics by name.
+        """
         self._evaluated = (-1, 0)
         found: dict[str, float] = super().evaluate(*arguments, **options)
         return found
@@ -604,7 +668,19 @@ class HydraTrainer(GRPOTrainer):
         return loss
 
     def forward(self, model: Any, batch: PackedBatch, requests: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The forward that is learned from; until the next rollout the base recomputes and drops as in training."""
+        """Run the forward that is learned from. Until the next rollout checkpointing and dropout are as in training.
+
+        Args:
+            model: the PeftModel, perhaps wrapped.
+            batch: answers of a micro-batch with their prompts.
+            requests: outputs of `HydraModel.forward`.
+
+        Returns:
+            The results, in the order of the requests.
+
+        Raises:
+            ValueError: a role that does not exist, or anything else that `HydraModel.forward` refuses.
+        """
         self.hydra.train(self.model.training)
         place = self._step * self.accelerator.num_processes + self.accelerator.process_index
         seed = int(self.args.seed * 1_000_003 + place)

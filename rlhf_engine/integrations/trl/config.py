@@ -21,10 +21,15 @@ from trl import GRPOConfig  # noqa: E402
 
 @dataclass
 class HydraConfig(GRPOConfig):
-    """GRPOConfig with what all of our trainers read beside it. What they do not read is refused, not ignored.
+    """GRPOConfig with the options that all of our trainers read beside it. An option that they do not read is refused.
 
-    epsilon, epsilon_high: clipping of ratios. delta: largest ratio that a token of negative advantage counts with.
-    entropy_coef: coefficient of the mean entropy per token. All three are GRPOConfig's.
+    The options below are GRPOConfig's own, under the same names.
+
+    Args:
+        epsilon: ratios are clipped to at least 1 − this, > 0.
+        epsilon_high: ratios are clipped to at most 1 + this, > 0; None: `epsilon`.
+        delta: largest ratio of a token with negative advantage, at least the upper clip; None: no such bound.
+        entropy_coef: coefficient of the mean entropy per token.
     """
 
     algorithm: str = field(default="ppo", metadata={"help": f"One of {', '.join(ALGORITHMS)}."})
@@ -61,7 +66,7 @@ class HydraConfig(GRPOConfig):
 
     @property
     def facts(self) -> AlgorithmFacts:
-        """Those of the algorithm."""
+        """Facts of the algorithm."""
         return ALGORITHMS[self.algorithm]
 
     def __post_init__(self) -> None:
@@ -100,7 +105,14 @@ class HydraConfig(GRPOConfig):
             self.num_generations = 1 if facts.with_greedy else facts.generations
 
     def algorithm_options(self) -> AlgorithmOptions:
-        """The options of the algorithm as `rlhf_engine train` has them."""
+        """Options of the algorithm, under the names that `rlhf-engine train` has.
+
+        Returns:
+            The options that the algorithm reads; the others are at their defaults.
+
+        Raises:
+            ConfigError: an option out of its range.
+        """
         fields = {option.name for option in dataclasses.fields(AlgorithmOptions)}
         names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields}
         read = {ours: getattr(self, name) for ours, name in names.items() if self.facts.reads_option(ours)}
@@ -141,7 +153,11 @@ class HydraConfig(GRPOConfig):
         }
 
     def checks(self) -> dict[str, tuple[bool, str]]:
-        """option → (whether it can be served, what is expected)"""
+        """Checks of the options that depend on each other.
+
+        Returns:
+            option → (whether it can be served, what is expected).
+        """
         own = "the HydraModel recomputes activations in its own way"
         return {
             "torch_compile": (
@@ -173,7 +189,14 @@ class HydraConfig(GRPOConfig):
         return found
 
     def unread(self, *names: str) -> dict[str, tuple[bool, str]]:
-        """`checks` of options that are not read, which have to stay at their defaults."""
+        """Checks of options that are not read. They have to stay at their defaults.
+
+        Args:
+            names: names of options; those that this TRL does not have are skipped.
+
+        Returns:
+            option → (whether it is at its default, what is expected and why).
+        """
         options = {option.name: option for option in dataclasses.fields(self)}  # not every TRL has each
         found = {}
         for name in names:
@@ -189,18 +212,22 @@ class HydraConfig(GRPOConfig):
 
 @dataclass
 class HydraPPOConfig(HydraConfig):
-    """`HydraConfig` of PPO: one answer per prompt, and a critic. beta: of the KL in a token's reward."""
+    """`HydraConfig` of PPO: one answer per prompt, and a critic. `beta` weighs the KL in a token's reward."""
 
     algorithm: str = field(default="ppo", metadata={"help": "ppo"})
 
 
 @dataclass
 class HydraReinforceConfig(HydraConfig):
-    """`HydraConfig` of REINFORCE with a learned value baseline, as in PERL: beta weighs the KL, 1 − beta the reward."""
+    """`HydraConfig` of REINFORCE with a learned value baseline (PERL).
+
+    `beta`, at most 1, weighs the KL, and 1 − `beta` the reward (arXiv 2403.10704).
+    """
 
     algorithm: str = field(default="reinforce", metadata={"help": "reinforce"})
 
     def checks(self) -> dict[str, tuple[bool, str]]:
+        """Checks of `HydraConfig`, and that `beta` is at most 1. See `HydraConfig.checks`."""
         return {**super().checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
 
 
@@ -215,7 +242,7 @@ class ReMaxConfig(HydraConfig):
 class HydraRLOOConfig(HydraConfig):
     """`HydraConfig` of RLOO: several answers per prompt, each the baseline of the others.
 
-    loss_type: proximal clips the ratio of a whole answer, vanilla does not.
+    Its `loss_type` is `proximal`, which clips the ratio of a whole answer, or `vanilla`, which does not.
     """
 
     algorithm: str = field(default="rloo", metadata={"help": "rloo"})
@@ -226,7 +253,7 @@ class HydraRLOOConfig(HydraConfig):
 
 @dataclass
 class HydraGRPOConfig(HydraConfig):
-    """`HydraConfig` of GRPO, with GRPOConfig's defaults. beta: of the KL as a term of the loss."""
+    """`HydraConfig` of GRPO, with GRPOConfig's defaults. `beta` weighs the KL as a term of the loss."""
 
     algorithm: str = field(default="grpo", metadata={"help": "grpo"})
     loss_type: str | None = field(default="dapo", metadata={"help": "grpo, dapo or dr_grpo."})
@@ -243,7 +270,7 @@ class HydraBestOfNConfig(HydraConfig):
 
 @dataclass
 class HydraOnlineDPOConfig(HydraConfig):
-    """`HydraConfig` of online DPO, whose rows are pairs. beta: temperature of the loss."""
+    """`HydraConfig` of online DPO, whose rows are pairs. `beta` is the temperature of the loss."""
 
     algorithm: str = field(default="online_dpo", metadata={"help": "online_dpo"})
     beta: float = field(default=0.1, metadata={"help": "Temperature of the loss."})
@@ -253,6 +280,7 @@ class HydraOnlineDPOConfig(HydraConfig):
     hidden_answers = 1
 
     def checks(self) -> dict[str, tuple[bool, str]]:
+        """Checks of `HydraConfig`, and of how many answers are drawn. See `HydraConfig.checks`."""
         return {
             **super().checks(),
             "beta": (self.beta > 0, "a number > 0"),

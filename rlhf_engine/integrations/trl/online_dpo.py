@@ -21,13 +21,14 @@ from rlhf_engine.integrations.trl.config import HydraOnlineDPOConfig
 
 
 class HydraOnlineDPOTrainer(HydraTrainer):
-    """The best of several answers against the worst."""
+    """Online DPO (arXiv 2402.04792): the best of several answers against the worst."""
 
     _name, _paper = "Hydra-Online-DPO", papers.ONLINE_DPO
     config_class = HydraOnlineDPOConfig
 
     @property
     def hidden(self) -> tuple[bool, ...]:
+        """Further answers to each prompt, none of them greedy. See `HydraTrainer.hidden`."""
         return (False,) * (self.args.answers_per_prompt - 1)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

@@ -51,6 +51,11 @@ class Patch:
     """An exchange of TRL's function for ours. A context manager that takes it back."""
 
     def __init__(self, backend: str) -> None:
+        """Exchange the function. `patch` checks the version of TRL before.
+
+        Args:
+            backend: backend of the kernel, or `auto`.
+        """
         from trl.trainer import utils
 
         self.calls = 0
@@ -67,7 +72,8 @@ class Patch:
     def undo(self) -> None:
         """Take this exchange back, wherever it stands among others. Does nothing the second time.
 
-        Raises RuntimeError where something else than a Patch has been put in its place.
+        Raises:
+            RuntimeError: something other than a Patch has been put in its place.
         """
         if self._before is None:
             return
@@ -103,9 +109,27 @@ class Patch:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = tuple(_OUTPUTS)[1:],
     ) -> tuple[torch.Tensor | None, ...]:
-        """What TRL asks of its function: five results per row of hidden [N, H], fp32, None where not asked for.
+        """Serve a call of TRL's autograd function. Only log-probs and entropies carry a gradient, as in TRL.
 
-        Only log-probs and entropies carry a gradient, as in TRL. chunk_size is TRL's business.
+        Args:
+            hidden: [N, H] float, hidden states.
+            weight: [V, H] float, weight of the LM head.
+            bias: [V] float; None: no bias.
+            targets: int64 [N]; rows with −100 have no label.
+            temperature: number > 0 that logits are divided by.
+            chunk_size: TRL's chunk size, which is not read.
+            final_logit_softcapping: softcap of the logits; None: no cap.
+            logit_scale: factor of the logits, of any sign.
+            outputs: TRL's names among `entropy`, `log_sum_sq_probs`, `mean_logits` and `is_top1`.
+
+        Returns:
+            Log-probs, entropies, log Σ p², mean logits, fp32 [N] each, and is-top-1, bool [N]; None for those not in
+            `outputs`.
+
+        Raises:
+            ConfigError: DeepSpeed's ZeRO stage 3 is on.
+            ValueError: tensors of other shapes, or a temperature that is not > 0.
+            TypeError: tensors of another dtype.
         """
         if is_deepspeed_zero3_enabled():  # the backward reads the head when it has gone back to its shares
             raise ConfigError("deepspeed: expected a stage below 3 with patch(), got 3")
@@ -141,8 +165,15 @@ class Patch:
 def patch(*, backend: str = "auto") -> Patch:
     """Serve TRL's fused log-probs from `linear_logprob`, from now until `Patch.undo`, or in a `with` block.
 
-    backend: of the kernel; one asked for by name never falls back. Raises ConfigError for a version of TRL that is not
-    known or a function that is not as expected, ValueError for an unknown backend.
+    Args:
+        backend: `auto`, or a backend of the kernel by name. A named one never falls back.
+
+    Returns:
+        The exchange, a context manager that takes it back.
+
+    Raises:
+        ConfigError: TRL is missing or of a version that is not known, or its function is not as expected.
+        ValueError: an unknown backend.
     """
     if backend not in ("auto", *registry.BACKENDS):
         raise ValueError(f"backend: expected one of {('auto', *registry.BACKENDS)}, got {backend!r}")

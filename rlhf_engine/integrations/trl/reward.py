@@ -63,7 +63,7 @@ class PerlRewardConfig(RewardConfig):
 
 
 class PerlRewardTrainer(RewardTrainer):
-    """RewardTrainer for pairs and for thumbs."""
+    """RewardTrainer for pairs and for thumbs (PERL, arXiv 2403.10704 §3)."""
 
     _tag_names = ("trl", "rlhf-engine", "reward-trainer")
     _name = "PERL"
@@ -79,7 +79,17 @@ class PerlRewardTrainer(RewardTrainer):
     ) -> None:
         """Make the trainer as RewardTrainer does; the columns of train_dataset say which kind of rows it has.
 
-        Raises ConfigError for thumbs of one class only, or with a margin.
+        Args:
+            model: path, sequence classifier with one label, or PeftModel, as in RewardTrainer.
+            args: options; None: the defaults with output folder `reward-model`.
+            data_collator: makes batches of rows; None: RewardTrainer's, or ours for thumbs.
+            train_dataset: rows with prompt, chosen and rejected, or with prompt, completion and label.
+            options: further arguments of RewardTrainer.
+
+        Raises:
+            ConfigError: no rows, thumbs of one class only, an option that is not read for this kind of rows, or a TRL
+                that is not known.
+            ConfigError: rows whose label is neither true nor false, or a max_length that no row has room in.
         """
         require_trl()
         for name, parameters in _OVERRIDDEN.items():
@@ -122,7 +132,14 @@ class PerlRewardTrainer(RewardTrainer):
         return (len(labels) - liked) / liked if balanced else 1.0
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make RewardTrainer's optimizer, with a warning where steps would round away."""
+        """Make RewardTrainer's optimizer, with a warning where steps would round away.
+
+        Args:
+            model: model whose parameters are trained; None: the trainer's.
+
+        Returns:
+            The optimizer, which is the trainer's from now on.
+        """
         optimizer = super().create_optimizer(*([] if model is None else [model]))
         warn_without_masters(optimizer)
         return optimizer
@@ -172,6 +189,20 @@ class PerlRewardTrainer(RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """Compute the loss of pairs as RewardTrainer does, and of thumbs as the module's formula.
+
+        Args:
+            model: the model, perhaps wrapped.
+            inputs: a batch of the collator; of thumbs `input_ids` and `attention_mask` [N, L], and `label` bool [N].
+            return_outputs: whether to return the model's outputs as well.
+            num_items_in_batch: for RewardTrainer; thumbs do not read it.
+
+        Returns:
+            The loss, 0-d; with `return_outputs` a pair of it and the model's outputs.
+
+        Raises:
+            NonFiniteError: the loss of thumbs is NaN or infinite.
+        """
         if not self.thumbs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         mode = "train" if self.model.training else "eval"
@@ -195,7 +226,16 @@ class PerlRewardTrainer(RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """Evaluate with AUC, balanced accuracy, margin and calibration of all rows, for thumbs."""
+        """Evaluate; for thumbs with AUC, balanced accuracy, margin and calibration over all rows.
+
+        Args:
+            arguments: as of RewardTrainer: data loader, description and further ones.
+            metric_key_prefix: prefix of the metrics' names.
+            options: further keyword arguments of RewardTrainer.
+
+        Returns:
+            RewardTrainer's output, to whose metrics those of thumbs are added.
+        """
         self._judged = []
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
         if self._judged:
