@@ -52,7 +52,14 @@ class AlgorithmFacts:
         return "vf_coef" in self.reads
 
     def reads_option(self, name: str) -> bool:
-        """Whether it reads an option of those that not every algorithm reads."""
+        """Whether the algorithm reads an option, of those that not every algorithm reads.
+
+        Args:
+            name: name of the option.
+
+        Returns:
+            True for an option in `reads`, for `loss_type` of several, and for KL options of an adaptive β.
+        """
         return (
             name in self.reads
             or (name == "loss_type" and bool(self.loss_types))
@@ -247,7 +254,11 @@ class AlgorithmOptions(Options):
         return self.loss_type or (*self.facts.loss_types, "")[0]
 
     def check_algorithm(self) -> None:
-        """Raise ConfigError for options that contradict the algorithm or that it does not read."""
+        """Check that the options fit the algorithm.
+
+        Raises:
+            ConfigError: options that contradict the algorithm, or that are set and not read.
+        """
         name = self.algorithm
         least = 1 if self.has_critic else 2
         if self.generations < least:

@@ -70,7 +70,18 @@ class AsyncOptions(Options):
         return self.async_mode != "off" or self.batches_per_policy > 1
 
     def corrections(self, algorithm: str, loss_type: str) -> tuple[Correction, ...]:
-        """What an algorithm's loss can do about answers of an older policy; the first is its default."""
+        """Corrections that an algorithm's loss can make for answers of an older policy.
+
+        Args:
+            algorithm: name of the algorithm.
+            loss_type: its kind of loss; empty where it has none.
+
+        Returns:
+            Values of `off_policy_correction`; the first is the default.
+
+        Raises:
+            KeyError: an unknown algorithm.
+        """
         facts = ALGORITHMS[algorithm]
         if not facts.maximises_reward:
             return ("none",)
@@ -81,7 +92,17 @@ class AsyncOptions(Options):
         return ("token_truncate", "sequence_truncate", "none")
 
     def check_async(self, *, algorithm: str, loss_type: str, method: str, rollout_backend: str) -> None:
-        """Raise ConfigError for options that contradict each other or the rest of the request."""
+        """Check that the options fit each other and the rest of the request.
+
+        Args:
+            algorithm: name of the algorithm.
+            loss_type: its kind of loss; empty where it has none.
+            method: name of the method.
+            rollout_backend: `local` or `vllm`.
+
+        Raises:
+            ConfigError: options that contradict each other, or that are set and not read.
+        """
         if self.async_mode != "off":
             if self.max_staleness == 0:
                 raise ConfigError(

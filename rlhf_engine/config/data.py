@@ -38,7 +38,11 @@ class RowOptions(Options):
             )
 
     def check_prompts_kept(self) -> None:
-        """Raise ConfigError for a truncation that prompts do not bear."""
+        """Check that the truncation keeps the last tokens of prompts.
+
+        Raises:
+            ConfigError: `truncation` is `keep_start`.
+        """
         if self.truncation == "keep_start":
             raise ConfigError(
                 "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "

@@ -37,10 +37,17 @@ _SPECIAL = ("config", "print_config", "help")
 
 
 def option(default: Any, help: str, *, switches: Sequence[str] = (), alias: str | None = None, **bounds: float) -> Any:
-    """A dataclass field with its line of documentation and, for numbers, its bounds (`ge`, `gt`, `le`, `lt`).
+    """Make a dataclass field with its line of documentation, its bounds and its names as a flag.
 
-    switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
-    alias: a second name of the flag, and of the key in a file; such as one that Python keeps for itself.
+    Args:
+        default: value where the option is not given. A list is copied for each config.
+        help: line of `--help`.
+        switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
+        alias: second name of the flag and of the key in a file, such as one that Python keeps for itself; None: none.
+        bounds: bounds of a number by name: `ge`, `gt`, `le` and `lt`.
+
+    Returns:
+        The field.
     """
     metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias}
     if isinstance(default, list):
@@ -49,13 +56,25 @@ def option(default: Any, help: str, *, switches: Sequence[str] = (), alias: str 
 
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
-    """`option` without a default."""
+    """Make an `option` without a default.
+
+    Args:
+        help: line of `--help`.
+        switches: as of `option`.
+
+    Returns:
+        The field.
+    """
     return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the config classes: type and bound checks, `to_dict`, `to_yaml`."""
+    """Base of the config classes: type and bound checks, `to_dict`, `to_yaml`.
+
+    Raises:
+        ConfigError: an option of another type or out of its bounds, or options that contradict each other.
+    """
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -68,18 +87,38 @@ class Options:
                     raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name; lists are copies."""
+        """Plain values by field name.
+
+        Returns:
+            Field name → value; lists are copies.
+        """
         return copy.deepcopy(dataclasses.asdict(self))
 
     def to_yaml(self) -> str:
-        """YAML that `--config` reads back to an equal config."""
+        """YAML of all options.
+
+        Returns:
+            Text that `--config` reads back to an equal config.
+        """
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
 def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) -> C:
-    """Build `cls` from command-line tokens (without the program's name). Raises `ConfigError`.
+    """Build a config from command-line tokens. Relative paths start at the working folder.
 
-    prog: what `--help` shows as the command. Relative paths start at the working folder.
+    `--help` and `--print_config` print their text and exit.
+
+    Args:
+        cls: config class of the command.
+        argv: tokens of the command line, without the program's name.
+        prog: name of the command in `--help`; None: that of the program.
+
+    Returns:
+        The config, with the values of `--config` under those of the flags.
+
+    Raises:
+        ConfigError: an unknown or missing option, a value that does not fit, or a file that cannot be read.
+        SystemExit: `--help` or `--print_config`, with code 0.
     """
     flags = _scan(cls, argv)
     if "help" in flags:
@@ -322,7 +361,18 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes of `80GB`, `24 GiB`, `500MB`, `0GB`. Raises ConfigError, naming the option, for anything else."""
+    """Number of bytes of a size such as `80GB`, `24 GiB`, `500MB` or `0GB`.
+
+    Args:
+        name: name of the option, for messages.
+        text: a number and a unit: B, KB to TB (powers of 1000), or KiB to TiB (powers of 1024).
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        ConfigError: any other text.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")

@@ -89,6 +89,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
 
     @property
     def largest_grad_norm(self) -> float | None:
+        """Norm that a role's gradient is scaled down to; None: never, the default where the loss sums over answers."""
         never = self.max_grad_norm is None and self.sums_per_answer
         return None if never else super().largest_grad_norm
 

@@ -123,7 +123,11 @@ class SupervisedOptions(TrainingOptions):
             raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
 
     def check_no_adapter(self) -> None:
-        """Raise ConfigError for options of adapters, where everything is trained."""
+        """Check that no option of adapters is set, where everything is trained.
+
+        Raises:
+            ConfigError: such an option is set.
+        """
         names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:
