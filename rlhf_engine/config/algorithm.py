@@ -58,7 +58,8 @@ class AlgorithmFacts:
             name: name of the option.
 
         Returns:
-            True for an option in `reads`, for `loss_type` of several, and for KL options of an adaptive β.
+            True for an option in `reads`, for `loss_type` where there are several, and for KL targets where β may
+            adapt.
         """
         return (
             name in self.reads

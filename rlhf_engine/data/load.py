@@ -22,14 +22,23 @@ def load_rows(
     limit: int | None = None,
     group_column: str | None = None,
 ) -> list[Row]:
-    """The usable rows of a source, all of the one of `kinds` that its columns show.
+    """Read the usable rows of a source, all of the one of `kinds` that its columns show.
 
     Taskmaster's published rewards (see `data.taskmaster`) are unpaired preferences whose group is their conversation,
     or the prompts of these.
 
-    limit: read only the first so many rows. group_column: whose values are the rows' groups. What is read and what is
-    bad is counted in `tally`, by whose argument messages call the source. Raises ConfigError as `read_records`,
-    `recognise` and `Tally.check` do.
+    Args:
+        source: file, folder, or `hub:owner/name`, see `data.read`.
+        tally: counts what is read and what is bad; its `argument` names the source in messages.
+        kinds: types that can be used, the preferred ones first.
+        limit: most rows to read, the first ones; None: all.
+        group_column: column whose values are the rows' groups; None: the prompts are.
+
+    Returns:
+        The rows, in the source's order.
+
+    Raises:
+        ConfigError: a source that cannot be read, columns of no type, too many bad rows, or no row left.
     """
     records = list(islice(read_records(source, argument=tally.argument), limit))
     objects = (record.value for record in records if isinstance(record.value, Mapping))

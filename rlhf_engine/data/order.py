@@ -15,13 +15,32 @@ from rlhf_engine.errors import ConfigError
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """The order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it."""
+    """Order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it.
+
+    Args:
+        n: number of rows.
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+
+    Returns:
+        A permutation of 0 to n−1.
+    """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(n, generator=generator).tolist()
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """Rows of batch number `step` (from 0): consecutive places of the endless sequence of shuffled epochs."""
+    """Rows of a batch: consecutive places of the endless sequence of shuffled epochs.
+
+    Args:
+        n: number of rows, ≥ 1.
+        batch_size: rows of a batch.
+        step: number of the batch, from 0.
+        seed: seed of the run.
+
+    Returns:
+        `batch_size` rows, 0 to n−1.
+    """
     start = step * batch_size
     orders: dict[int, list[int]] = {}
     found = []
@@ -34,11 +53,21 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
-    """Places of rows, in the order given, as micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
+    """Divide rows into micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
 
-    Each row goes into the first micro-batch that has room for it (first fit); without max_tokens these are consecutive
-    runs of max_rows. lengths: tokens of each row, of all its sequences together. Raises ValueError for a row without
-    tokens, one that alone has more than max_tokens, and bounds below 1.
+    Each row goes into the first micro-batch that has room for it (first fit). Without max_tokens these are consecutive
+    runs of max_rows.
+
+    Args:
+        lengths: tokens of each row, of all its sequences together, ≥ 1.
+        max_rows: most rows of a micro-batch, ≥ 1.
+        max_tokens: most tokens of a micro-batch, ≥ 1; None: any number.
+
+    Returns:
+        Places of the rows, by micro-batch, in the order given.
+
+    Raises:
+        ValueError: a row without tokens, a row of more than max_tokens, or a bound below 1.
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
@@ -67,7 +96,15 @@ def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None
 
 
 def require_room(longest: int, max_tokens: int | None) -> None:
-    """Raise ConfigError if micro-batches of at most max_tokens cannot hold what has to stay together."""
+    """Check that micro-batches have room for what has to stay together.
+
+    Args:
+        longest: tokens of the longest row, or of both answers of a pair.
+        max_tokens: most tokens of a micro-batch; None: any number.
+
+    Raises:
+        ConfigError: max_tokens is less than `longest`.
+    """
     if max_tokens is not None and longest > max_tokens:
         raise ConfigError(
             f"max_tokens_per_micro_batch: expected at least {longest}, the tokens of the longest row (of both "

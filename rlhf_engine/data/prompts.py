@@ -21,22 +21,46 @@ class PromptSet:
     """Prompts, tokenized."""
 
     rows: list[Row]
+    """Rows that the prompts come from."""
     prompts: list[str]
     """As text: of messages, what the chat template makes of them. Whole, even where tokens were cut."""
     ids: list[list[int]]
+    """Token ids of the prompts."""
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
-        """The data's other columns of some rows, for reward functions; None where a row lacks one."""
+        """Other columns of some rows, for reward functions.
+
+        Args:
+            indices: places of the rows.
+
+        Returns:
+            Column → values in the order of `indices`; None where a row lacks the column.
+        """
         names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
         return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
 
     def texts(self, indices: list[int]) -> list[str]:
-        """Prompts of some rows."""
+        """Prompts of some rows as text.
+
+        Args:
+            indices: places of the rows.
+
+        Returns:
+            The prompts, in the order of `indices`.
+        """
         return [self.prompts[i] for i in indices]
 
 
 def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:
-    """Rows of prompts that are there as strings. texts: by their numbers in the source, for messages."""
+    """Make rows of prompts that are there as strings. Each is a group of its own.
+
+    Args:
+        texts: number in the source → prompt.
+        source: name of the source, for messages.
+
+    Returns:
+        The rows, in the order of `texts`.
+    """
     return [PromptOnly(prompt=text, group=text, place=f"{source}:{i}") for i, text in texts.items()]
 
 
@@ -51,9 +75,25 @@ def tokenize_prompts(
     truncation: Truncation = "error",
     vocabulary: int | None = None,
 ) -> PromptSet:
-    """Rows as prompts of at most max_prompt_length tokens, and few enough for an answer of max_completion_length.
+    """Tokenize rows as prompts that leave room for an answer.
 
-    What is bad, dropped or cut is counted in `tally`. vocabulary, and what is raised: as for `tokenize_rows`.
+    A prompt has at most context_length − max_completion_length tokens, and at most max_prompt_length.
+
+    Args:
+        rows: rows with a prompt.
+        tokenizer: tokenizer of the policy.
+        tally: counts what is bad, dropped or cut.
+        context_length: most tokens of prompt and answer together.
+        max_completion_length: tokens kept free for the answer.
+        max_prompt_length: most tokens of a prompt; None: as many as the context leaves.
+        truncation: what becomes of longer prompts: `error`, `drop`, `keep_end` or `keep_start`, see `data.tokenize`.
+        vocabulary: number of token ids that the model has; None: ids are not checked.
+
+    Returns:
+        The prompts that can be used, in the rows' order.
+
+    Raises:
+        ConfigError: messages without a chat template, too many bad rows, or no row left.
     """
     longest = context_length - max_completion_length
     limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"

@@ -44,16 +44,24 @@ class Record:
     place: str
     """`file:line`, or `file: row i` where rows have no lines."""
     value: Any
-    """The row; what it is has not been checked."""
+    """Row as read, whose columns are not checked."""
     error: RowError | None = None
-    """Why there is no value."""
+    """Reason why there is no value; None where there is one."""
 
 
 def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_name") -> Iterator[Record]:
-    """Rows of a source, one after another. argument: what messages call the source.
+    """Read the rows of a source, one after another.
 
-    Raises ConfigError for a source that is not there or cannot be read to its end, for a folder with no data or with
-    several splits (files train-*, test-*), and where the package that reads it is missing.
+    Args:
+        source: file, folder, or `hub:owner/name`, see the module.
+        argument: name of the option, for messages.
+
+    Returns:
+        An iterator over the rows, which reads as it goes.
+
+    Raises:
+        ConfigError: a source that is missing, has no data or several splits, or cannot be read to its end.
+        ConfigError: the package that reads it is not installed.
     """
     path = Path(source)
     if path.is_file():

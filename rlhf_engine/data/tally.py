@@ -23,9 +23,15 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 class RowError(ValueError):
-    """A row that cannot be used: what was expected, which rows are counted by, and what came."""
+    """A row that cannot be used. Rows are counted by what was expected of them."""
 
     def __init__(self, expected: str, got: str) -> None:
+        """Make the message `expected …, got …`.
+
+        Args:
+            expected: what the row should have had, the same text for all rows of one reason.
+            got: what it had.
+        """
         super().__init__(f"expected {expected}, got {got}")
         self.expected = expected
         self.got = got
@@ -43,8 +49,9 @@ class BadRows:
     expected: str
     """What the rows should have had."""
     count: int
+    """Number of such rows."""
     places: tuple[str, ...]
-    """Of the first few."""
+    """Places of the first few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +59,11 @@ class Report:
     """What became of the rows of one source."""
 
     source: str
+    """Name of the source."""
     read: int
+    """Rows read."""
     used: int
+    """Rows that are neither bad nor dropped."""
     bad: tuple[BadRows, ...]
     """One entry per reason, the most frequent first."""
     dropped: int
@@ -72,7 +82,11 @@ class Report:
         return self.used == self.read and not self.truncated
 
     def text(self) -> str:
-        """One line, without markup."""
+        """Describe the counts in one line, without markup.
+
+        Returns:
+            The line.
+        """
         parts = [f"{self.read} rows read", f"{self.used} used"]
         if self.bad:
             reasons = "; ".join(f"expected {kind.expected}: {_places(kind.places, kind.count)}" for kind in self.bad)
@@ -84,7 +98,11 @@ class Report:
         return f"{self.source}: {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a run's record."""
+        """Plain values, for a run's record.
+
+        Returns:
+            Field name → value.
+        """
         return {**dataclasses.asdict(self), "bad": [dataclasses.asdict(kind) for kind in self.bad]}
 
 
@@ -92,17 +110,22 @@ class Report:
 class Tally:
     """Counts while rows are read and tokenized; `report()` makes a `Report` of it.
 
-    max_bad_rows: below 1 a share of the rows read, from 1 on a number of rows; 0 stops at any bad row. Raises
-    ConfigError for one that is negative, or above 1 and not whole.
+    Raises:
+        ConfigError: a `max_bad_rows` that is negative, or above 1 and not whole.
     """
 
     source: str
+    """Name of the source."""
     argument: str = "dataset_name"
-    """What messages call the source."""
+    """Name of the option that names the source, for messages."""
     max_bad_rows: float = 0.0
+    """Bad rows allowed: below 1 a share of the rows read, from 1 on a number of rows; 0 allows none."""
     read: int = 0
+    """Rows read so far."""
     dropped: int = 0
+    """Rows that were left out as too long."""
     truncated: int = 0
+    """Rows of which tokens were cut."""
     _bad: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     _first: str | None = None
 
@@ -112,7 +135,12 @@ class Tally:
             raise ConfigError(f"max_bad_rows: expected a share below 1 or a whole number of rows, got {value:g}")
 
     def bad(self, place: str, error: RowError) -> None:
-        """Count a bad row."""
+        """Count a bad row.
+
+        Args:
+            place: place of the row in the source.
+            error: reason why the row cannot be used.
+        """
         count, places = self._bad.get(error.expected, (0, []))
         if len(places) < PLACES_SHOWN:
             places.append(place)
@@ -131,7 +159,11 @@ class Tally:
         return int(self.max_bad_rows * self.read + 1e-9) if self.max_bad_rows < 1 else int(self.max_bad_rows)
 
     def check(self) -> None:
-        """Raise ConfigError if more rows are bad than allowed, or if no row is left."""
+        """Check that the counts allow to go on.
+
+        Raises:
+            ConfigError: more rows are bad than allowed, or no row is left.
+        """
         n, left = self.n_bad, self.read - self.n_bad - self.dropped
         if n > self.allowed:
             if n == 1:
@@ -146,7 +178,11 @@ class Tally:
             raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {found}")
 
     def report(self) -> Report:
-        """The counts as they are now."""
+        """Report the counts as they are now.
+
+        Returns:
+            The report, with the most frequent reasons first.
+        """
         bad = [BadRows(expected=e, count=c, places=tuple(p)) for e, (c, p) in self._bad.items()]
         return Report(
             source=self.source,

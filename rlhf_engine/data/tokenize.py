@@ -43,9 +43,11 @@ class Tokenized:
     """A row with its token ids."""
 
     row: Row
+    """Row that the tokens are of."""
     prompt: list[int]
+    """Token ids of the prompt, at least one."""
     answers: tuple[list[int], ...]
-    """None for prompts alone, one completion, or chosen and rejected."""
+    """Token ids of the answers: none of a prompt alone, one completion, or chosen and rejected."""
     truncated: bool = False
     """Whether tokens were cut."""
 
@@ -66,12 +68,23 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Tokenized]:
-    """Rows as token ids of at most max_length tokens; what is bad, dropped or cut is counted in `tally`.
+    """Tokenize rows of at most max_length tokens.
 
-    limit_name: what messages call max_length's tokens. end_ids: tokens that end an answer (`read_eos_token_ids`); the
-    tokenizer's own alone where not given. vocabulary: number of token ids that the model has, to which
-    those of every row must belong; None takes any. Raises ConfigError where a conversation meets a tokenizer without a
-    chat template, and as `Tally.check` does.
+    Args:
+        rows: rows of any type.
+        tokenizer: tokenizer of the model, with a chat template where rows are messages.
+        tally: counts what is bad, dropped or cut.
+        max_length: most tokens of prompt and longest answer.
+        truncation: what becomes of longer rows: `error`, `drop`, `keep_end` or `keep_start`, see the module.
+        limit_name: name of max_length's tokens, for messages.
+        end_ids: tokens that end an answer (`read_eos_token_ids`); None: the tokenizer's own alone.
+        vocabulary: number of token ids that the model has; None: ids are not checked.
+
+    Returns:
+        The rows that can be used, in their order.
+
+    Raises:
+        ConfigError: messages without a chat template, too many bad rows, or no row left.
     """
     found = []
     for row in rows:
@@ -94,7 +107,20 @@ def tokenize_rows(
 
 
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int] | None = None) -> Tokenized:
-    """A row as token ids, of any length. Raises RowError for one that cannot be tokenized."""
+    """Tokenize a row, of any length.
+
+    Args:
+        row: row of any type.
+        tokenizer: tokenizer of the model.
+        end_ids: tokens that end an answer; None: the tokenizer's own alone.
+
+    Returns:
+        The row with its token ids.
+
+    Raises:
+        RowError: a prompt without tokens, or messages that the chat template does not take.
+        ConfigError: messages without a chat template.
+    """
     texts: tuple[Text, ...] = ()
     if isinstance(row, Preference):
         texts = (row.chosen, row.rejected)
@@ -117,23 +143,58 @@ def _require_known(tokens: Tokenized, vocabulary: int, tokenizer: PreTrainedToke
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
-    """Token ids of a prompt, a string or messages."""
+    """Token ids of a prompt, a string or messages.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        prompt: string or messages.
+
+    Returns:
+        Token ids, without an end-of-sequence token at the end of a string.
+
+    Raises:
+        RowError: messages that the chat template does not take.
+        ConfigError: messages without a chat template.
+    """
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt)
     return _ids(tokenizer, plain_text(tokenizer, prompt))
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
-    """A prompt as the model reads it: the string itself, or the chat template's text with the generation prompt."""
+    """Text of a prompt as the model reads it.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        prompt: string or messages.
+
+    Returns:
+        The string itself, or the chat template's text with the generation prompt.
+
+    Raises:
+        RowError: messages that the chat template does not take.
+        ConfigError: messages without a chat template.
+    """
     return prompt if isinstance(prompt, str) else _template(tokenizer, prompt, generation_prompt=True)
 
 
 def fit_to_length(
     tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str, *, keep_first: int = 0
 ) -> Tokenized | None:
-    """The row within max_length tokens, or None if it is to be dropped. Raises RowError for one that does not fit.
+    """Cut a row to max_length tokens, or leave it out.
 
-    keep_first: so many tokens stay at the beginning of a prompt that is cut.
+    Args:
+        tokens: the row.
+        max_length: most tokens of prompt and longest answer.
+        truncation: what becomes of a longer row: `error`, `drop`, `keep_end` or `keep_start`, see the module.
+        limit_name: name of max_length's tokens, for messages.
+        keep_first: tokens that stay at the beginning of a prompt that is cut.
+
+    Returns:
+        The row within max_length tokens; None if it is dropped.
+
+    Raises:
+        RowError: a longer row that `truncation` cannot make fit, or does not.
     """
     longest = max(map(len, tokens.answers), default=0)
     length = len(tokens.prompt) + longest

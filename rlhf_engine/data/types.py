@@ -42,13 +42,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What all types share."""
+    """One row of data, whatever its type. Texts are strings or messages."""
 
     prompt: Text
+    """Prompt, a string or messages."""
     group: str
     """Rows of one group are never on both sides of a split; the prompt itself where no column was named."""
     place: str
-    """For messages."""
+    """Place in the source, for messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns."""
 
@@ -63,6 +64,7 @@ class PromptCompletion(Row):
     """A prompt with its answer."""
 
     completion: Text
+    """Answer, in the form of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,9 @@ class Preference(Row):
     """A prompt with a better and a worse answer."""
 
     chosen: Text
+    """Better answer, in the form of the prompt."""
     rejected: Text
+    """Worse answer, in the form of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +82,29 @@ class UnpairedPreference(Row):
     """A prompt with an answer and whether it was liked."""
 
     completion: Text
+    """Answer, in the form of the prompt."""
     label: bool
+    """Whether the answer was liked."""
 
 
 def recognise(
     columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
 ) -> Kind:
-    """The type of a data source. columns: how many rows have a set of columns.
+    """Find the type of a data source by its columns.
 
-    It is the first of `wanted` that every row fits, otherwise the one that most rows fit; prompt-only if no row fits
-    another, and with an implicit prompt if no row has one. Raises ConfigError where no row has any column of several
-    types.
+    It is the first of `wanted` that every row fits, otherwise the one that most rows fit. Prompt-only is taken if no
+    row fits another type, and an implicit prompt if no row has a prompt.
+
+    Args:
+        columns: set of columns → number of rows that have it.
+        wanted: types that can be used, the preferred ones first.
+        argument: name of the option, for messages.
+
+    Returns:
+        The type.
+
+    Raises:
+        ConfigError: no row has any column of the types, where there are several.
     """
 
     def fit(kind: Kind) -> tuple[int, float]:
@@ -108,7 +124,20 @@ def recognise(
 
 
 def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = None) -> Row:
-    """One row as its type. Raises RowError, which says column, what was expected and what came."""
+    """Make a row of a type out of a record.
+
+    Args:
+        value: the record, a mapping of columns.
+        kind: type of the row.
+        place: place in the source, for messages.
+        group_column: column whose value is the row's group; None: the prompt is.
+
+    Returns:
+        The row, an instance of the type's class.
+
+    Raises:
+        RowError: a column is missing or holds something else.
+    """
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
     names = _COLUMNS[kind]
@@ -132,9 +161,17 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """(prompt, chosen, rejected) of texts that begin with the same prompt; the rule is the module's.
+    """Split two texts that begin with the same prompt; the rule is the module's.
 
-    Raises RowError where they have no beginning in common, or where nothing is left of one of them.
+    Args:
+        chosen: prompt and better answer, a string or messages.
+        rejected: prompt and worse answer, in the same form.
+
+    Returns:
+        Prompt, better answer and worse answer.
+
+    Raises:
+        RowError: texts without a beginning in common, or with nothing left after it; or of different forms.
     """
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected of one form, strings or messages", "one of each")
