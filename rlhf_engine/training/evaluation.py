@@ -28,9 +28,13 @@ class Answers:
     """Answers with what they scored, for samples and evaluation."""
 
     prompts: list[str]
+    """Prompts as text."""
     completions: list[str]
+    """Answers as text."""
     scores: list[float | None]
+    """Score of each answer; None for one without."""
     rollout: Rollout
+    """The answers as tokens."""
 
 
 class Evaluation:
@@ -71,13 +75,24 @@ class Evaluation:
         seed: int = 0,
         sample_ids: list[int] | None = None,
     ) -> Answers:
-        """Sample one answer per prompt from a role and score it, without penalties for a missing end.
+        """Draw one answer per prompt from a role and score it, without penalties for a missing end.
 
         With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own.
 
         Args:
-            policy_version: of the policy now, which a server has to hold.
-            sample_ids: of the answers, from 0 on unless given. An answer's draws are a function of seed and id.
+            prompts: prompts that can be answered.
+            indices: places of those to answer.
+            policy_version: version of the policy now, which a server has to hold.
+            role: a role with an LM head.
+            seed: seed of the draws.
+            sample_ids: one id per answer that, with the seed, keys its draws; None: from 0 on.
+
+        Returns:
+            Prompts, answers and scores as text and numbers, and the rollout.
+
+        Raises:
+            ValueError: a role that is unknown or has no LM head.
+            RewardError: a reward function failed.
         """
         self._rollouts.sync(policy_version)
         token_ids = [prompts.ids[i] for i in indices]
@@ -91,7 +106,14 @@ class Evaluation:
         return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
 
     def kl_to_reference(self, rollout: Rollout) -> float:
-        """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
+        """Mean over answers of Σ_t exact KL(actor ‖ reference).
+
+        Args:
+            rollout: N answers.
+
+        Returns:
+            Nats per answer.
+        """
         return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
 
     def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
@@ -103,7 +125,15 @@ class Evaluation:
         return scores.kl_M.sum()
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
-        """Mean score and exact KL per answer on the held-out prompts, of which each rank answers a share."""
+        """Answer the held-out prompts, of which each rank answers a share.
+
+        Args:
+            policy_version: version of the policy now, which a server has to hold.
+
+        Returns:
+            `eval/kl`, exact KL to the reference in nats per answer, and `eval/reward`, the mean score where there is
+            one.
+        """
         assert self._inputs.eval_set is not None
         world, n = self._world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))
@@ -130,11 +160,20 @@ class Evaluation:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def forget_samples_from(self, step: int) -> None:
-        """Drop what an earlier process has noted of this step and later ones."""
+        """Drop the samples that an earlier process has noted of a step and later ones.
+
+        Args:
+            step: number of the first step to drop.
+        """
         self._samples.drop_from(step)
 
     def note_samples(self, step: int, policy_version: int) -> None:
-        """Answers of the present policy to the first few prompts, held-out ones if there are any, into the log."""
+        """Answer the first few prompts, held-out ones if there are any, and note the answers in the log.
+
+        Args:
+            step: steps done.
+            policy_version: version of the policy now, which a server has to hold.
+        """
         if self._config.num_samples == 0:
             return
         prompts = self._inputs.eval_set or self._inputs.train_set

@@ -40,11 +40,13 @@ class Policy:
             config: options of the run.
             model: the roles of the policy, on a base that other models may share.
             state: counters of a run that begins with these options.
-            resume: a checkpoint to go on from.
+            resume: a checkpoint to go on from; None: begin.
             world: the ranks that learn together.
 
         Raises:
-            ConfigError: a checkpoint of other options.
+            ConfigError: a checkpoint of another model, optimizer or prompts, or a folder without one.
+            CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
+            ValueError: a trained parameter that no role has.
         """
         self.config, self.model, self.world = config, model, world
         rates = {"actor": config.learning_rate}
@@ -80,17 +82,20 @@ class Policy:
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """One step: all epochs over the answers of an experience, and the counters.
+        """Make one step: all epochs over the answers of an experience, and the counters.
 
         Args:
-            experience: of all ranks.
-            n_answers: drawn in the step, those included that nothing is learned from.
+            experience: answers of all ranks that can be learned from.
+            n_answers: number of answers drawn in the step, those included that nothing is learned from.
 
         Returns:
-            Metrics of the update.
+            Metrics of the update, by name.
 
         Raises:
             EngineError: an update that changed nothing, or left ranks with different weights.
+            NonFiniteError: a loss or a gradient is NaN or infinite; nothing of that minibatch was applied.
+            MismatchError: log-probs of the first forward differ from those of scoring by more than the bound.
+            MemoryLimitError: the update of a single answer does not fit into memory.
         """
         state, options = self.state, self.options
         train_actor = state.step >= options.critic_warmup_steps
@@ -131,28 +136,53 @@ class Policy:
         return {**metrics, **found, **adapted, "learning_rate": options.learning_rate * factor}
 
     def trained(self) -> list[nn.Parameter]:
-        """Every parameter that is trained."""
+        """Every parameter that is trained.
+
+        Returns:
+            The parameters, role by role, each once.
+        """
         return [p for group in self.optimizer.groups.values() for p in group.values()]
 
     def apply(self) -> dict[str, float]:
-        """An optimizer step on the gradients of a minibatch, of which each rank has its share; norms by role."""
+        """Make an optimizer step on the gradients of a minibatch, of which each rank has its share.
+
+        Returns:
+            Norm of each role's gradient before clipping, and 1 or 0 for whether it was clipped, by name.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite; nothing was applied.
+        """
         sum_gradients(self.world, self.trained())
         return self.optimizer.step()
 
     def require_same(self, step: int) -> None:
-        """Ranks hold the same parameters after so many steps, and go on with the memory that all of them have."""
+        """Check that ranks hold the same parameters. They go on with the least token budget among them.
+
+        Args:
+            step: number of steps done, for the message.
+
+        Raises:
+            EngineError: ranks with different weights.
+        """
         require_same_weights(self.world, fingerprint_of_all(self.trained()), step)
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, output: Path, state: TrainerState, past: Mapping[int, Snapshot]) -> Path:
-        """Write a checkpoint; its folder.
+        """Write a checkpoint.
 
         Args:
             output: folder of the run.
             state: counters, with what the run knows of answers to come.
-            past: policies as they were, by version, that the run needs to go on.
+            past: version → policy as it was, of those that the run needs to go on.
+
+        Returns:
+            Folder of the checkpoint.
+
+        Raises:
+            CheckpointWriteError: the disk is full or fails.
+            ValueError: PEFT would load another function from a slot's folder.
         """
         keep = self.config.save_total_limit
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
@@ -195,7 +225,18 @@ class Policy:
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """The algorithm of a run with its options. train_actor: False while only a critic warms up."""
+    """Make the algorithm of a run with its options.
+
+    Args:
+        config: options of the run.
+        train_actor: False while only a critic warms up.
+
+    Returns:
+        The algorithm, at the temperature that answers are drawn at.
+
+    Raises:
+        ValueError: an algorithm that is not known.
+    """
     return find_algorithm(config.algorithm)(
         config,
         temperature=config.temperature,

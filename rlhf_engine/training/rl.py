@@ -68,11 +68,13 @@ class RlTrainer(Run):
         Args:
             config: options of the run.
             world: the ranks of the run, of which this process is one.
-            connect: starts generators in other processes, for an `async_mode` that has them.
+            connect: starts generators in other processes, for an `async_mode` that has them; None without one.
             base: a model whose frozen backbones serve this run as well, such as that of another run; None: load them.
 
         Raises:
             ConfigError: a request that cannot be served.
+            RewardError: a reward function that fails on two rows.
+            RolloutServerError: a configured server that does not answer.
         """
         require_served(config, world)
         self.world, self._connect = world, connect
@@ -144,7 +146,11 @@ class RlTrainer(Run):
             self._note_samples()
 
     def look(self) -> dict[str, float]:
-        """An evaluation, and samples, after every `eval_steps` steps."""
+        """Evaluate, and note samples, after every `eval_steps` steps.
+
+        Returns:
+            Metrics of the evaluation; empty where none is due.
+        """
         if not self.config.eval_steps or self.state.step % self.config.eval_steps:
             return {}
         found = self.evaluate()
@@ -159,13 +165,17 @@ class RlTrainer(Run):
         return super().saves_now() or self.state.best_step == self.state.step
 
     def end(self) -> None:
-        """The final model, and samples if there are any."""
+        """Write the final model, and samples if there are any."""
         write_final(self.output, self._write_model)
         self._note_samples()
         self._evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """The base, and the ranks if there are several."""
+        """Hash of the base, and the number of ranks if there are several, for the run's record.
+
+        Returns:
+            Plain values by name.
+        """
         processes = {"processes": self.world.size} if self.world.size > 1 else {}
         return {"base_hash": self.model.backbone().base_hash(), **processes}
 
@@ -176,9 +186,16 @@ class RlTrainer(Run):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank; its folder.
+        """Write a checkpoint of the current step, where this is the main rank.
 
-        past: what is known of the answers to come; None for what their source holds now.
+        Args:
+            past: state of the source of answers, of the answers to come; None: as it is now.
+
+        Returns:
+            Folder of the checkpoint.
+
+        Raises:
+            CheckpointWriteError: the disk is full or fails.
         """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
@@ -194,14 +211,31 @@ class RlTrainer(Run):
         return folder
 
     def make_saver(self) -> Callable[[], object]:
-        """`save`, which finds the source as it is now: a draw that fails may have taken answers out of it."""
+        """Make a function that writes a checkpoint with the source of answers as it is now.
+
+        A draw that fails may have taken answers out of the source.
+
+        Returns:
+            The function.
+        """
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One rollout and its update. Nothing of a failed step is applied to what is on disk."""
+        """Make one rollout and its update. Nothing of a failed step is applied to what is on disk.
+
+        Returns:
+            Metrics of the step, by name.
+
+        Raises:
+            NonFiniteError: a reward, log-prob, loss or gradient is NaN or infinite.
+            MismatchError: rollout and training differ by more than the bound, at equal weights.
+            RewardError: a reward function failed.
+            MemoryLimitError: a single answer does not fit into memory.
+            EngineError: a generator, a server or another rank failed, or weights went wrong.
+        """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
         prompts = self._prompts.prompts(state.step)
@@ -256,18 +290,45 @@ class RlTrainer(Run):
         seed: int = 0,
         sample_ids: list[int] | None = None,
     ) -> Answers:
-        """`Evaluation.answer` with the policy as it is now."""
+        """Draw one answer per prompt by the policy as it is now, and score it. See `Evaluation.answer`.
+
+        Args:
+            prompts: prompts that can be answered.
+            indices: places of those to answer.
+            role: a role with an LM head.
+            seed: seed of the draws.
+            sample_ids: one id per answer that, with the seed, keys its draws; None: from 0 on.
+
+        Returns:
+            Prompts, answers and scores as text and numbers, and the rollout.
+
+        Raises:
+            ValueError: a role that is unknown or has no LM head.
+            RewardError: a reward function failed.
+        """
         version = self.state.policy_version
         return self._evaluation.answer(
             prompts, indices, policy_version=version, role=role, seed=seed, sample_ids=sample_ids
         )
 
     def kl_to_reference(self, rollout: Rollout) -> float:
-        """Mean over answers of Σ_t exact KL(actor ‖ reference), nats per answer."""
+        """Mean over answers of Σ_t exact KL(actor ‖ reference).
+
+        Args:
+            rollout: N answers.
+
+        Returns:
+            Nats per answer.
+        """
         return self._evaluation.kl_to_reference(rollout)
 
     def evaluate(self) -> dict[str, float]:
-        """Mean score and exact KL per answer on the held-out prompts, of which each rank answers a share."""
+        """Answer the held-out prompts, of which each rank answers a share.
+
+        Returns:
+            `eval/kl`, exact KL to the reference in nats per answer, and `eval/reward`, the mean score where there is
+            one.
+        """
         return self._evaluation.evaluate(self.state.policy_version)
 
     def _note_samples(self) -> None:

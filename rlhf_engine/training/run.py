@@ -67,7 +67,11 @@ class Run(ABC):
 
     @abstractmethod
     def step(self) -> dict[str, Any]:
-        """One step; its metrics. Afterwards `state` counts it and `optimizer.is_whole` is true."""
+        """Make one step. Afterwards `state` counts it and `optimizer.is_whole` is true.
+
+        Returns:
+            Metrics of the step, by name.
+        """
 
     @abstractmethod
     def finished(self) -> bool:
@@ -75,7 +79,11 @@ class Run(ABC):
 
     @abstractmethod
     def end(self) -> Any:
-        """Write the result of a run whose steps are done; what `run` returns. Called on the main rank alone."""
+        """Write the result of a run whose steps are done. Called on the main rank alone.
+
+        Returns:
+            The result of `run`.
+        """
 
     def steps_done(self) -> int:
         """Number of steps of which the output folder holds the outcome."""
@@ -88,7 +96,11 @@ class Run(ABC):
         self.write_record()
 
     def look(self) -> dict[str, Any]:
-        """Metrics of an evaluation, where one is due after the step that is done; called on all ranks."""
+        """Evaluate, where an evaluation is due after the step that is done. Called on all ranks.
+
+        Returns:
+            Metrics by name; empty where none is due.
+        """
         return {}
 
     def saves_now(self) -> bool:
@@ -96,11 +108,19 @@ class Run(ABC):
         return self._is_regular() or self._is_last()
 
     def describe(self) -> dict[str, Any]:
-        """What the record says of the run beside its options and this machine."""
+        """Facts of the run for its record, beside its options and this machine.
+
+        Returns:
+            Plain values by name.
+        """
         return {}
 
     def make_saver(self) -> Callable[[], object]:
-        """A function that writes a checkpoint. It is made before each step, and called if the step fails."""
+        """Make a function that writes a checkpoint. It is made before each step, and called if the step fails.
+
+        Returns:
+            The function.
+        """
         return self.save
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
@@ -124,8 +144,8 @@ class Run(ABC):
         all metrics so far and a checkpoint of the last whole step in place.
 
         Args:
-            on_step: called after each step.
-            stop: called after each step, on each rank; true ends the run.
+            on_step: called after each step with its number and metrics; None: nothing is called.
+            stop: called after each step, on each rank; true ends the run. None: nothing stops it.
 
         Returns:
             What `end` returns, on the main rank.
@@ -198,7 +218,14 @@ class Run(ABC):
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank; its folder."""
+        """Write a checkpoint of the current step, where this is the main rank.
+
+        Returns:
+            Folder of the checkpoint.
+
+        Raises:
+            CheckpointWriteError: the disk is full or fails.
+        """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
         keep = self.config.save_total_limit
@@ -238,7 +265,11 @@ class Run(ABC):
         plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
     def write_record(self, result: dict[str, Any] | None = None) -> None:
-        """Write run.json. result: what came out, of a run that is done."""
+        """Write run.json.
+
+        Args:
+            result: outcome of a run that is done; None before.
+        """
         if self._record is None:
             device = self.model.device
             self._record = run_record(
@@ -275,12 +306,15 @@ class SupervisedRun(Run):
     def loss(
         self, rows: Sequence[Any], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The part of a step's loss that some rows have, and the same part of its metrics.
+        """Compute the part of a step's loss that some rows have, and the same part of its metrics.
 
         Args:
             rows: all rows of the step.
-            places: which of them this is about.
-            dropout_seed: of the step.
+            places: places of the rows of this part.
+            dropout_seed: seed of the step's dropout masks.
+
+        Returns:
+            Loss, 0-d with a gradient, and metrics by name, 0-d each.
         """
 
     @property
@@ -289,7 +323,14 @@ class SupervisedRun(Run):
         return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
 
     def count_steps(self) -> int:
-        """Steps of the whole run. Raises ConfigError for a warm-up that is longer."""
+        """Count the steps of the whole run.
+
+        Returns:
+            Optimizer steps, at least 1.
+
+        Raises:
+            ConfigError: a warm-up that is longer.
+        """
         config = self.config
         epochs = math.ceil(config.num_train_epochs * len(self.rows) / self.rows_per_step)
         total = config.max_steps if config.max_steps is not None else max(1, epochs)
@@ -297,7 +338,14 @@ class SupervisedRun(Run):
         return total
 
     def step(self) -> dict[str, Any]:
-        """One optimizer step."""
+        """Make one optimizer step.
+
+        Returns:
+            Metrics of the step, by name.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is NaN or infinite; nothing of the step was applied.
+        """
         config, step = self.config, self.state.step
         began = time.perf_counter()
         rows = [self.rows[i] for i in batch_indices(len(self.rows), self.rows_per_step, step, config.seed)]

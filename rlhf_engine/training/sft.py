@@ -80,9 +80,11 @@ class Example:
     """One tokenized row."""
 
     prompt: list[int]
+    """Token ids of the prompt."""
     chosen: list[int]
+    """Token ids of the answer, of a pair the better one."""
     rejected: list[int] | None
-    """None for rows without a pair."""
+    """Token ids of the worse answer; None for rows without a pair."""
 
     @property
     def tokens(self) -> int:
@@ -92,7 +94,15 @@ class Example:
 
 
 def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
-    """Language model and reward head on the base itself (`full`) or on the slot `sft` (`lora`)."""
+    """Roles of Hydra-SFT (arXiv 2309.00754 §3.1): language model and reward head on one set of weights.
+
+    Args:
+        mode: `full` puts them on the base itself, `lora` on the slot `sft`.
+        with_reward: whether there is a reward head.
+
+    Returns:
+        Roles `sft`, and `reward` with a reward head.
+    """
     slot = OFF if mode == "full" else SFT_SLOT
     roles = {"sft": RoleSpec(slot=slot, trainable=True)}
     if with_reward:
@@ -111,7 +121,24 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Example]:
-    """Rows as token ids; without pairs, rejected answers are left aside. Raises ConfigError as `data.tokenize_rows`."""
+    """Tokenize rows for supervised training. Without pairs, rejected answers are left out.
+
+    Args:
+        rows: rows with answers.
+        tokenizer: tokenizer of the model, with a chat template where rows are messages.
+        tally: counts what is bad, dropped or cut.
+        max_length: most tokens of prompt and longest answer.
+        pairs: whether all rows are preferences whose worse answer is trained on.
+        truncation: what becomes of longer rows: `error`, `drop`, `keep_end` or `keep_start`, see `data.tokenize`.
+        end_ids: tokens that end an answer; None: the tokenizer's own alone.
+        vocabulary: number of token ids that the model has; None: ids are not checked.
+
+    Returns:
+        The rows that can be used, in their order.
+
+    Raises:
+        ConfigError: messages without a chat template, too many bad rows, or no row left.
+    """
     if not pairs:  # nor does their length matter
         rows = [_chosen_alone(row) if isinstance(row, Preference) else row for row in rows]
     return [
@@ -144,9 +171,23 @@ def sft_loss(
     dropout_seed: int,
     places: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The module's loss of some examples; tokens and pairs are the denominators of the whole optimizer step.
+    """Compute the module's loss of some examples of an optimizer step (Hydra-SFT, arXiv 2309.00754 §3.1).
 
-    places: of the examples in that step, so that no micro-batch changes the dropout masks; default 0…n−1.
+    Args:
+        model: a model with role `sft`, and `reward` where γ > 0 and the examples are pairs.
+        examples: at least one; all are pairs or none is.
+        gamma: γ, weight of the reward loss, ≥ 0.
+        tokens: tokens of the chosen answers of the whole optimizer step, which the language-model loss is divided by.
+        pairs: pairs of the whole optimizer step, which the reward loss is divided by.
+        dropout_seed: seed of the step's dropout masks.
+        places: places of the examples in that step, so that no micro-batch changes the masks; None: 0 to n−1.
+
+    Returns:
+        Loss, 0-d with a gradient, and metrics without one: `lm_loss`; of pairs `reward_loss`, `reward_accuracy` and
+        `reward_margin`.
+
+    Raises:
+        ValueError: a role that the model lacks, a sequence longer than the context, or an empty prompt.
     """
     with_pairs = gamma > 0 and examples[0].rejected is not None
     prompts = [e.prompt for e in examples]
@@ -196,6 +237,15 @@ class SftTrainer(SupervisedRun):
     rows: list[Example]
 
     def __init__(self, config: SFTConfig) -> None:
+        """Find everything that can be wrong with the request.
+
+        Args:
+            config: options of the run.
+
+        Raises:
+            ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
+            ValueError: a model folder that cannot be loaded, or a slot that PEFT could not load.
+        """
         self.config = config
         self.output = Path(config.output_dir)
         require_unlocked(self.output)
@@ -254,7 +304,18 @@ class SftTrainer(SupervisedRun):
             )
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """`Run.run`; the metrics of the last step. Of a run that is finished, those that its folder holds."""
+        """Make all remaining steps and write the model. See `Run.run`.
+
+        Args:
+            on_step: called after each step with its number and metrics; None: nothing is called.
+            stop: called after each step; true ends the run. None: nothing stops it.
+
+        Returns:
+            Metrics of the last step; of a run that is finished, those that its folder holds.
+
+        Raises:
+            RunStopped: `stop` returned true. A checkpoint of the last step was written.
+        """
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
         found: dict[str, Any] = super().run(on_step, stop=stop)
@@ -272,7 +333,11 @@ class SftTrainer(SupervisedRun):
         return self._is_regular()
 
     def end(self) -> dict[str, Any]:
-        """Write the model, and the result into the record; the metrics of the last step."""
+        """Write the model, and the result into the record.
+
+        Returns:
+            Metrics of the last step.
+        """
         metrics = read_metrics(self.output / METRICS_FILE)[-1]
         self.plot()
         self.model.eval()
@@ -300,7 +365,16 @@ class SftTrainer(SupervisedRun):
     def loss(
         self, rows: Sequence[Example], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`sft_loss` of some rows of a step."""
+        """Compute `sft_loss` of some rows of a step. See `SupervisedRun.loss`.
+
+        Args:
+            rows: all rows of the step.
+            places: places of the rows of this part.
+            dropout_seed: seed of the step's dropout masks.
+
+        Returns:
+            Loss, 0-d with a gradient, and metrics by name, 0-d each.
+        """
         loss, stats = sft_loss(
             self.model,
             [rows[i] for i in places],
@@ -313,7 +387,11 @@ class SftTrainer(SupervisedRun):
         return loss, {"loss": loss.detach(), **stats}
 
     def write_model(self) -> None:
-        """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
+        """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`).
+
+        Raises:
+            ValueError: PEFT would load another function from the slot's folder.
+        """
         self.output.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.output.with_name(f".{self.output.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
