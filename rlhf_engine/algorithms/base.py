@@ -30,6 +30,7 @@ class TokenValues:
     """Answers with what is known of each of their tokens. Nothing has a gradient."""
 
     batch: PackedBatch
+    """Prompts and answers, N sequences."""
     old_logprobs_M: torch.Tensor
     """fp32 [M], log-probs that ratios are to: the training forward's, of the present policy or of the one that drew"""
     logprobs_M: torch.Tensor | None = None
@@ -49,7 +50,11 @@ class TokenValues:
         return self.old_logprobs_M if self.logprobs_M is None else self.logprobs_M
 
     def token_values(self) -> dict[str, torch.Tensor]:
-        """The values that are not None, by field."""
+        """Values that are known of each token.
+
+        Returns:
+            Field → fp32 [M], of the fields that are not None.
+        """
         named = {name: getattr(self, name) for name in TOKEN_FIELDS}
         return {name: values for name, values in named.items() if values is not None}
 
@@ -73,9 +78,21 @@ class Experience(TokenValues):
     weights_M: torch.Tensor | None = None
     """fp32 [M], importance weights of answers from another engine or an older policy"""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the rollout and its scores, by name"""
 
     def select(self, chosen: Sequence[int]) -> Experience:
-        """Some of the answers, in the given order."""
+        """Select some of the answers.
+
+        Args:
+            chosen: places of the answers, 0 to N−1, in the order wanted; at least one.
+
+        Returns:
+            The selected answers, in the given order.
+
+        Raises:
+            ValueError: no places.
+            IndexError: a place of N or more.
+        """
         rows_M = self.batch.select_completion_rows(chosen)
         at_N = torch.tensor(list(chosen), dtype=torch.int64, device=self.scores_N.device)
         picked: dict[str, Any] = {name: values[rows_M] for name, values in self.token_values().items()}
@@ -102,7 +119,7 @@ class MicroBatch(TokenValues):
     n_tokens: float
     """Tokens of the minibatch that are learned from, whichever process has them."""
     n_answers: float
-    """Likewise answers."""
+    """Answers of the minibatch that are learned from, whichever process has them."""
 
     @property
     def keep_N(self) -> torch.Tensor:
@@ -116,6 +133,7 @@ class Term(NamedTuple):
     output: Output
     """Its result has a `loss`."""
     weight: float
+    """Factor of the loss in what is minimised."""
 
 
 @dataclass(kw_only=True)
@@ -128,19 +146,27 @@ class Measured:
     """Numbers of which the largest counts."""
 
     def add(self, other: Measured) -> None:
-        """Take in those of another micro-batch."""
+        """Take in the numbers of another micro-batch.
+
+        Args:
+            other: its numbers, whose sums are added and whose maxima are compared.
+        """
         for name, share in other.sums.items():
             self.sums[name] = self.sums[name] + share if name in self.sums else share
         for name, value in other.most.items():
             self.most[name] = torch.maximum(self.most[name], value) if name in self.most else value
 
     def floats(self) -> dict[str, float]:
-        """All of them on the host."""
+        """Copy all numbers to the host.
+
+        Returns:
+            Name → number, sums and maxima together.
+        """
         return {name: float(value) for name, value in (self.sums | self.most).items()}
 
 
 class Algorithm(ABC):
-    """An algorithm with its options: what it learns from answers, and by which losses."""
+    """An algorithm with its options: the answers that it learns from, and its losses."""
 
     answers_per_unit: int = 1
     """So many answers next to each other stay together in a micro-batch."""
@@ -156,9 +182,9 @@ class Algorithm(ABC):
         """Hold the options.
 
         Args:
-            options: those of the algorithm.
-            temperature: of the distribution that the answers were drawn from.
-            max_completion_length: most tokens that an answer can have.
+            options: options of the algorithm.
+            temperature: temperature > 0 that the answers were drawn at.
+            max_completion_length: most tokens that an answer can have, ≥ 1.
             train_actor: False while only a critic warms up. A critic on the actor's slot then trains its head alone.
         """
         self.options, self.temperature = options, temperature
@@ -168,32 +194,66 @@ class Algorithm(ABC):
 
     @abstractmethod
     def prepare(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:
-        """The answers to learn from, with advantages and returns as far as the algorithm has them.
+        """Choose the answers to learn from, with advantages and returns as far as the algorithm has them.
 
         Advantages are neither whitened nor weighed by importance weights: `learn_from` does both.
 
+        Args:
+            experience: scored answers of a rollout that can be learned from.
+
         Returns:
-            The answers, or None where they teach nothing because all of them tie; and metrics.
+            The answers, or None where they teach nothing because all of them tie; and metrics by name.
         """
 
     @abstractmethod
     def terms(self, micro: MicroBatch) -> list[Term]:
-        """The losses of a micro-batch, over denominators of the whole minibatch."""
+        """Name the losses of a micro-batch, over denominators of the whole minibatch.
+
+        Args:
+            micro: answers of one forward and backward, as `prepare` returned them.
+
+        Returns:
+            Losses and their weights, whose weighted sum is minimised.
+        """
 
     @abstractmethod
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
-        """Metrics of a micro-batch from the results of its terms, in their order.
+        """Take metrics of a micro-batch from the results of its terms.
 
-        `mismatch` is the largest difference of a token's log-prob to that before the update, `approx_kl` the mean of
+        `mismatch` is the largest difference of a token's log-prob to that before the update. `approx_kl` is the mean of
         ratio − 1 − log ratio per token.
+
+        Args:
+            micro: answers of the micro-batch.
+            results: results of its terms, in their order.
+
+        Returns:
+            Shares of the minibatch's numbers, and numbers of which the largest counts, 0-d each.
         """
 
     def summarise(self, measured: Measured) -> dict[str, float]:
-        """Metrics of a whole minibatch."""
+        """Make the metrics of a whole minibatch.
+
+        Args:
+            measured: numbers of all its micro-batches.
+
+        Returns:
+            Metrics by name.
+        """
         return measured.floats()
 
     def learn_from(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:
-        """`prepare`, with advantages whitened where the options say so, times the importance weights if there are."""
+        """Prepare the answers to learn from, with whitened and weighed advantages.
+
+        Advantages are whitened where the options say so, then multiplied by the importance weights where there are
+        some.
+
+        Args:
+            experience: scored answers of a rollout that can be learned from.
+
+        Returns:
+            The answers, or None where they teach nothing; and metrics by name. See `prepare`.
+        """
         prepared, metrics = self.prepare(experience)
         if prepared is None or prepared.advantages_M is None:
             return prepared, metrics
@@ -206,7 +266,17 @@ class Algorithm(ABC):
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
-    """The class of an algorithm. Raises ValueError for one that is not known."""
+    """Find the class of an algorithm.
+
+    Args:
+        name: name of a module of `rlhf_engine.algorithms` with `FACTS`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
     return cast(type[Algorithm], importlib.import_module(f"rlhf_engine.algorithms.{name}").ALGORITHM)

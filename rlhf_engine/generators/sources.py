@@ -47,17 +47,28 @@ class Source(Protocol):
     """Answers, step by step."""
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """The answers of a step, which is the next one to learn from, and metrics.
+        """Draw the answers of a step, which is the next one to learn from.
 
         Args:
-            step: counted from 0.
-            version: of the present policy.
+            step: number of the step, from 0.
+            version: version of the present policy.
             lap: called with the name of a phase at its end.
+
+        Returns:
+            The answers, and metrics by name.
         """
         ...
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """So many steps are done, and the policy has that version. Returns metrics."""
+        """Note that steps are done, and publish the policy that they made.
+
+        Args:
+            done: number of steps done.
+            version: version of the policy now.
+
+        Returns:
+            Metrics by name.
+        """
         ...
 
     def state(self) -> PastState:
@@ -73,11 +84,26 @@ class OwnPolicy:
     """Every step draws its own answers."""
 
     def __init__(self, rollouts: Rollouts, prompts: StepPrompts, world: World = ALONE) -> None:
-        """world: ranks, of which this one draws its share."""
+        """Take what draws.
+
+        Args:
+            rollouts: what draws answers by the present policy.
+            prompts: prompts of every step.
+            world: ranks, of which this one draws its share.
+        """
         self._rollouts, self._prompts, self._world = rollouts, prompts, world
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw by the present policy."""
+        """Draw by the present policy. See `Source.draw`.
+
+        Args:
+            step: number of the step, from 0.
+            version: version of the present policy.
+            lap: called with the name of a phase at its end.
+
+        Returns:
+            The answers of this rank, and metrics of the synchronisation.
+        """
         synced = self._rollouts.sync(version)
         if synced:
             lap("sync")
@@ -91,7 +117,15 @@ class OwnPolicy:
         return dataclasses.replace(rollout, stats=stats), synced
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Nothing to do."""
+        """Do nothing: the next draw is by the weights that train. See `Source.learned`.
+
+        Args:
+            done: number of steps done.
+            version: version of the policy now.
+
+        Returns:
+            No metrics.
+        """
         return {}
 
     def state(self) -> PastState:
@@ -106,6 +140,14 @@ class PolicyTracker:
     """Snapshots of the policy that learns, one per version."""
 
     def __init__(self, model: HydraModel, past: PastState, *, done: int, version: int) -> None:
+        """Snapshot the present policy beside the past ones.
+
+        Args:
+            model: model whose actor has a slot.
+            past: policies of the checkpoint that the run goes on from.
+            done: number of steps done.
+            version: version of the present policy.
+        """
         spec = model.roles["actor"]
         assert spec.slot is not None
         self._slot = model.backbone(spec.backbone).slot(spec.slot)
@@ -116,7 +158,14 @@ class PolicyTracker:
         self.after[done] = self.present
 
     def now(self, version: int) -> Snapshot:
-        """The present policy, whose version that is."""
+        """Snapshot of the present policy, taken once per version.
+
+        Args:
+            version: version of the present policy.
+
+        Returns:
+            The snapshot.
+        """
         if version != self.present.version:
             self.present = take(self._slot, version)
         return self.present
@@ -140,11 +189,15 @@ class PastPolicies:
         """Take what draws.
 
         Args:
-            worker, store, tracker, prompts, rule: what draws, by which policies, which answers, and how old.
+            worker: draws work items.
+            store: policies that it draws by.
+            tracker: snapshots of the policy that learns.
+            prompts: prompts of every step.
+            rule: how old answers may be.
             world: ranks, of which this one draws its share.
             hold: puts the policy that drew where the learner scores by it.
-            threads: of the CPU, those that a generator would take from the learner. Each side has its own number here
-                as well, because the bits of a product may depend on it.
+            threads: threads of the CPU that a generator would take from the learner; None: all. Each side has its own
+                number here as well, because the bits of a product may depend on it.
         """
         self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
         self._world, self._hold = world, hold
@@ -155,7 +208,19 @@ class PastPolicies:
             store.add(snapshot)
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw on this thread."""
+        """Draw on this thread, by the policy that the rule names. See `Source.draw`.
+
+        Args:
+            step: number of the step, from 0.
+            version: version of the present policy, which is not read.
+            lap: called with the name of a phase at its end.
+
+        Returns:
+            The answers of this rank, and no metrics.
+
+        Raises:
+            EngineError: a policy that is not held any more.
+        """
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         item = self._prompts.items(step, policy.version, self._world.size)[self._world.rank]
         with self._generator_threads():
@@ -166,7 +231,15 @@ class PastPolicies:
         return rollout, {}
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Note the policy, and forget those that no later step asks for."""
+        """Note the policy, and forget those that no later step asks for. See `Source.learned`.
+
+        Args:
+            done: number of steps done.
+            version: version of the policy now.
+
+        Returns:
+            No metrics.
+        """
         self._after[done] = self._tracker.now(version)
         first = newest_after(self._after, self._rule.earliest(done))
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
@@ -213,12 +286,16 @@ class Concurrent:
         mixed: bool,
         hold: Hold,
     ) -> None:
-        """begin: starts the generators and what hands work to them, with the first `draw`. store: in which policies
-        are kept for the learner.
+        """Take what begins the generators, and how far the run was.
 
-        drawn_by: step → version of steps that a run had begun to draw when it was stopped. n_shares: generators, each
-        of which gets a share of a step. mixed: answers may be of several policies. hold: puts the policy that drew
-        where the learner scores by it.
+        Args:
+            begin: starts the generators and what hands work to them, with the first `draw`.
+            store: policies that are kept for the learner.
+            tracker: snapshots of the policy that learns.
+            drawn_by: step → version of steps that a run had begun to draw when it was stopped.
+            n_shares: number of generators, each of which gets a share of a step.
+            mixed: whether answers may be of several policies.
+            hold: puts the policy that drew where the learner scores by it.
         """
         self._begin, self._store, self._tracker = begin, store, tracker
         self._mixed, self._n_shares, self._hold = mixed, n_shares, hold
@@ -231,7 +308,19 @@ class Concurrent:
             store.add(snapshot)
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """What generators have drawn or are about to."""
+        """Take what generators have drawn or are about to. See `Source.draw`.
+
+        Args:
+            step: number of the step, from 0.
+            version: version of the present policy, which is not read.
+            lap: called with the name of a phase at its end.
+
+        Returns:
+            The answers, and metrics of how busy learner and generators were.
+
+        Raises:
+            GeneratorError: no generator is left.
+        """
         if self._scheduler is None:
             self._scheduler = self._begin()
         began = time.perf_counter()
@@ -260,7 +349,15 @@ class Concurrent:
         return rollout, metrics
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Publish the policy."""
+        """Publish the policy. See `Source.learned`.
+
+        Args:
+            done: number of steps done.
+            version: version of the policy now.
+
+        Returns:
+            Bytes that were sent, as `async/published_bytes`.
+        """
         snapshot = self._tracker.now(version)
         assert self._scheduler is not None
         self._store.add(snapshot)

@@ -19,8 +19,11 @@ class Drawn:
     """A generator has drawn the answers of a work item."""
 
     worker: str
+    """Name of the generator."""
     item: WorkItem
+    """Work item that was drawn."""
     rollout: Rollout
+    """Its answers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +31,9 @@ class Lost:
     """A generator is no more; its work item, if it had one, is nobody's."""
 
     worker: str
+    """Name of the generator."""
     cause: BaseException
+    """Error that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +41,7 @@ class Joined:
     """A generator takes work from now on, and has every policy that is held."""
 
     worker: str
+    """Name of the generator."""
 
 
 Event = Drawn | Lost | Joined
@@ -45,23 +51,53 @@ class Transport(Protocol):
     """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
 
     def publish(self, snapshot: Snapshot) -> int:
-        """Let every generator draw by that policy, and those that join later as well. Returns the bytes it sends."""
+        """Let every generator draw by a policy, and those that join later as well.
+
+        Args:
+            snapshot: the policy, which nobody writes into any more.
+
+        Returns:
+            Bytes that it sends.
+        """
         ...
 
     def keep(self, versions: frozenset[int]) -> None:
-        """No work item will name policies of other versions any more."""
+        """Forget policies that no work item will name any more.
+
+        Args:
+            versions: versions of the policies that are kept.
+        """
         ...
 
     def submit(self, worker: str, item: WorkItem) -> None:
-        """Have an idle generator draw a work item."""
+        """Have an idle generator draw a work item.
+
+        Args:
+            worker: name of the generator.
+            item: work item, by a policy that was published.
+        """
         ...
 
     def next_event(self, timeout: float) -> Event | None:
-        """What happened next, or None after so many seconds. May be called while other methods are."""
+        """Wait for what happens next. May be called while other methods are.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            The event; None after so many seconds without one.
+        """
         ...
 
     def silent_for(self, worker: str) -> float:
-        """Seconds since a generator with work has last shown that it is at work."""
+        """Time since a generator with work has last shown that it is at work.
+
+        Args:
+            worker: name of the generator.
+
+        Returns:
+            Seconds.
+        """
         ...
 
     def expects_more(self) -> bool:
@@ -69,7 +105,12 @@ class Transport(Protocol):
         ...
 
     def give_up(self, worker: str, cause: BaseException) -> None:
-        """Stop a generator for good, as far as that can be done; it is `Lost`."""
+        """Stop a generator for good, as far as that can be done. It is `Lost`.
+
+        Args:
+            worker: name of the generator.
+            cause: reason, which the `Lost` event holds.
+        """
         ...
 
     def close(self) -> None:

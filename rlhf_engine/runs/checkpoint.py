@@ -109,10 +109,23 @@ def save_checkpoint(
     keep: int | None,
     policies: Mapping[int, Snapshot] | None = None,
 ) -> Path:
-    """Write checkpoint-<step> atomically and drop all but the newest `keep`, and what they refer to; its folder.
+    """Write checkpoint-<step> atomically, and drop all but the newest `keep` and the ones that they refer to.
 
-    policies: past ones, by version, that the run needs to go on. Raises CheckpointWriteError where the disk is full or
-    fails; every checkpoint that there was is whole then, and nothing of the new one is left.
+    Args:
+        output_dir: folder of the run.
+        model: model whose slots, heads and trained backbones are written.
+        optimizer: optimizer whose state is written.
+        state: counters of the run, with its `step`.
+        keep: number of checkpoints to keep, ≥ 1; None: all.
+        policies: version → past policy that the run needs to go on; None: there are none.
+
+    Returns:
+        Folder of the checkpoint.
+
+    Raises:
+        CheckpointWriteError: the disk is full or fails. Earlier checkpoints are whole, and nothing of the new one is
+            left.
+        ValueError: PEFT would load another function from a slot's folder.
     """
     root = Path(output_dir)
     final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
@@ -135,12 +148,16 @@ def saved_on_error(
     """Save a checkpoint of the last whole step where the block fails without having changed a weight since.
 
     An error thus costs no step that was done. Weights that are not finite are never written: checkpoints from before
-    they went bad stay the newest.
+    they went bad stay the newest. The error is raised again, with a note.
 
     Args:
         output: folder of the run's checkpoints.
+        optimizer: its parameters are checked, and its `is_whole` says whether weights have changed since.
         step: number of whole steps done.
         save: writes the checkpoint of that step.
+
+    Returns:
+        The context manager of the block.
     """
     try:
         yield
@@ -190,11 +207,23 @@ def load_checkpoint(
     optimizer: RoleOptimizer,
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
-    """Load into a model and optimizer built from the same configuration; its counters, as `kind`.
+    """Load a checkpoint into a model and an optimizer that were built from the same configuration.
 
-    Raises CorruptCheckpointError for one that is not as it was written, ConfigError for a folder that is no checkpoint
-    or one of another kind of run; model and optimizer are then as they were. ConfigError also where they are others
-    than the checkpoint's, of which parts may have been loaded by then.
+    Model and optimizer stay as they were if the folder is refused. If they do not fit the checkpoint, parts of it may
+    have been loaded.
+
+    Args:
+        folder: folder of the checkpoint.
+        model: model with the roles of the run.
+        optimizer: optimizer of its parameters.
+        kind: class of the run's counters.
+
+    Returns:
+        The counters, as `kind`.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
+        ConfigError: a folder without a checkpoint, one of another kind of run, or one of another model or optimizer.
     """
     folder = Path(folder)
     state = read_counters(folder, kind)
@@ -216,12 +245,13 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
     (`rlhf_kernels.runtime.cores`).
 
     Args:
-        resume: the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
+        resume: folder of the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
         exact: take the defaults of all settings that change bits.
 
     Raises:
-        ConfigError: a kernel that the run used cannot serve here, and no backend was asked for by name; a tuned setting
-            of the run is none of this version; the table that the environment names cannot be used.
+        ConfigError: a kernel that the run used cannot serve here, and no backend was named.
+        ConfigError: a tuned setting that this version does not have, or a table in the environment that cannot be used.
+        CorruptCheckpointError: the record of choices differs from the manifest. It is a ConfigError.
     """
     lowered = cores.limit_threads()
     if lowered is not None:
@@ -257,7 +287,14 @@ def _begin_tuning(held: list[tuning.Row] | None, exact: bool) -> None:
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
-    """Past policies of a checkpoint, by version; none where it has none."""
+    """Load the past policies of a checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+
+    Returns:
+        Version → policy; empty where the checkpoint has none.
+    """
     path = Path(folder) / _POLICIES_FILE
     tensors: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in (load_file(path) if path.is_file() else {}).items():
@@ -270,7 +307,19 @@ def read_counters(
     folder: Path,
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
-    """A checkpoint's counters alone. Raises ConfigError as `load_checkpoint` does."""
+    """Read a checkpoint's counters alone.
+
+    Args:
+        folder: folder of the checkpoint.
+        kind: class of the run's counters.
+
+    Returns:
+        The counters, as `kind`.
+
+    Raises:
+        ConfigError: a folder without a checkpoint, or one of another kind of run.
+        CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
+    """
     fields = _fields(_require_checkpoint(folder))
     known = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
     needed = {
@@ -285,9 +334,17 @@ def read_counters(
 
 
 def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
-    """Raise ConfigError, naming the option, where a checkpoint's counters record another value than the run's.
+    """Check that a checkpoint's counters record the values of the run.
 
     None is of a checkpoint written before the value was recorded, which is taken to be the same.
+
+    Args:
+        checkpoint: folder of the checkpoint, for the message.
+        recorded: its counters.
+        now: counter → value of the run; each is named like the option it comes from.
+
+    Raises:
+        ConfigError: another value, with the name of the option.
     """
     for name, value in now.items():
         before = getattr(recorded, name)
@@ -296,9 +353,15 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
 
 
 def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int) -> None:
-    """Raise ConfigError where a step took another number of rows: the place in the data would be another.
+    """Check that a step takes as many rows as before: with others, the place in the data would be another.
 
-    None is of a checkpoint written before it was recorded.
+    Args:
+        checkpoint: folder of the checkpoint, for the message.
+        recorded: its rows per step; None: it was written before they were recorded.
+        now: rows per step of the run.
+
+    Raises:
+        ConfigError: another number of rows.
     """
     if recorded is not None and recorded != now:
         raise ConfigError(
@@ -308,12 +371,27 @@ def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int)
 
 
 def digest(value: Any) -> str:
-    """A name for plain values, such as the rows of a run: equal ones have the same."""
+    """Name plain values, such as the rows of a run. Equal values have the same name.
+
+    Args:
+        value: values with a `repr` that differs where they do.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def check(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptCheckpointError for a checkpoint that is not as it was written. names: compare these files alone."""
+    """Check that a checkpoint is as it was written.
+
+    Args:
+        folder: folder of the checkpoint.
+        names: files whose content is compared, as paths within it; None: all.
+
+    Raises:
+        CorruptCheckpointError: a file was changed, lost or added, or the manifest is missing.
+    """
     try:
         check_manifest(folder, names)
     except CorruptCheckpointError as error:
@@ -329,14 +407,35 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """List the complete checkpoints of a run.
+
+    Args:
+        output_dir: folder of the run, which need not exist.
+
+    Returns:
+        Folders of the checkpoints, oldest first.
+    """
     root = Path(output_dir)
     found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means: None, a folder, or with `auto` the newest (None if none)."""
+    """Find the checkpoint that `resume_from_checkpoint` names.
+
+    A replacement that was stopped half-way is finished before.
+
+    Args:
+        resume: folder of a checkpoint, or `auto` for the newest one of the run; None: begin.
+        output_dir: folder of the run.
+
+    Returns:
+        Folder of the checkpoint; None to begin, as with `auto` where there is none.
+
+    Raises:
+        ConfigError: a folder that does not exist or has no checkpoint.
+        CorruptCheckpointError: a checkpoint that has lost files. It is a ConfigError.
+    """
     if resume is None:
         return None
     if resume == "auto":

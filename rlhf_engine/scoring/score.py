@@ -24,17 +24,22 @@ def score(
     temperature: float,
     exact_kl: bool = False,
 ) -> tuple[Scores, int]:
-    """`HydraModel.score` within the memory that there is.
+    """Score as `HydraModel.score` does, within the memory that there is.
 
     Args:
-        budget: most tokens of all lanes in one backbone forward. It is halved until a forward fits.
-        model, batch, roles, temperature, exact_kl: as of `HydraModel.score`.
+        model: a model with the roles.
+        batch: N sequences of at most as many tokens as the backbones' context.
+        roles: at least one name, of roles of the model.
+        budget: most tokens of all lanes in one backbone forward, ≥ 1. It is halved until a forward fits.
+        temperature: number > 0 that logits are divided by.
+        exact_kl: also compute KL(actor ‖ reference) over the whole vocabulary; needs both roles.
 
     Returns:
         The scores, and the budget that fitted.
 
     Raises:
         MemoryLimitError: a single sequence does not fit.
+        ValueError: anything that `HydraModel.score` refuses.
     """
     while True:
         try:
@@ -64,7 +69,9 @@ class FrozenRoles:
         """Choose the roles. The reference is left to the present policy's pass where the exact KL needs both at once.
 
         Args:
-            past: role of the policy that drew the answers, where one did.
+            model: a model with the roles.
+            config: options of the run, of which the temperature and the KL's estimator are read.
+            past: role of the policy that drew the answers; None: no such role scores.
             reward: whether the reward role scores.
             budget: most tokens of all lanes in one backbone forward; None: the model's.
         """
@@ -74,7 +81,17 @@ class FrozenRoles:
         self.budget = model.token_budget if budget is None else budget
 
     def __call__(self, batch: PackedBatch) -> Scores | None:
-        """Scores, or None where there is no such role."""
+        """Score answers. The budget that fitted is kept.
+
+        Args:
+            batch: N sequences.
+
+        Returns:
+            Scores, or None where there is no such role.
+
+        Raises:
+            MemoryLimitError: a single sequence does not fit.
+        """
         if not self._roles:
             return None
         found, self.budget = score(self._model, batch, self._roles, self.budget, temperature=self._temperature)
