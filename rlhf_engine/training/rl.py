@@ -43,6 +43,7 @@ class RlTrainer(Run):
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
     config: TrainConfig
+    """Options of the run."""
     policy: Policy
     """What is trained."""
 

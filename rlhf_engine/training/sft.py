@@ -233,8 +233,11 @@ class SftTrainer(SupervisedRun):
     """Supervised training. Everything that can be wrong with the request is found before the first step."""
 
     config: SFTConfig
+    """Options of the run."""
     state: SftState
+    """Counters of the run."""
     rows: list[Example]
+    """Tokenized rows that are trained on."""
 
     def __init__(self, config: SFTConfig) -> None:
         """Find everything that can be wrong with the request.

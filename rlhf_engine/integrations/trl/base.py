@@ -82,8 +82,11 @@ class HydraTrainer(GRPOTrainer):
     """GRPOTrainer on one base: actor, reference, and where the algorithm has one a critic."""
 
     reward_func_names: list[str]
+    """Names of the reward functions, in the order of `reward_funcs`."""
     optimizer: Any
+    """Optimizer of all that is trained; None until it is made."""
     lr_scheduler: Any
+    """Learning-rate scheduler; None until it is made."""
     config_class: type[HydraConfig] = HydraConfig
     """Class of `args`."""
     algorithm: Algorithm
