@@ -24,7 +24,14 @@ FRAGMENTS = (
     *("When", "Where", "Who", "Whose", "Whom", "With", "Within", "Without"),
 )
 """Words that a first sentence does not begin with: it would be the second half of one."""
-PUBLIC = ("rlhf_kernels",)
+PUBLIC = (
+    *("rlhf_kernels", "rlhf_kernels.runtime.registry"),
+    *("rlhf_engine.config", "rlhf_engine.hydra", "rlhf_engine.data", "rlhf_engine.rollout"),
+    *("rlhf_engine.algorithms.base", "rlhf_engine.scoring.score", "rlhf_engine.runs.checkpoint"),
+    *("rlhf_engine.training.policy", "rlhf_engine.training.rl", "rlhf_engine.training.sft"),
+    *("rlhf_engine.generators.transport", "rlhf_engine.generators.sources"),
+    *("rlhf_engine.integrations.peft", "rlhf_engine.integrations.trl", "rlhf_engine.integrations.verl"),
+)
 """Modules whose public functions and methods have full docstrings."""
 PROJECT = tuple(Path(room).name for room in ROOMS)
 """Top-level packages whose functions count; others, such as those of a base class from elsewhere, do not."""

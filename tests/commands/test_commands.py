@@ -172,7 +172,7 @@ def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):
 
 @pytest.mark.skipif(native.missing() is not None, reason="without the native extension there is nothing to choose")
 def test_doctor_measures_a_table_that_is_used_where_it_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(measuring, "OPS", ("gae", "block"))
+    monkeypatch.setattr(measuring, "OPS", ("gae", "llama_ops"))
     path = tmp_path / "table.json"
     code, out, _ = run(capsys, "doctor", "--measure", str(path))
     assert code == 0
