@@ -5,8 +5,8 @@
     python bench/behind_trl.py --model MODEL_FOLDER --quick --out runs/behind_trl                # a few steps
 
 Both arms have the settings of examples/stories260k.yaml; each run is a process of its own, arms take turns. What they
-do not share is what makes them two: TRL draws prompts and answers from random numbers of its own, its learning rate
-falls within a rollout, its gradients are clipped for all adapters together, and a minibatch is divided by the rollout's
+do not share is what makes them two: TRL draws prompts and answers from random numbers of its own, and its learning rate
+falls within a rollout. Its gradients are clipped for all adapters together. A minibatch is divided by the rollout's
 mean tokens rather than its own. The run behind TRL of the first seed is made once more, stopped in the middle of a
 rollout and resumed by another process: its logged numbers and its final weights are compared with those of the first,
 bit by bit. Writes OUT/behind_trl.json, .md and curves.png.

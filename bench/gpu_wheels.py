@@ -8,8 +8,8 @@
 `fetch` is for the machine with a network: pip downloads the wheels for that Python on Linux x86-64, and they become one
 archive, cut into pieces of at most 48 MiB, beside wheels.json with their checksums. The pieces may travel one by one.
 
-`install` is for the other one. It joins the pieces, lets pip unpack the wheels into a folder of their own, without
-an index and without what they depend on, and prints the line for a shell that makes them importable:
+`install` is for the other one. It joins the pieces and lets pip unpack the wheels into a folder of their own, without
+an index and without what they depend on. It prints the line for a shell that makes them importable:
 eval "$(python bench/gpu_wheels.py install)". The machine's own packages stay as they are; a wheel of torch or triton
 is refused.
 

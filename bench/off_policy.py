@@ -6,11 +6,11 @@
     python bench/off_policy.py --out DIR --summary                    # only the table and the plot of what is there
     python bench/off_policy.py --out DIR --quick                      # a few steps, to see that everything runs
 
-On the demo's task: every run starts from the supervised model of its seed, draws the same number of answers in batches
-of the same size, makes one update per batch, and is judged on held-out prompts by the true preference, which nothing in
-training sees. Only the age of the answers differs: of N batches in a row the first is of the present policy, the last
-N − 1 updates behind. Each loss has that learning rate of 1e-4, 3e-4, 1e-3 and 3e-3 which did best at N = 1 on a seed
-that is in no table.
+On the demo's task: every run starts from the supervised model of its seed and draws the same number of answers in
+batches of the same size. It makes one update per batch. The true preference, which nothing in training sees, judges it
+on held-out prompts. Only the age of the answers differs: of N batches in a row the first is of the present policy, the
+last N − 1 updates behind. Each loss has that learning rate of 1e-4, 3e-4, 1e-3 and 3e-3 which did best at N = 1 on a
+seed that is in no table.
 
 The paper's win rates are of Pythia-410M on TL;DR summaries, judged by a gold reward model: another task and size, so
 what may be compared is which losses bear old answers, and from which N on.

@@ -7,16 +7,16 @@
 
 DIR holds Taskmaster-3's published reward files. Everything is made from them: a byte-level BPE tokenizer and a small
 decoder, trained on dialogues. Conversations are divided into three: rows to train on, rows to choose by (a run's best
-step, an arm's best rate), and rows to report, of which nothing else, the tokenizer and the decoder included, has seen
-anything. Then, each in a process of its own through `rlhf-engine`, with a record per run, so that a study stopped at
+step, an arm's best rate), and rows to report. Nothing else, the tokenizer and the decoder included, has seen anything
+of the last. Then, each in a process of its own through `rlhf-engine`, with a record per run, so that a study stopped at
 any point goes on:
 
 1. reward models, pointwise: LoRA on the attention projections at several ranks, and full tuning; every arm over its
    own learning rates with the first seed, then its best rate with the others. What is reported are the rewards of the
    exported models in plain transformers;
 2. RL by REINFORCE with a learned baseline against the best LoRA reward model: four roles on one base;
-3. what a reward model costs: a few steps of LoRA and of full tuning on a larger decoder of random weights, because the
-   study's own is so small that peak memory is the process and its activations.
+3. what a reward model costs: a few steps of LoRA and of full tuning on a larger decoder of random weights. With the
+   study's own, which is small, peak memory is the process and its activations.
 
 Classes are unbalanced (573 of 3,667 thumbs up), hence AUC and balanced accuracy. What the paper reports for reward
 models: accuracy on par with full tuning, 43 to 74 % of its memory, 1.15 to 1.9 times as fast; for RL 74 to 80 % and

@@ -4,10 +4,10 @@
     python bench/ppo_vs_remax.py --out bench/results/cpu/ppo_vs_remax
     python bench/ppo_vs_remax.py --quick --out runs/ppo_vs_remax          # a tiny model
 
-Both draw as many answers per step from the same random Llama with the same prompts, update once over each (one epoch,
-one minibatch) and score with the same learned reward. Half of ReMax's answers are the greedy ones, which nothing is
-learned from; so seconds are given per answer drawn and per answer trained on. Arms alternate, each in a process of its
-own; the first step of each warms up.
+Both draw as many answers per step from the same random Llama with the same prompts. Both update once over each (one
+epoch, one minibatch) and score with the same learned reward. Half of ReMax's answers are the greedy ones, which nothing
+is learned from; so seconds are given per answer drawn and per answer trained on. Arms alternate, each in a process of
+its own; the first step of each warms up.
 
     memory      peak of the process during whole steps less what it held before the model was built and less the base's
                 own weights: adapters, heads, gradients, moments, cache, activations (CPU: resident memory, blocks

@@ -3,8 +3,8 @@
 
     python bench/scaling_host.py [--out bench/results/cpu/scaling]      # three minutes on two cores
 
-A policy's file and its check, answers on their way into one process and as text, an exchange of a small value between
-two processes, and the stages of a step by algorithm.
+A policy's file and its check; answers on their way into one process and as text; an exchange of a small value between
+two processes; the stages of a step by algorithm.
 """
 
 from __future__ import annotations

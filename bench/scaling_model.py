@@ -328,8 +328,8 @@ def best_split(c: Case, gpus: int, at: At = MIDDLE) -> Split:
 def period(s: Split, *, publish: float, collect: float, write: float = 0.0, lag: int = 1) -> float:
     """Seconds between two steps of divided GPUs, every policy drawing one batch.
 
-    A generator takes its next order when its answers have arrived; batch i + lag + 1 needs the policy after step i, so
-    that lag + 1 steps cover a policy's way out, its answers and their way back, and the step that learns from them.
+    A generator takes its next order when its answers have arrived; batch i + lag + 1 needs the policy after step i. So
+    lag + 1 steps cover a policy's way out, its answers and their way back, and the step that learns from them.
 
     publish: from the learner's step to generators that can draw; collect: their answers back; write: the learner's own
     part of publishing.

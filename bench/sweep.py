@@ -6,8 +6,8 @@
     python bench/sweep.py GRID.yaml --out DIR --jobs 2                # two seeds side by side, half the cores each
     python bench/sweep.py GRID.yaml --out DIR --summary               # only the table and the plot of what is there
 
-A grid file names the command (`train` or `demo`), flags that all runs share, the axes of the grid, the metrics whose
-curves are kept and the numbers that the table compares:
+A grid file names the command (`train` or `demo`), flags that all runs share, and the axes of the grid. It also names
+the metrics whose curves are kept and the numbers that the table compares:
 
     command: train
     flags: {config: examples/stories260k.yaml}

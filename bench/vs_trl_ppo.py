@@ -6,8 +6,8 @@
         # on a CPU without products of bf16, where a step of TRL's in bf16 takes minutes
     python bench/vs_trl_ppo.py --quick --skip-trl                       # a tiny model, without TRL, runs/vs_trl_ppo/
 
-TRL 1.12.0, the last release with PPO, excludes what this project tests against, so it lives in an environment of its
-own, with the same torch, transformers and peft (checked before anything is measured):
+TRL 1.12.0, the last release with PPO, excludes what this project tests against. So it lives in an environment of its
+own with the same torch, transformers and peft, which is checked before anything is measured:
 
     python -m venv /tmp/trl-env
     grep -v ^trl constraints.txt > /tmp/trl-constraints.txt

@@ -56,6 +56,33 @@ def test_a_docstring_begins_with_a_whole_sentence(room):
     assert fragments == []
 
 
+def long_sentences(text: str) -> list[str]:
+    """Sentences of more than 30 words in a docstring's prose; tables, code, equations and columns are left out."""
+    prose = [line for line in inspect.cleandoc(text).splitlines() if not re.search(r"\S {2,}\S|\||→|^    | = ", line)]
+    paragraphs = re.split(r"\n\s*\n|\n(?= *[*\d])", "\n".join(prose))
+    sentences = (s for p in paragraphs for s in re.split(r"(?<=[.:;!?])\s+", " ".join(p.split())))
+    return [s for s in sentences if len(s.split()) > 30]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_sentences_are_short(room):
+    """At most 30 words; a colon or a semicolon ends one, too."""
+    found = [
+        f"{path.relative_to(ROOT)}: {name}: {sentence}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name, text in docstrings(path.read_text(encoding="utf-8"))
+        for sentence in long_sentences(text)
+    ]
+    assert found == []
+
+
+def test_long_sentences_are_found():
+    words = " ".join(["word"] * 31)
+    assert long_sentences(f"Short one. {words}. Short again.") == [f"{words}."]
+    assert long_sentences(f"{' '.join(['word'] * 20)}: {' '.join(['word'] * 20)}.") == []
+    assert long_sentences(f"name   {words}") == []
+
+
 def test_fragments_are_found():
     source = '"""For people."""\nclass A:\n    """An A."""\n    def f(self):\n        """By name."""\n'
     assert [(name, text) for name, text in docstrings(source) if text.split()[0] in FRAGMENTS] == [

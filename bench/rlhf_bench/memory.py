@@ -3,8 +3,8 @@
 CUDA: `max_memory_allocated` of torch's allocator during the call, minus what was allocated before it.
 
 CPU: the resident memory of a process, so that memory which native code gets from malloc counts as well. A server
-process that has imported torch but never computed forks for every measurement. The child makes the inputs, calls the
-candidate once (so that compiled code, thread stacks and workspaces that stay are there already), gives free memory
+process that has imported torch but never computed forks for every measurement. The child makes the inputs and calls the
+candidate once, so that compiled code, thread stacks and workspaces that stay are there already. It gives free memory
 back to the system, resets its high-water mark (`/proc/self/clear_refs`, "5") and calls again:
 
     peak = VmHWM after − VmRSS before

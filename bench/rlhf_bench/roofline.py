@@ -2,7 +2,7 @@
 
     speed = flops / time,   intensity = flops / bytes,   ceiling = min(fastest product, bandwidth · intensity)
 
-flops are the floor's GEMMs (or the formulas' operations), bytes what has to move at least, so a kernel that computes or
+flops are the floor's GEMMs (or the formulas' operations), bytes what has to move at least. So a kernel that computes or
 moves more than that shows as slower, not as busier. Bandwidth counts the bytes that a large copy reads and writes.
 """
 

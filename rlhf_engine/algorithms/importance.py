@@ -1,7 +1,7 @@
 """Truncated importance weights: answers drawn by another engine than the one that trains, and how far the two differ.
 
-Two engines at the same weights do not compute the same probabilities. With t over the tokens of an answer, π_roll the
-distribution that an answer was drawn from, as the engine that drew it reports it, and π_old the training forward's
+Two engines at the same weights do not compute the same probabilities. Let t go over the tokens of an answer. π_roll is
+the distribution that the answer was drawn from, as the engine that drew it reports it. π_old is the training forward's
 before the update, both at the same weights:
 
     token_truncate:     w_t = min(π_old(t) / π_roll(t), C)

@@ -4,9 +4,9 @@ With A_t constants and π the policy that drew the answers, the gradient of
 
     L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t} | x_i, a_{i,<t})
 
-is an unbiased estimate of −∇ E_x E_{a∼π} [f(x, a)] wherever E[A_t | a_{≤t}] is the rest of f from t on less something
-that does not depend on a_t (Williams, "Simple statistical gradient-following algorithms", 1992). Sums run over a whole
-answer: dividing each by its own length weighs short answers more, and is the gradient of something else.
+is an unbiased estimate of −∇ E_x E_{a∼π} [f(x, a)]. The condition: E[A_t | a_{≤t}] is the rest of f from t on, less
+something that does not depend on a_t (Williams, "Simple statistical gradient-following algorithms", 1992). Sums run
+over a whole answer: dividing each by its own length weighs short answers more, and is the gradient of something else.
 
 The KL penalty of f = r − β Σ_t (log π_t − log π_ref,t) enters in one of three places:
 

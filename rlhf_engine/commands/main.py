@@ -1,7 +1,10 @@
 """The command line: `rlhf-engine demo | sft | reward | train | generate | report | plan | doctor | bench`.
 
-Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (one line on standard error says why), 130 stopped
-by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1.
+Exit codes:
+    0     done
+    1     the run failed
+    2     the request cannot be served; one line on standard error says why
+    130   stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Rows of a data source, each with its place for messages.
 
 A source is
-    a .json file (a list of objects), a .jsonl file (an object per line; so is a file of any other name), the same
-        compressed by gzip (.json.gz, .jsonl.gz), or a .parquet file
+    a .json file: a list of objects; or the same as .json.gz
+    a .jsonl file: an object per line; or the same as .jsonl.gz; a file of any other name is one, too
+    a .parquet file
     a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
     hub:owner/name or hub:owner/name:split, a dataset of the Hugging Face Hub; `train` where no split is named
 

@@ -1,7 +1,7 @@
 """Past policies: on a frozen base, a policy is the tensors of its adapter slot, a few megabytes.
 
-A snapshot is complete before anybody else can see it and never changes afterwards, so whoever reads one has a policy
-that was published as a whole, whatever the learner does meanwhile.
+A snapshot is complete before anybody else can see it and never changes afterwards. So a reader has a policy that was
+published as a whole, whatever the learner does meanwhile.
 """
 
 from __future__ import annotations

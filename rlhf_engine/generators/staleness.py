@@ -1,7 +1,7 @@
 """Which policy may draw the answers of which step.
 
 The policy after s steps is what the first s steps have made of the start. The answers of step t may be drawn as soon as
-`earliest(t)` steps are done, by the policy after so many, or with `newest` by that after any later step there is:
+`earliest(t)` steps are done, by the policy after so many. With `newest` the policy after any later step may draw them:
 
     every step its own      earliest(t) = t
     n batches per policy    earliest(t) = t − t mod n              ages 0, 1, …, n−1, 0, 1, …

@@ -1,8 +1,8 @@
 """A generator in a thread beside the learner, on the same base: one copy of the weights serves both.
 
 The threads share nothing that changes: the generator draws in a slot of its own, into which it copies published
-policies between two tokens, and the gate by which layers find their slot is a thread's own. On a GPU it has a stream of
-its own with the higher priority: its small kernels slip in between the learner's large ones.
+policies between two tokens. The gate by which layers find their slot is a thread's own. On a GPU it has a stream of its
+own with the higher priority: its small kernels slip in between the learner's large ones.
 """
 
 from __future__ import annotations

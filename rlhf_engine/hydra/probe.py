@@ -1,8 +1,8 @@
 """The probe at load: two packed sequences and a decoding step against each sequence alone in the model's own forward.
 
-For a row t with hidden state h_t alone (the model's own code, eager attention) and g_t through the engine, the error is
-|g_t − h_t| / |h_t|. What rounding may do is measured on the model itself: its own forward runs once more with every
-embedding moved by one unit in the last place. Allowed is
+Let row t have the hidden state h_t alone, by the model's own code with eager attention, and g_t through the engine. The
+error is |g_t − h_t| / |h_t|. What rounding may do is measured on the model itself: its own forward runs once more with
+every embedding moved by one unit in the last place. Allowed is
 
     8 · (median error of that second forward) + 2 · eps(dtype), 1e-4 to 1e-3 in 32 and 64 bits, 0.03 to 0.1 below,
 

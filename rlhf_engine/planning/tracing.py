@@ -1,8 +1,8 @@
 """What the engine's own code allocates, found by running it on tensors without data.
 
 Everything runs under `FakeTensorMode`: shapes, dtypes, views and autograd are real, memory is not. `Tracker` watches
-every op below autograd and keeps the sum of the storages that are alive, so that what autograd saves, what a backward
-pass adds and what is freed when come from the code itself. Three things are outside of a trace:
+every op below autograd and keeps the sum of the storages that are alive. What autograd saves, what a backward pass adds
+and what is freed when then come from the code itself. Three things are outside of a trace:
 
 * memory that a kernel takes inside one call: added by `workspace`;
 * numbers that the code reads from tensors: the tracker answers such that checks pass and indices are 0;

@@ -1,10 +1,10 @@
 """`decode_attention` in Triton: positions are cut into splits, whose sums meet in a second kernel. Same as `reference`.
 
-A program attends from one row and one cache head, with all query heads that share it, to one split of the positions,
-so that a key and a value are read once. Splits lie at fixed positions, whatever a row's length, and are joined in
-their order, so a row's bits do not depend on what it is batched with; nor on the table's width, as long as that holds
-no more than `MAX_SPLITS` splits of `SPLIT` positions (beyond, splits grow). Programs past a row's length, or before
-its window, end at once: the host knows no length. What no row uses is never read.
+A program attends from one row and one cache head to one split of the positions. It takes all query heads that share the
+cache head, so that a key and a value are read once. Splits lie at fixed positions, whatever a row's length, and are
+joined in their order, so a row's bits do not depend on what it is batched with; nor on the table's width, as long as
+that holds no more than `MAX_SPLITS` splits of `SPLIT` positions (beyond, splits grow). Programs past a row's length, or
+before its window, end at once: the host knows no length. What no row uses is never read.
 
 Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as two bf16,
 next to fp16 and fp32 as three TF32 products.

@@ -9,8 +9,8 @@ q and k, Mistral's window are options):
     hidden = norm(x)
 
 with every linear y = x Wᵀ + b, and for an adapted one of a row that has a slot y + scale_s (x A_sᵀ) B_sᵀ. The row's k
-and v become entry p % block of block `table[n, p // block]` of the layer's cache, and q attends to positions
-[max(0, p + 1 − window), p] of the row. Rotary angles are row p of cos and sin, whose halves turn the halves of a head.
+and v become entry p % block of block `table[n, p // block]` of the layer's cache. q attends to positions [max(0, p + 1
+− window), p] of the row. Rotary angles are row p of cos and sin, whose halves turn the halves of a head.
 
 Symbols: N rows, H hidden, V words, D features of a head, Hkv cache heads; table [N, max_blocks] int64; caches
 [blocks, block, Hkv, D] of any strides, the last one 1. What stands in caches and table where no row looks may be
@@ -22,7 +22,8 @@ dtypes: weights, norms, biases, angles, caches and hidden have one, float32 or b
 (reference); A and B may differ from it. Sums are fp32 (fp64 for fp64) and rounded where transformers' modules round:
 norms, linears (with bias, then with the adapter's part), rotary products, silu and the gated product, attention,
 residual sums. Deterministic: on the cpu backend the bits of a row do not depend on the other rows, their number, order
-or slots, on where its blocks lie or on the number of threads. Inference only. Backends: cpu, reference.
+or slots. Nor do they depend on where its blocks lie or on the number of threads. Inference only. Backends: cpu,
+reference.
 
 Weights and adapters are read where they lie at every call, so what an optimizer writes into them is seen. Calls of one
 `DecodeStep` from several threads take turns.

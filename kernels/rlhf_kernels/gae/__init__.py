@@ -2,7 +2,7 @@
 
 `gae` (Schulman et al., "High-dimensional continuous control using generalized advantage estimation", 2016).
 Masked positions are not part of the trajectory: t+ and t− are the next and the previous unmasked position of
-the row, V after the last one is `bootstrap` (0 if None), A after the last one is 0. At unmasked t
+the row. V after the last one is `bootstrap` (0 if None), and A after it is 0. At unmasked t
 
     δ_t = r_t + γ V_t+ − V_t        A_t = δ_t + γ λ A_t+        ret_t = A_t + V_t
 

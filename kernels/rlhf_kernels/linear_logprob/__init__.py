@@ -11,7 +11,7 @@ Dtypes    any float in; accumulation and outputs fp32 (fp64 if hidden or weight 
           input's dtype.
 Ahead     d_logprob/d_hidden of a row is known up to the incoming gradient once its lse is: with only hidden to
           be differentiated and only logprob and lse as functions of it, forward also makes
-          E_n = Σ_{v≠t} p_nv u_nv W_v (u = dz/dy) and backward is elementwise, with g, g' the gradients of logprob
+          E_n = Σ_{v≠t} p_nv u_nv W_v, u = dz/dy. Backward is then elementwise, with g, g' the gradients of logprob
           and lse: (g_n (1 − p_nt) + g'_n p_nt) u_nt W_t + (g'_n − g_n) E_n.
 Cost      GEMMs of N·H·V: forward alone 1; with the gradient ahead 2 in all; otherwise 1 and in the backward one to
           make the tile again plus one per trained factor. So differentiable entropy costs 3 instead of 2; name it

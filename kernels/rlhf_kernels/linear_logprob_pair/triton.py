@@ -1,14 +1,13 @@
 """`linear_logprob_pair` on Triton and cuBLAS: `linear_logprob.triton_sweep` with two sets of rows.
 
-Few rows: one kernel, each tile of W is loaded once and serves both sets, so a pair costs about what one call does.
-Many rows: two cuBLAS products per tile, with the shapes that `linear_logprob` uses, so that logprob_a, logprob_r and
-entropy are its very bits (one product of both sets stacked might run another cuBLAS kernel), and one kernel that folds
-both tiles.
-KL = Σ p (z_a − z_r) − (lse_a − lse_r), the first sum folded with the policy's running maximum; equal rows without lora
-give exactly 0. Ahead, D is Σ_{v≠t} p (z_a − z_r − centre) u W − (lse_a − lse_r + kl − centre) E, the centre being each
-row's mean difference in the first tile, so that little cancels.
-GEMMs of N·H·V: forward 2; ahead 3 or 4 in all; otherwise 4 with only logprob_a or entropy to be differentiated, 5 with
-kl. Deterministic and capturable like `linear_logprob`.
+Few rows: one kernel, each tile of W is loaded once and serves both sets, so a pair costs about what one call does. Many
+rows: two cuBLAS products per tile, with the shapes that `linear_logprob` uses, and one kernel that folds both tiles. So
+logprob_a, logprob_r and entropy are its very bits; one product of both sets stacked might run another cuBLAS kernel. KL
+= Σ p (z_a − z_r) − (lse_a − lse_r), the first sum folded with the policy's running maximum; equal rows without lora
+give exactly 0. Ahead, D is Σ_{v≠t} p (z_a − z_r − centre) u W − (lse_a − lse_r + kl − centre) E. The centre is
+each row's mean difference in the first tile, so that little cancels. GEMMs of N·H·V: forward 2; ahead 3 or 4 in all;
+otherwise 4 with only logprob_a or entropy to be differentiated, 5 with kl. Deterministic and capturable like
+`linear_logprob`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 One sweep where that is enough: with a frozen head and no entropy bonus, d_hidden is a row's coefficient times sums that
 the sweep makes anyway (E of `linear_logprob`), so it costs 2 products; masked and ignored rows enter neither. Otherwise
-the coefficients are known after the first sweep and a second one makes the gradients of those rows alone whose
-coefficients are not zero (masked, clipped and zero-advantage rows have none).
-A row's logprob has the very bits that `linear_logprob` gives it.
+the coefficients are known after the first sweep. A second one then makes the gradients of the rows whose coefficients
+are not zero: not masked, clipped or zero-advantage ones. A row's logprob has the very bits that `linear_logprob` gives
+it.
 """
 
 from __future__ import annotations

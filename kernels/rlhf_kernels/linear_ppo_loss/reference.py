@@ -1,10 +1,9 @@
 """`linear_ppo_loss` in plain torch: per row chunk one tile of logits, its loss and at once its gradient.
 
-A row's coefficient ∂loss/∂logprob is known as soon as its own tile is, so nothing is made again in the
-backward: 1 GEMM forward, 1 for d_hidden, 1 for a trained weight. Rows whose coefficients are all zero are
-left out of the gradient GEMMs (picking them reads a count from the device, so this path does not fit into a
-CUDA graph).
-Tiles have the shapes that `linear_logprob` gives them, so a log-prob made there gives a ratio of exactly 1.
+A row's coefficient ∂loss/∂logprob is known as soon as its own tile is, so nothing is made again in the backward: 1 GEMM
+forward, 1 for d_hidden, 1 for a trained weight. Rows whose coefficients are all zero are left out of the gradient
+GEMMs. Picking them reads a count from the device, so this path does not fit into a CUDA graph. Tiles have the shapes
+that `linear_logprob` gives them, so a log-prob made there gives a ratio of exactly 1.
 """
 
 from __future__ import annotations

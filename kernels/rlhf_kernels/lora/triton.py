@@ -6,8 +6,8 @@ With the symbols of the package docstring, s the scale, q = 1 / (1 − p), k the
     expand   y_n += s B h_n                   (h → y),   dx_n += q k_n ∘ (Aᵀ dh_n)  (dh → dx)
     columns  dB = s Σ_n dy_n h_nᵀ             (dy, h),   dA = q Σ_n dh_n (k_n ∘ x_n)ᵀ  (x, dh)
 
-Three kernels serve both sides of the adapter (SIDE 0: A, 1: B). W [D, R] below stands for A transposed or for B, D for
-K or M, R for the largest rank, padded to a power of two of at least 16.
+Three kernels serve both sides of the adapter (SIDE 0: A, 1: B). W [D, R] below stands for A transposed or for B, and D
+for K or M. R is the largest rank, padded to a power of two of at least 16.
 
 Sums over tiles have two stages and a fixed order, no atomics: equal inputs give equal bits. Shrink cuts D into splits
 whose sums the next kernel adds. A program of columns owns a tile of columns and a chunk of one slot's rows, keeps its

@@ -1,7 +1,7 @@
 """PPO policy and value losses in plain torch: the per-token maths, their derivatives, and the masked sums.
 
-The per-token functions take tensors of any equal shape, in the dtype they should compute in, and know nothing
-of masks or denominators, so every op that ends in a PPO loss can share them. Equations: package docstring.
+The per-token functions take tensors of any equal shape, in the dtype they should compute in. Masks and denominators
+come after them, so every op that ends in a PPO loss can share them. Equations: package docstring.
 """
 
 from __future__ import annotations

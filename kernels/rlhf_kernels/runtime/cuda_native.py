@@ -2,9 +2,9 @@
 
 The library has a plain C interface (addresses, sizes, strides, a stream; see csrc/cuda/launch.cuh), knows no torch and
 carries its CUDA runtime in it, so one build serves every Python and every torch. On a machine with a GPU and without a
-library, the first call of an op compiles one with nvcc into `$XDG_CACHE_HOME/rlhf-engine/cuda` (or ~/.cache/…), under a
-name that depends on the sources, nvcc's version and the flags. Several processes may do so at once: each compiles
-beside the cache and renames a whole file into it.
+library, the first call of an op compiles one with nvcc into `$XDG_CACHE_HOME/rlhf-engine/cuda` (or ~/.cache/…). Its
+name depends on the sources, nvcc's version and the flags. Several processes may do so at once: each compiles beside the
+cache and renames a whole file into it.
 
 `RLHF_ENGINE_CUDA_LIBRARY` names a library built elsewhere, from the same sources, by
 

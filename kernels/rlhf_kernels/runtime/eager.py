@@ -14,7 +14,7 @@ registers the op as `torch.library.custom_op(..., mutates_args=())` does (`opche
 a check of its tensors (`signature`). `_op(...)` calls
 
 * the registered op under torch.compile, make_fx, fake tensors, torch.func, forward-mode AD, tracing, any dispatch
-  or function mode, and for tensor subclasses, meta tensors and lazily negated or zero ones (`eager` decides);
+  or function mode; also for tensor subclasses, meta tensors and lazily negated or zero ones (`eager` decides);
 * the function itself otherwise, which checks nothing, beneath a plain `autograd.Function` if a gradient is wanted.
 
 Both run the same function, `setup` and `backward`, so their results have the same bits. `setup` and `backward` are
@@ -110,8 +110,8 @@ class EagerOp:
 def eager(*tensors: Tensor | None) -> bool:
     """True if all tensors are plain ones and nothing watches or transforms the calls made now.
 
-    False while compiling or tracing, in an active torch dispatch or torch function mode, under `torch.func` and
-    forward-mode AD, and for tensor subclasses, meta tensors and lazily negated or zero ones. None stands for an
+    False while compiling or tracing, in an active torch dispatch or torch function mode, and under `torch.func` and
+    forward-mode AD. False too for tensor subclasses, meta tensors and lazily negated or zero ones. None stands for an
     argument that was not given.
     """
     return not torch.compiler.is_compiling() and not _watched() and _plain(tensors)

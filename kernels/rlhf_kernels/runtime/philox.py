@@ -1,8 +1,8 @@
 """Philox4x32-10 in plain torch: random numbers that are a pure function of (seed, row, stream, column).
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call turns a 128-bit counter and a
-64-bit key into four 32-bit words. Every backend of `sample` and of LoRA dropout draws these very words, so that a
-token or a mask does not depend on batch composition, backend or on how often it is recomputed.
+64-bit key into four 32-bit words. Every backend of `sample` and of LoRA dropout draws these very words. So a token or a
+mask does not depend on batch composition, backend or on how often it is recomputed.
 
 Layout, for a matrix with one row per token: key = seed (low word, high word);
 counter = (column // 4, stream, row id low word, row id high word); word `column % 4` of the result is the draw.

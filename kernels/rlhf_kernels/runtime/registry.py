@@ -1,6 +1,6 @@
 """Which implementation of an op runs: `auto | cuda | triton | cpu | reference`.
 
-An implementation is a module (or any namespace) that offers the functions its op calls, plus optionally
+An implementation is a module (or any namespace) that offers the functions its op calls. It may also offer
 `unsupported(device_type, dtype) -> str | None`, the reason why it cannot serve such tensors.
 
 `auto` decides by op, device type and dtype, on a CPU also by instruction set and weight shape; never by the number of

@@ -1,7 +1,7 @@
 """Device functions of the Triton backends that end in a softmax over the vocabulary: every formula once.
 
 A tile is a block [R, C] of fp32 logits, out-of-range columns −inf. The statistics of a row are folded tile by tile
-into a state, relative to its running maximum m (from −inf) so that rows of any sign and size are safe:
+into a state. It is relative to the running maximum m (from −inf), so that rows of any sign and size are safe:
     s = Σ e^(z−m)    w = Σ e^(z−m) (z−m)    q = Σ e^(2(z−m))    total = Σ z    at_target = z_t
     first = the first column with z = m, as fp32 (exact: V ≤ 2²⁴)
 For a pair there are also m_r, s_r, at_target_r of the reference's row and x = Σ e^(z−m) (z − z_r).

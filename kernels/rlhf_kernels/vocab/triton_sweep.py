@@ -1,12 +1,12 @@
 """One or two sweeps over the rows of W: what the Triton backends of all linear_* ops are built from.
 
 Large N: a tile [rows, columns] of products by cuBLAS with fp32 results (bf16 and fp16 operands are never rounded
-again), then one kernel that reads it once: it turns products into logits, folds them into each row's running state
-and, if asked, writes e^(z−m) u so that a second cuBLAS product adds the tile's part of E = Σ_{v≠t} p u W. When a row's
-maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once.
-Small N (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per
-program and nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own,
-so a log-prob has the same bits whether a gradient is wanted or not.
+again), then one kernel that reads it once: it turns products into logits and folds them into each row's running state.
+Where E = Σ_{v≠t} p u W is needed, it writes e^(z−m) u, and a second cuBLAS product adds the tile's part. When a row's
+maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once. Small N
+(`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per program and
+nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own, so a
+log-prob has the same bits whether a gradient is wanted or not.
 
 Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
 sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in

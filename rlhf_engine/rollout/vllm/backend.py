@@ -1,9 +1,9 @@
 """Rollouts from a vLLM server that holds the same base: only the actor's adapter goes there, after every update.
 
-A version is written as a PEFT folder that both sides see, loaded under a name of its own, compared with the training
-forward on canary prompts, and only then drawn from; the versions before it are unloaded last. Names hold the version
-and a digest of weights and scale, because the server keeps keys and values of prompts by adapter name: a run that goes
-back to a checkpoint and makes another version 7 must not meet those of the first.
+A version is written as a PEFT folder that both sides see, and loaded under a name of its own. It is compared with the
+training forward on canary prompts, and only then drawn from; the versions before it are unloaded last. Names hold the
+version and a digest of weights and scale, because the server keeps keys and values of prompts by adapter name: a run
+that goes back to a checkpoint and makes another version 7 must not meet those of the first.
 
 One request per answer, each with its own seed. The server is a process of its own (`vllm serve`); nothing here imports
 vllm.

@@ -7,8 +7,8 @@ The protocol is that of `vllm serve` (its `entrypoints/openai`):
 * What a request leaves open is filled in from the model's `generation_config.json`, so every option is sent.
 * `prompt_logprobs` are of temperature 1 whatever the request's; log-probs of drawn tokens are of the distribution they
   were drawn from only where the server runs with `--logprobs-mode processed_logprobs`.
-* Ids that end an answer are part of it, texts are found in the tokens that completed them, and with `min_tokens` = m
-  the earliest end is token m + 1.
+* Ids that end an answer are part of it; texts are found in the tokens that completed them. With `min_tokens` = m the
+  earliest end is token m + 1.
 """
 
 from __future__ import annotations
