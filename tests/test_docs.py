@@ -42,6 +42,7 @@ NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
 GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials"))
+WORKED = GUIDES / "add-an-op.md"
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [
@@ -127,7 +128,8 @@ def model(tmp_path_factory) -> Path:
 SNIPPETS = [
     (f"{doc.parent.name}-{doc.stem}", i, code)
     for doc in DOCS
-    if doc.parent != TUTORIALS  # whose blocks run one after another, below
+    # blocks of a tutorial run one after another, below; those of the worked op in test_worked_op.py
+    if doc.parent != TUTORIALS and doc != WORKED
     for i, code in enumerate(blocks(doc, "python"))
 ]
 
