@@ -224,7 +224,7 @@ _HEADER = """# Architectures
 Every type of causal language model of transformers {version}, tried by `python bench/architectures.py` with random
 weights from a tiny config: served, or refused when it is loaded and why. A model that is served draws answers with the
 log-probs of scoring (within {agree:g} nats in fp32), computes in train mode what it computes in eval mode, and has a
-gradient in every adapter. How loading decides is said in `rlhf_engine/hydra/probe.py`.
+gradient in every adapter. How loading decides, and what to do about a refusal: [add a model](guides/add-a-model.md).
 
 Limits of what is served: with longrope a sequence may be as long as the original context, because beyond it the angles
 of all rows of a call depend on the longest one. Encoders are tried as decoders (`is_decoder=True`). Of a model of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import os
 import re
 import shlex
@@ -47,7 +49,7 @@ WORKED = GUIDES / "add-an-op.md"
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [
     CONCEPTS / "memory.md",
-    GUIDES / "kernels.md",
+    *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model")),
     *(ROOT / "docs" / f"{name}.md" for name in ("time", "vllm")),
 ]
 # pages of the site that are held to short lines and sentences; the others are older
@@ -306,6 +308,48 @@ def test_the_status_is_that_of_the_registry():
 
 def test_what_a_final_folder_holds_is_peft_s_format():
     assert (peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE) == ("adapter_config.json", "adapter_model.safetensors")
+
+
+QUOTING = (GUIDES / "add-a-model.md",)
+"""Pages that quote the program's messages: in headings and in first cells of tables, with … for what changes."""
+
+
+@functools.cache
+def texts_of_the_sources() -> tuple[str, ...]:
+    """Every string of the packages as a message has it, what an f-string fills in as …"""
+    found: set[str] = set()
+    for path in [*(ROOT / "rlhf_engine").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.add(" ".join("".join(map(str, parts)).split()))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(" ".join(node.value.split()))
+    return tuple(found)
+
+
+def is_said(message: str) -> bool:
+    """Whether one string of the sources has all parts of a message that do not change, in their order."""
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")))
+    return any(pattern.search(text) for text in texts_of_the_sources())
+
+
+def quoted(page: Path) -> list[str]:
+    """Messages that a page quotes; what has no spaces is a name."""
+    found = re.findall(r"^(?:### |\| )`([^`]+)`", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [message for message in found if " " in message]
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.stem)
+def test_quoted_messages_are_those_of_the_program(page):
+    messages = quoted(page)
+    assert len(messages) >= 25
+    assert [message for message in messages if not is_said(message)] == []
+
+
+def test_a_message_that_nothing_says_is_found():
+    assert is_said("attention keyword … is not served by rlhf-engine's attention")
+    assert not is_said("attention keyword … is not served by somebody's attention")
 
 
 # ---- form ------------------------------------------------------------------------------------------------------------
