@@ -57,7 +57,7 @@ PLAIN = [
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("index", "install", "quickstart", "benchmarks", "status", "cpus", "time", "vllm")
+        for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "cpus", "time", "vllm")
     ),
 ]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
@@ -310,7 +310,7 @@ def test_what_a_final_folder_holds_is_peft_s_format():
     assert (peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE) == ("adapter_config.json", "adapter_model.safetensors")
 
 
-QUOTING = (GUIDES / "add-a-model.md",)
+QUOTING = (GUIDES / "add-a-model.md", ROOT / "docs" / "faq.md")
 """Pages that quote the program's messages: in headings and in first cells of tables, with … for what changes."""
 
 
