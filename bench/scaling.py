@@ -84,7 +84,7 @@ def splits() -> str:
         "model, answers, algorithm",
         "GPUs",
         "in turn: draw + learn = step, s",
-        "FLOPs used drawing, %",
+        "share of FLOP/s used while drawing, %",
         "beside: at most ×",
         "divided: draw + learn",
         "g, t, s",
@@ -136,11 +136,14 @@ def limits() -> str:
 
     lines: list[tuple[str, Callable[[Case], str]]] = [
         ("step, divided at its best", lambda c: seconds(*(best_split(c, 256, at).step for at in ENDS))),
-        ("the same with both ways by Ray, at a lag of one; of two", lambda c: f"{_paced(c, 1)}; {_paced(c, 2)}"),
+        (
+            "the same with policies and answers by Ray, at a lag of one; of two",
+            lambda c: f"{_paced(c, 1)}; {_paced(c, 2)}",
+        ),
         ("one learner: learning", lambda c: seconds(*(split(c, 255, 1, at).t for at in ENDS))),
         ("one learner: answers in by Ray, unpacked and joined", lambda c: seconds(*_collected(c))),
-        ("one learner: answers to text, one process", lambda c: seconds(_answer_seconds("decode", c))),
-        ("one learner: a policy's file, by Ray to 31 machines, its check", lambda c: seconds(*_published(c))),
+        ("one learner: text of all answers, one process", lambda c: seconds(_answer_seconds("decode", c))),
+        ("one learner: a policy's file, its way by Ray to 31 machines, its check", lambda c: seconds(*_published(c))),
         (
             "256 ranks: per-token numbers gathered on each",
             lambda c: seconds(*(all_gather(256, gathered.of(*c.work), at) for at in ENDS)),

@@ -161,8 +161,8 @@ def answers() -> str:
     head = ("per step", "bytes per answer + prompt token + answer token", str(SMALL), str(LARGE))
     kinds = {
         "prompts to generators": pieces.item_bytes(),
-        "answers and what frozen lanes say of them to the learner": pieces.answer_bytes(),
-        "data-parallel: gathered on every rank, PPO (GRPO: 4 less)": pieces.gathered_bytes(critic=True),
+        "answers with log-probs and rewards of frozen lanes, to the learner": pieces.answer_bytes(),
+        "gathered on every rank of a data-parallel run, PPO (GRPO: 4 less)": pieces.gathered_bytes(critic=True),
     }
     lines = []
     for what, per in kinds.items():

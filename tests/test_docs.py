@@ -57,7 +57,19 @@ PLAIN = [
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "cpus", "time", "vllm")
+        for name in (
+            "index",
+            "install",
+            "quickstart",
+            "faq",
+            "benchmarks",
+            "status",
+            "cpus",
+            "time",
+            "trl",
+            "scaling",
+            "vllm",
+        )
     ),
 ]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
