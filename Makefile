@@ -73,6 +73,7 @@ lint: $(INSTALLED)
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+	$(TEST) tests/test_docstrings.py tests/test_docs.py -k "docstrings or plain"  # the language of code and pages
 
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \

@@ -124,7 +124,7 @@ class Grid:
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """--name value …"""
+    """Flags of some options: `--name value …`."""
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 

@@ -237,6 +237,8 @@ def targets(setting: Setting, found: dict[str, dict[str, float]], *, bf16_produc
     """What the project wants of this comparison, and what came; none for other work or arms that were not measured.
 
     Args:
+        setting: the work that was measured.
+        found: arm → metric → value.
         bf16_products: whether the CPU multiplies bf16; elsewhere bf16 is there to save memory at the speed of fp32.
     """
     if dataclasses.replace(setting, steps=Setting.steps, seed=Setting.seed) != Setting():

@@ -116,8 +116,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 def encode_completion(
     tokenizer: PreTrainedTokenizerBase, completion: str, end_ids: Sequence[int] | None = None
 ) -> list[int]:
-    """Token ids of a whole answer. Where its text does not end with one of end_ids, it ends with the end-of-sequence
-    token, which alone is meant where end_ids are not given."""
+    """Token ids of a whole answer.
+
+    Where its text does not end with one of `end_ids`, the end-of-sequence token ends it. None stands for that token.
+    """
     ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     assert tokenizer.eos_token_id is not None
     ends = (int(tokenizer.eos_token_id),) if end_ids is None else end_ids

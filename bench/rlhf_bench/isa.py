@@ -47,6 +47,7 @@ def run_held(isa: str, argv: Sequence[str], *, program: Sequence[str] = ("-m", "
     """Run a command of `rlhf-engine` in a process held to a set; its exit code.
 
     Args:
+        isa: name of the set.
         argv: the command's arguments.
         program: what the interpreter runs instead, a script of bench/, say.
 

@@ -17,7 +17,7 @@ class Loss(Protocol):
 
     @property
     def loss(self) -> torch.Tensor:
-        """0-d"""
+        """The loss, 0-d."""
         ...
 
 

@@ -77,6 +77,7 @@ def run_trainer(
 
     Args:
         name: of the command.
+        trainer: a run that has been made ready.
         results: what was written and where, once the run is done: label → place.
         title: of the progress.
         shown: metric → label, in place of the usual ones.

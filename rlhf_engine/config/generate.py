@@ -90,7 +90,7 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
 
     @property
     def prompt_source(self) -> tuple[str, str]:
-        """(the option that names the prompts, what messages call them)"""
+        """The option that names the prompts, and what messages call them."""
         given = {"prompt_file": self.prompt_file, "dataset_name": self.dataset_name, "prompt": "prompt"}
         return next((name, value) for name, value in given.items() if value is not None)
 

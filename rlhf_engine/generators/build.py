@@ -41,10 +41,13 @@ def make_source(
     world: World = ALONE,
     connect: Connect | None = None,
 ) -> Source:
-    """past: what a checkpoint holds; step, policy_version: where the run is; reward: whether a reward role scores;
-    world: ranks that draw a share each.
+    """Make the source of a run's answers.
 
-    connect: for async_mode 'ray'. Raises ConfigError where it is missing.
+    Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
+    reward role scores, and each rank of `world` draws a share. `connect` serves async_mode 'ray'.
+
+    Raises:
+        ConfigError: 'ray' without `connect`.
     """
     if not config.is_async:
         return OwnPolicy(rollouts, prompts, world)

@@ -37,10 +37,10 @@ class GeneratorThread:
         beat: Callable[[], float] = lambda: 0.0,
         threads: int | None = None,
     ) -> None:
-        """draw: answers of a work item; it ends with StoppedError soon after `stop` is set. beat: when it was last at
-        work.
+        """Make a generator; its thread starts with the first work item.
 
-        threads: of this process's CPU threads, those that the generator takes from the learner.
+        `draw` answers a work item and ends with StoppedError soon after `stop` is set. `beat` says when it was last at
+        work. `threads` is how many of this process's CPU threads the generator takes from the learner.
         """
         self._learner_threads = torch.get_num_threads() if threads is not None else None
         if threads is not None:

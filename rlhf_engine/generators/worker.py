@@ -35,7 +35,9 @@ class Worker:
         """Take a model and the policies that may draw.
 
         Args:
-            model, store, options: what draws, by which policies, and how.
+            model: the model that draws.
+            store: the policies that may draw.
+            options: of the rollout engine; None for its defaults.
             in_flight: whether answers that are being written go on with each newer policy.
             score: scores the answers that are learned from by frozen roles.
             hurry: whether `score` is left to the learner, who waits. Called when answers are drawn.

@@ -121,8 +121,10 @@ class Backbone(nn.Module):
         return other
 
     def train(self, mode: bool = True) -> Backbone:
-        """Train mode for what looks at it to checkpoint gradients, and eval mode for all other modules of the base:
-        routers, clips and noise of an architecture compute what they compute in a rollout."""
+        """Set train mode where it decides on gradient checkpointing, and eval mode in all other modules of the base.
+
+        So routers, clips and noise of an architecture compute what they compute in a rollout.
+        """
         super().train(mode)
         for module in self.model.modules():
             if not hasattr(module, "gradient_checkpointing"):

@@ -49,6 +49,9 @@ def save_slot(
     """Write a slot as a PEFT LoRA folder, with a record of its base.
 
     Args:
+        backbone: the backbone that has the slot.
+        name: of the slot.
+        folder: the folder to write; it need not exist.
         base_name: name or path of the base for PEFT's config.
         score: weight [1, H] of a reward head. The folder is then one of a sequence classifier (PEFT's SEQ_CLS, with
             `score` under `modules_to_save`).

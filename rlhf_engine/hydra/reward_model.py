@@ -204,7 +204,7 @@ def save_classifier(
 
 
 def _score_weight(head: ScalarHead) -> torch.Tensor:
-    """[1, H]"""
+    """Weight of a score, [1, H]."""
     if head.bias.any():
         raise ValueError(f"head: expected a bias of 0, which a sequence classifier has not, got {float(head.bias):g}")
     return head.weight

@@ -18,8 +18,11 @@ from transformers import PreTrainedConfig
 
 @contextlib.contextmanager
 def undone_on_error(*models: nn.Module) -> Iterator[None]:
-    """Put every module of the models back as it was if the block raises: class, attributes, hooks, children, training
-    mode, and which parameters have gradients. Numbers in parameters and buffers are not looked after."""
+    """Put every module of the models back as it was if the block raises.
+
+    That is its class, attributes, hooks, children, training mode, and which parameters have gradients. Numbers in
+    parameters and buffers are not looked after.
+    """
     modules = {id(module): (module, type(module), _state(module)) for model in models for module in model.modules()}
     gradients = [(p, p.requires_grad) for model in models for p in model.parameters()]
     done = False

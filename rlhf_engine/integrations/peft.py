@@ -223,7 +223,7 @@ class _FusedLayer(nn.Module):
         return y
 
     def _lora(self: Any, x: torch.Tensor, names: list[str], segments: Segments) -> tuple[Any, ...]:
-        """(A, B, scales, segments, dropout)"""
+        """A, B, scales, segments and dropout of a call."""
         for name in names:
             reason = _refused_adapter(self, name)
             if reason is not None:  # an adapter that has come since

@@ -77,7 +77,8 @@ class Scoring:
         """The answers of a rollout that can be learned from, scored.
 
         Args:
-            rollout, prompts: the answers of this rank.
+            rollout: the answers of this rank.
+            prompts: their prompts.
             config: options of the step.
             policy_version: of the present policy.
             is_reference: whether the policy has not been updated yet and started as the reference, so that their
@@ -277,8 +278,10 @@ def _make(
 
 
 def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
-    """Which drawn answers to learn from, counted among the drawn: those with a score, whose greedy answer has one too,
-    and whose prompt has at least so many of them."""
+    """Places of the answers to learn from, among the drawn ones.
+
+    They have a score, their greedy answer has one too, and their prompt has at least `least` of them.
+    """
     answers = list(zip(prompts.groups, prompts.greedy, totals, strict=True))
     spoiled = {group for group, greedy, total in answers if greedy and total is None}
     drawn = [(group, total) for group, greedy, total in answers if not greedy]

@@ -129,7 +129,8 @@ class Ranks:
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     """Add up the gradients of a minibatch's shares.
 
-    A parameter without a gradient on any rank stays without one, as in one process."""
+    A parameter without a gradient on any rank stays without one, as in one process.
+    """
     if world.size == 1:
         return
     held = world.gather([p.grad is not None for p in parameters])

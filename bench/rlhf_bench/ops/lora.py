@@ -39,7 +39,7 @@ class LoraShape:
 
     @property
     def name(self) -> str:
-        """ "mixed/1024x1024x4096_r16" """
+        """Name of the case, such as `mixed/1024x1024x4096_r16`."""
         kind = ("mixed" if self.mixed else "single") if self.slots <= 2 else f"slots{self.slots}"
         kind = kind if self.backward else f"decode_{kind}"
         return f"{kind}/{self.N}x{self.K}x{self.M}_r{self.r}"

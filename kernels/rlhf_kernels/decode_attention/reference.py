@@ -1,5 +1,6 @@
-"""Paged decode attention in plain torch. Equations and symbols: see the package docstring; S cache positions,
-G = Hq / Hkv query heads per cache head.
+"""Paged decode attention in plain torch.
+
+Equations and symbols: see the package docstring; S cache positions, G = Hq / Hkv query heads per cache head.
 
 Unused cache positions may hold NaN. A masked score becomes −inf whatever it was, but its weight 0 times a NaN
 value would still be NaN, so values are cleaned too. That is a copy, which `_attend_packed` avoids.

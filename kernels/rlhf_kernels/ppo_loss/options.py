@@ -59,6 +59,12 @@ class PpoOptions(NamedTuple):
         """The options as floats.
 
         Args:
+            clip_low: at least 0.
+            clip_high: at least 0.
+            dual_clip: None or above 1.
+            kl: one of `KL_ESTIMATORS`.
+            kl_coef: finite.
+            entropy_coef: finite.
             sources: `ref_logprob`, and `entropy` where it is an argument: a coefficient that is not 0 needs its own.
 
         Raises:

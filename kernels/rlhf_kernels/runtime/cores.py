@@ -118,7 +118,9 @@ def _folders(root: Path, mounts: list[str], path: str, kind: str) -> Iterator[Pa
     """Folders of a cgroup and of all that it lies in, as far as they are mounted.
 
     Args:
+        root: folder that stands for / of the file system.
         mounts: lines of mountinfo: id, parent, device, root, mount point, options …, "-", type, source, options.
+        path: the cgroup, as /proc/self/cgroup names it.
         kind: "cgroup2", or "cgroup" for the hierarchy of version 1 with the controller of CPUs.
     """
     for line in mounts:

@@ -50,6 +50,7 @@ def custom_op(
     """Decorator: register a function as a functional custom op `namespace::name`.
 
     Args:
+        name: `namespace::name`.
         tensors: what the registered op checks, see `signature`.
         also: called with all arguments after that check, to raise where more is wrong.
     """

@@ -39,10 +39,13 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 @contextlib.contextmanager
 def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
-    """What `RlTrainer` takes as `connect`. Starts Ray, or joins a cluster, and leaves it at the end; uses one that this
-    process has joined already as it is.
+    """Make what `RlTrainer` takes as `connect`.
 
-    Raises ConfigError where Ray is not installed or cannot be reached, or has no room for the generators.
+    Ray is started, or a cluster is joined and left at the end. One that this process has joined already is used as it
+    is.
+
+    Raises:
+        ConfigError: Ray is not installed, cannot be reached, or has no room for the generators.
     """
     ray = _import_ray()
     device = resolve_device(config.device)

@@ -398,7 +398,7 @@ class HydraTrainer(GRPOTrainer):
     def _score_hidden(
         self, ids: list[list[int]], inputs: Any, prompts: Any, completions: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(total [N], whether there is one [N])"""
+        """Total rewards [N], and whether there is one [N]."""
         shown = self._shown(ids, talks=not isinstance(completions[0], str))
         answers, self._scores = self._score(ids, [REWARD_ROLE] if self._uses_reward_model else [])
         # what reward functions tell of answers that TRL knows nothing of would stand beside others in its tables

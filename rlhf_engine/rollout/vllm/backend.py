@@ -124,8 +124,13 @@ class VllmRollouts:
         folder: Path,
         server_folder: str | None = None,
     ) -> None:
-        """run: what adapters are called, of one run alone. folder: where they are written; server_folder: the same one
-        as the server sees it, None: by the same path. Raises ConfigError for an actor that vLLM cannot serve.
+        """Make a backend of one run.
+
+        `run` names its adapters, which are written into `folder`. `server_folder` is the same folder as the server sees
+        it; None stands for the same path.
+
+        Raises:
+            ConfigError: an actor that vLLM cannot serve.
         """
         require_servable(model)
         self.model, self.client, self.base, self.canary = model, client, base, canary

@@ -79,8 +79,11 @@ class Transport:
     """Requests to one server; may be used by several threads."""
 
     def __init__(self, base_url: str, *, timeout: float) -> None:
-        """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which an answer has to be there,
-        whole, attempts that failed included.
+        """Make a client of a server; nothing is sent yet.
+
+        Args:
+            base_url: http(s)://host:port, with or without /v1.
+            timeout: seconds within which a whole answer has to be there, attempts that failed included.
         """
         parts = urlsplit(base_url)
         try:

@@ -109,7 +109,7 @@ def _label(row: Row) -> bool | None:
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:
-    """(rows with label true, rows with label false)"""
+    """Numbers of rows with label true and with label false."""
     positives = sum(bool(e.label) for e in examples)
     return positives, len(examples) - positives
 
