@@ -19,7 +19,7 @@ NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 
-.PHONY: demo test test-long bench lint docs gpu gpu-library clean
+.PHONY: demo unit test test-long bench lint docs gpu gpu-library clean
 
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
@@ -41,6 +41,10 @@ ifeq ($(ARGS),)
 else
 	$(TEST) -m "not long and not gpu" $(ARGS)
 endif
+
+# What one process can say in under four minutes on two cores: to run between edits.
+unit: $(INSTALLED)
+	$(TEST) -m unit $(SPREAD) $(ARGS)
 
 # the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
 test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(VERSIONS:%=.venv/%/.installed)

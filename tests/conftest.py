@@ -6,7 +6,9 @@ What takes seconds to import is imported where it is used: tests of the kernels 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +90,17 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
         return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
 
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
+
+
+UNIT_ROOMS = ("algorithms", "config", "data", "hydra", "kernels", "policy", "rollout", "runs", "scoring")
+OTHER_PROCESSES = re.compile(r"subprocess|multiprocessing|native_build|cuda_on_host|run_python|torch\.compile")
+
+
+@functools.cache
+def is_unit(path: Path) -> bool:
+    """Whether a file of tests runs in this process alone, without compilers, and in a room that trains nothing."""
+    room = path.relative_to(Path(__file__).parent).parts[0]
+    return room in UNIT_ROOMS and not OTHER_PROCESSES.search(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -189,13 +202,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(OneOfEach())
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A plain `pytest` on a machine without a GPU skips what needs one, and says so."""
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(skip)
+    """Mark the tests of `make unit`, and skip what needs a GPU on a machine without one, saying so."""
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(skip)
+        if is_unit(item.path) and not any(item.get_closest_marker(name) for name in ("long", "gpu", "alone")):
+            item.add_marker(pytest.mark.unit)
 
 
 @pytest.fixture
