@@ -44,7 +44,13 @@ class World:
             # tensors of each kind of device by their own backend; small values always go through the host
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        state = PartialState(cpu=device == "cpu")
+        # without a GPU it would take this process for one that is alone, unless the CPU is named
+        state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+        if state.num_processes != dist.get_world_size():
+            raise RankError(
+                f"expected {dist.get_world_size()} processes, as torch.distributed has them, got {state.num_processes} "
+                "from accelerate"
+            )
         found = state.device if state.device.type != "cpu" else torch.device("cpu")  # not cpu:1
         return cls(rank=state.process_index, size=state.num_processes, device=found)
 

@@ -149,7 +149,8 @@ def main(folder: Path) -> None:
         world_size=size,
         timeout=timedelta(seconds=plan["timeout"]),
     )
-    world = World.from_environment("cpu", timeout=plan["timeout"])
+    # "auto", the default, is the CPU where there is no GPU
+    world = World.from_environment("cpu" if torch.cuda.is_available() else "auto", timeout=plan["timeout"])
     assert (world.rank, world.size, world.device) == (rank, size, torch.device("cpu"))
     with drawn_once():
         for job in plan["jobs"]:
