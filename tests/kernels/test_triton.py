@@ -3,6 +3,7 @@
 A process either interprets kernels or compiles them, so each of these tests starts a process of its own.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -48,9 +49,15 @@ def compiled(path: Path, *options: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def most_spills() -> int:
+    """Bytes per thread that a kernel may spill; why is in decisions/2026-11-25-spills-under-triton-3-9.md."""
+    major, minor = map(int, importlib.metadata.version("triton").split(".")[:2])
+    return 0 if (major, minor) < (3, 8) else 48
+
+
 def assert_no_spills(found: list[dict]) -> None:
     spills = {f"{r['op']}.{r['kernel']} ({r['case']})": r["spills"] for r in found if r["arch"] == 90}
-    assert not {name: n for name, n in spills.items() if n}
+    assert not {name: n for name, n in spills.items() if n > most_spills()}
 
 
 def expected(first: bool) -> int:
