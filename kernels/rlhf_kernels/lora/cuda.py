@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import row_slots_of, slots_of
 from rlhf_kernels.runtime import autocast, cuda_support
+from rlhf_kernels.runtime.registry import BackendUnavailableError
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ADAPTERS = (torch.float32, torch.bfloat16)
@@ -70,7 +71,7 @@ def delta_(
     """y [N, M] += s_i B_i A_i x for the slot i of each row; row_slot [N] int32 or int64, negative or ≥ slots: off."""
     reason = refusal(x, A, B)
     if reason is not None:
-        raise ValueError(f"backend='cuda' cannot serve this decode: {reason}")
+        raise BackendUnavailableError(f"backend='cuda' cannot serve this decode: {reason}")
     if y.stride(1) != 1 and y.shape[1] > 1:
         raise ValueError(f"y: expected neighbouring features (stride 1), got strides {y.stride()}")
     if x.stride(1) != 1:

@@ -53,8 +53,7 @@ def decode_delta_(
         TypeError: an adapter is not floating.
         ValueError: a shape, dtype, device or number of entries does not fit, or backend is unknown.
         ValueError: a tensor requires grad while gradients are enabled.
-        ValueError: the named `cuda` kernel takes no such rows or adapters.
-        BackendUnavailableError: the named backend cannot serve the call.
+        BackendUnavailableError: the named backend cannot serve the call, such rows or such adapters.
     """
     for name, rows in (("x", x), ("y", y)):
         if rows.dim() != 2 or not rows.is_floating_point():
