@@ -137,7 +137,7 @@ def main() -> None:
     for op in OPS:
         for dtype in (torch.float32, torch.bfloat16):
             for case in load_cases(op, "tiny", DEVICE, dtype):
-                for backend in set.intersection(*(set(backends(kernel)) for kernel in case.kernels)):
+                for backend in sorted(set.intersection(*(set(backends(kernel)) for kernel in case.kernels))):
                     what = f"{op} {case.name} {str(dtype).removeprefix('torch.')} {backend}"
                     try:
                         case.run(case.make(torch.device(DEVICE)), backend)

@@ -92,8 +92,9 @@ def random_batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (4, 2), (1, 7),
     return PackedBatch.from_lists([draw(p) for p, _ in lengths], [draw(c) for _, c in lengths])
 
 
+NOT_UNIT = ("long", "gpu", "alone")
 UNIT_ROOMS = ("algorithms", "config", "data", "hydra", "kernels", "policy", "rollout", "runs", "scoring")
-OTHER_PROCESSES = re.compile(r"subprocess|multiprocessing|native_build|cuda_on_host|run_python|torch\.compile")
+OTHER_PROCESSES = re.compile(r"subprocess|multiprocessing|native_build|torch\.compile")
 
 
 @functools.cache
@@ -209,7 +210,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(skip)
-        if is_unit(item.path) and not any(item.get_closest_marker(name) for name in ("long", "gpu", "alone")):
+        # the fixture `device` compiles CUDA sources for the host
+        slow = "device" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, NOT_UNIT))
+        if is_unit(item.path) and not slow:
             item.add_marker(pytest.mark.unit)
 
 

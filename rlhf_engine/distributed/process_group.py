@@ -46,13 +46,8 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         # without a GPU it would take this process for one that is alone, unless the CPU is named
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
-        if state.num_processes != dist.get_world_size():
-            raise RankError(
-                f"expected {dist.get_world_size()} processes, as torch.distributed has them, got {state.num_processes} "
-                "from accelerate"
-            )
         found = state.device if state.device.type != "cpu" else torch.device("cpu")  # not cpu:1
-        return cls(rank=state.process_index, size=state.num_processes, device=found)
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=found)
 
     @property
     def is_main(self) -> bool:

@@ -488,10 +488,7 @@ class HydraModel(nn.Module):
             },
             scalar_heads={n: self._scalar_head(n) for n in used if self.roles[n].head != LM_HEAD},
         )
-        results = []
-        for output in outputs:  # a loop, so that a gradient's call stack has one frame less
-            results.append(output.compute(states_by_role))
-        return tuple(results)
+        return tuple(output.compute(states_by_role) for output in outputs)
 
     @torch.no_grad()
     def score(

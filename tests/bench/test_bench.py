@@ -61,6 +61,10 @@ def toy(*baselines: Baseline) -> Case:
     )
 
 
+WITH_PRODUCTS = ("linear_logprob", "linear_logprob_pair", "gather_logprob", "linear_ppo_loss", "linear")
+"""Ops whose cases are also looked at in bfloat16."""
+
+
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +72,7 @@ def toy(*baselines: Baseline) -> Case:
     ("op", "dtype"),
     [
         *((op, torch.float32) for op in OPS),
-        *(pytest.param(op, torch.bfloat16, marks=pytest.mark.long) for op in OPS if op.startswith("linear")),
+        *(pytest.param(op, torch.bfloat16, marks=pytest.mark.long) for op in WITH_PRODUCTS),
     ],
     ids=str,
 )

@@ -4,11 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
-#include <memory>
-#include <stdexcept>
 #include <vector>
 
 #include "cpu/gae.h"

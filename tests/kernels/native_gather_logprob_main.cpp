@@ -2,12 +2,8 @@
 // exactly its size, so one element too far ends the process. Results are compared with the definition, in double.
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <memory>
-#include <stdexcept>
 #include <vector>
 
 #include "cpu/gather_logprob.h"

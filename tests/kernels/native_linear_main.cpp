@@ -4,11 +4,8 @@
 // Inputs of the first part are multiples of 1/128, so every sum is exact in float, in any order. The result is then known
 // to the last bit: the sum, rounded once. Inputs of the second part are any, and bits are compared between calls.
 
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 
 #include "common/half.h"

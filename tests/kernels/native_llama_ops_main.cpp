@@ -2,11 +2,7 @@
 // size, so one element too far ends the process. Results are compared with the definition, in double.
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <stdexcept>
 
 #include "cpu/llama_ops.h"
 #include "native_driver.h"

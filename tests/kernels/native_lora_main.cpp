@@ -3,8 +3,6 @@
 // around the inputs in test_lora_native.py is for them). Results are compared with the definition, in double.
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>

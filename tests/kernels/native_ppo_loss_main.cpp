@@ -2,13 +2,9 @@
 // its size, so one element too far ends the process. Results are compared with the definition. Dead elements hold NaN.
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <stdexcept>
-#include <string>
 
 #include "cpu/ppo_loss.h"
 #include "native_driver.h"
