@@ -60,7 +60,7 @@ endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 
 gpu:
-	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu_lanes.py $(ARGS)
+	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu/lanes.py $(ARGS)
 
 # needs nvcc and no GPU: RLHF_ENGINE_CUDA_LIBRARY names what it prints, on a machine with a GPU and without nvcc
 gpu-library: $(INSTALLED)

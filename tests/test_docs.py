@@ -85,10 +85,10 @@ CONFIGS: dict[str, type[Options]] = {
 }
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
-# bench/doc_tables.py fills these; tests/bench/test_bench.py compares
+# bench/tables/doc_tables.py fills these; tests/bench/test_bench.py compares
 for page in GUIDES.glob("*.md"):
     TO_BE_FILLED |= set(re.findall(r"<!-- (/?table(?:: \S+)?) -->", page.read_text(encoding="utf-8")))
-# bench/scaling.py fills these; tests/bench/test_scaling.py compares
+# bench/scaling/page.py fills these; tests/bench/test_scaling.py compares
 TO_BE_FILLED |= set(
     re.findall(r"<!-- (/?scaling-[a-z]+) -->", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"))
 )

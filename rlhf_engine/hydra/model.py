@@ -692,7 +692,7 @@ def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig
 
 
 def default_token_budget(device: torch.device, hidden_size: int) -> int:
-    """Most tokens of all lanes in one backbone forward, where nothing else is asked for; measured by bench/lanes.py."""
+    """Most tokens of all lanes in one backbone forward by default, as bench/studies/lanes.py measured."""
     return _CUDA_TOKEN_BUDGET if device.type == "cuda" else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
 
 

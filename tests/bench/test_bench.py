@@ -422,8 +422,9 @@ def test_a_plot_needs_records(tmp_path):
 
 
 def load_script(name: str) -> ModuleType:
-    """A script of bench/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "bench" / f"{name}.py")
+    """A script of bench/, such as "studies/busy", as a module."""
+    path = Path(__file__).parents[2] / "bench" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -432,7 +433,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def test_the_pages_have_the_recorded_measurements(tmp_path: Path) -> None:
-    script = load_script("doc_tables")
+    script = load_script("tables/doc_tables")
     assert script.main(["--check"]) == 0
     records = [json.loads(line) for line in script.RESULTS.read_text(encoding="utf-8").splitlines()]
     changed = next(record for record in records if record["backend"] == "cpu")
@@ -444,7 +445,7 @@ def test_the_pages_have_the_recorded_measurements(tmp_path: Path) -> None:
 
 
 def test_the_pages_quote_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("doc_tables")
+    script = load_script("tables/doc_tables")
     assert sum(len(script.QUOTED.findall(page.read_text(encoding="utf-8"))) for page in script.QUOTING) >= 4
     monkeypatch.setattr(script, "ROOT", tmp_path)
     (tmp_path / "a.md").write_text("# A\n\n| x |\n|---|\n| 1 |\n\ntext\n\n| y |\n", encoding="utf-8")
@@ -456,9 +457,33 @@ def test_the_pages_quote_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: p
 
 
 def test_a_table_needs_its_marks() -> None:
-    script = load_script("doc_tables")
+    script = load_script("tables/doc_tables")
     assert script.with_table("a\n<!-- bench-table -->\nold\n<!-- /bench-table -->\nb", "new\n") == (
         "a\n<!-- bench-table -->\nnew\n<!-- /bench-table -->\nb"
     )
     with pytest.raises(ValueError, match="expected the marks"):
         script.with_table("a\n<!-- bench-table -->\nb", "new\n")
+
+
+def test_every_script_starts(tmp_path: Path) -> None:
+    """Each imports what it needs, under the names that these have today, and describes itself."""
+    bench = Path(__file__).parents[2] / "bench"
+    scripts = [path for folder in ("gpu", "scaling", "studies", "tables") for path in (bench / folder).glob("*.py")]
+    assert len(scripts) > 25
+    code = """
+import contextlib, io, os, runpy, sys
+for script in sys.argv[1:]:
+    sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(script)
+    shown, began = io.StringIO(), set(sys.modules)
+    try:
+        with contextlib.redirect_stdout(shown):
+            runpy.run_path(script, run_name="__main__" if "ArgumentParser" in open(script).read() else "imported")
+    except SystemExit as end:
+        assert not end.code and "usage:" in shown.getvalue(), script
+    for name in set(sys.modules) - began:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(sys.path[0]):
+            del sys.modules[name]  # the folders have modules of the same name
+"""
+    command = [sys.executable, "-c", code, *map(str, sorted(scripts))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "bench" / "gpu_lanes.py"
+SCRIPT = ROOT / "bench" / "gpu" / "lanes.py"
 
 spec = importlib.util.spec_from_file_location("gpu_lanes", SCRIPT)
 gpu_lanes = importlib.util.module_from_spec(spec)
@@ -303,7 +303,7 @@ def test_every_lane_is_rehearsed_in_the_gpu_machine_s_environment(tmp_path):
             shutil.copy(ROOT / name, tree / name)
     out = tmp_path / "out"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python), "bench/gpu_lanes.py", "--rehearse", "--out", str(out)]
+    command = [str(python), "bench/gpu/lanes.py", "--rehearse", "--out", str(out)]
     began = time.monotonic()
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

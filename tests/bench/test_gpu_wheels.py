@@ -20,7 +20,7 @@ VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("gpu_wheels")
+    return load_script("gpu/wheels")
 
 
 def make_wheel(folder: Path, name: str, tag: str = "py3-none-any", files: dict[str, str] | None = None) -> Path:

@@ -155,7 +155,7 @@ def test_what_there_is_no_time_for_is_named(monkeypatch):
 
 
 def test_the_script_makes_the_sets_of_its_records_anew(tmp_path, capsys):
-    script = load_script("kernel_table")
+    script = load_script("tables/kernel_table")
     table, lines = tmp_path / "table.json", tmp_path / "lines.jsonl"
 
     def write(*records: dict) -> None:
@@ -178,6 +178,6 @@ def test_the_script_makes_the_sets_of_its_records_anew(tmp_path, capsys):
 
 
 def test_the_package_s_table_is_that_of_the_committed_records():
-    script = load_script("kernel_table")
+    script = load_script("tables/kernel_table")
     assert all(path.is_relative_to(Path(script.RESULTS)) for path in script.recorded())
     assert script.main(["--check"]) == 0

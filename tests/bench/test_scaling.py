@@ -1,4 +1,4 @@
-"""docs/scaling.md says what bench/scaling.py computes, in tables and in words, and that computes what it says."""
+"""docs/scaling.md says what bench/scaling/page.py computes, in tables and in words, and that computes what it says."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Bench(NamedTuple):
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     """The scripts as modules, as they import each other."""
-    sys.path.insert(0, str(ROOT / "bench"))
+    sys.path.insert(0, str(ROOT / "bench" / "scaling"))
     try:
-        names = ("scaling", "scaling_tables", "scaling_model", "scaling_pieces")
+        names = ("page", "tables", "model", "pieces")
         return Bench(*(importlib.import_module(name) for name in names))
     finally:
-        sys.path.remove(str(ROOT / "bench"))
+        sys.path.remove(str(ROOT / "bench" / "scaling"))
 
 
 def test_the_page_is_what_the_script_makes(bench, capsys):

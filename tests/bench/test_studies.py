@@ -1,4 +1,4 @@
-"""The studies in bench/: grids that go on where they stopped, lanes together and apart, the paper's table."""
+"""The studies in bench/studies/: grids that go on where they stopped, lanes together and apart, the paper's table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(script: str, *arguments: object, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "bench" / "studies" / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == code, done.stderr[-3000:]
     return done
@@ -45,8 +45,8 @@ def write_grid(path: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def sweep(monkeypatch):
-    """bench/sweep.py as a module."""
-    specification = importlib.util.spec_from_file_location("sweep", ROOT / "bench" / "sweep.py")
+    """bench/studies/sweep.py as a module."""
+    specification = importlib.util.spec_from_file_location("sweep", ROOT / "bench" / "studies" / "sweep.py")
     module = importlib.util.module_from_spec(specification)
     monkeypatch.setitem(sys.modules, "sweep", module)  # dataclasses look their module up
     specification.loader.exec_module(module)
@@ -210,7 +210,7 @@ def busy_records(path: Path) -> dict[tuple[str, int], dict]:
 
 def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # names are not broken, however wide the numbers are
-    busy = load_script("busy")
+    busy = load_script("studies/busy")
     assert busy.main(["--tiny", "--rounds", "3", "--json", str(tmp_path / "a.jsonl")]) == 0
     found = busy_records(tmp_path / "a.jsonl")
     arms = [*([busy.OURS] if native.missing() is None else []), *busy.PEERS, busy.GEMMS]
@@ -222,7 +222,7 @@ def test_busy_neighbours(tmp_path, capsys, monkeypatch):
         assert record["ms"] == sorted(record["samples_ms"])[1]
         assert record["slowdown"] == record["ms"] / found[arm, 0]["ms"]
         assert (record["threads"], record["isa"]) == (torch.get_num_threads(), native.isa()), (arm, n)
-        assert record["command"].startswith("python bench/busy.py --tiny --rounds 3 --json ")
+        assert record["command"].startswith("python bench/studies/busy.py --tiny --rounds 3 --json ")
         assert set(record["missing"]) == {arm for arm in (busy.OURS, *busy.PEERS) if arm not in here}
     shown = capsys.readouterr().out
     assert "frozen/24x16x97 float32" in shown
@@ -236,7 +236,7 @@ def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     options = ["--tiny", "--busy", "0", "--dtype", "bf16", "--isa", "portable", "--json", str(tmp_path / "a.jsonl")]
-    busy = load_script("busy")
+    busy = load_script("studies/busy")
     (tmp_path / "a.jsonl").write_text('{"arm": "earlier", "busy": 0}\n')
     assert busy.main(options) == 0
     found = busy_records(tmp_path / "a.jsonl")
@@ -246,7 +246,7 @@ def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
 
 
 def test_neighbours_are_busy_while_they_are_asked_for():
-    busy = load_script("busy")
+    busy = load_script("studies/busy")
     with busy.neighbours(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
     assert all(process.poll() is not None for process in processes)
@@ -266,7 +266,7 @@ def test_neighbours_are_busy_while_they_are_asked_for():
 def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     try:
-        code = load_script("busy").main(["--tiny", *options])
+        code = load_script("studies/busy").main(["--tiny", *options])
     except SystemExit as stop:
         code = stop.code
     assert code == 2

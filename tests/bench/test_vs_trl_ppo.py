@@ -1,4 +1,4 @@
-"""bench/vs_trl_ppo.py without TRL: our arm end to end on a tiny model, its numbers, and wrong requests."""
+"""bench/studies/vs_trl_ppo.py without TRL: our arm end to end on a tiny model, its numbers, and wrong requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "studies"
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCH))  # as `python bench/vs_trl_ppo.py` has it
+    sys.path.insert(0, str(BENCH))  # as `python bench/studies/vs_trl_ppo.py` has it
     try:
         import vs_trl_ppo
 

@@ -16,7 +16,7 @@ SMALL = {"batch": 3, "prompt": 5, "answer": 4, "micro-batch": 2, "dtype": "float
 def run(shape, algorithm, out):
     options = {**SMALL, "shape": shape, "algorithm": algorithm, "out": out}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    command = [sys.executable, str(ROOT / "bench" / "whole_step.py"), *words]
+    command = [sys.executable, str(ROOT / "bench" / "studies" / "whole_step.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -15,5 +15,7 @@ PAGE = ROOT / "docs" / "architectures.md"
 def test_the_table_of_architectures_is_what_the_script_finds():
     if f"transformers {transformers.__version__}," not in PAGE.read_text(encoding="utf-8"):
         pytest.skip(f"the table is of another transformers than {transformers.__version__}, which is installed")
-    done = subprocess.run([sys.executable, str(ROOT / "bench" / "architectures.py"), "--check"], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "tables" / "architectures.py"), "--check"], cwd=ROOT, check=False
+    )
     assert done.returncode == 0

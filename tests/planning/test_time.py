@@ -210,7 +210,7 @@ def test_a_card_is_also_a_size():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_takes_what_is_predicted(tmp_path, dtype):
     """CPU seconds of one thread, which other processes disturb least; the best of three, within a quarter."""
-    command = [sys.executable, str(ROOT / "bench" / "plan_time.py"), "--shape", "llama", "--dtype", dtype]
+    command = [sys.executable, str(ROOT / "bench" / "studies" / "plan_time.py"), "--shape", "llama", "--dtype", dtype]
     command += ["--clock", "process", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     errors = []

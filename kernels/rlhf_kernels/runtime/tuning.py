@@ -1,7 +1,7 @@
 """Tiles, warps, stages and splits of the Triton kernels: the defaults, or what a sweep on this very GPU has chosen.
 
 A `Site` is a place that launches kernels with settings that are free. It stands beside its kernels and lists the values
-that a sweep (`bench/tune.py`) may try. A tuned table has the choices of one device, by
+that a sweep (`bench/gpu/tune.py`) may try. A tuned table has the choices of one device, by
 
     op, site, dtype and size class; a class is every size of the weight, rounded up to a power of two.
 
@@ -274,7 +274,7 @@ def read(path: Path, *, device: str | None, rehearsed: bool = False) -> TunedTab
     expected = {"rehearsed": rehearsed, "triton": triton_version(), "sources": kernel_sources()}
     for name, value in (expected if device is None else {**expected, "device": device}).items():
         if content[name] != value:
-            raise TunedTableError(f"{name}: expected {value!r}, got {content[name]!r}; sweep again (bench/tune.py)")
+            raise TunedTableError(f"{name}: expected {value!r}, got {content[name]!r}; sweep again (bench/gpu/tune.py)")
     entries = content.get("entries")
     if not isinstance(entries, list):
         raise TunedTableError(f"entries: expected a list, got {type(entries).__name__}")

@@ -22,7 +22,7 @@ from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.runtime.tuning import Entry, Key, Row, Site
 
 ROOT = Path(__file__).resolve().parents[3]
-_spec = importlib.util.spec_from_file_location("tune", ROOT / "bench" / "tune.py")
+_spec = importlib.util.spec_from_file_location("tune", ROOT / "bench" / "gpu" / "tune.py")
 assert _spec is not None
 assert _spec.loader is not None
 tune = importlib.util.module_from_spec(_spec)
@@ -253,7 +253,7 @@ def test_a_rehearsed_table_is_never_used(tmp_path):
 
 
 def command(*options):
-    return [sys.executable, str(ROOT / "bench" / "tune.py"), *options]
+    return [sys.executable, str(ROOT / "bench" / "gpu" / "tune.py"), *options]
 
 
 def test_a_killed_sweep_goes_on(tmp_path):

@@ -1,0 +1,265 @@
+"""Predicted against measured memory: every phase of every method with the real code, each in a process of its own.
+
+CPU: peak resident memory of the phase minus the resident memory before the model was built (see
+`bench/rlhf_bench/memory.py` for what that counts). CUDA: `torch.cuda.max_memory_allocated`. The models have
+random weights and the optimizer its moments.
+
+    python bench/studies/plan_check.py --out bench/results/plan [--shape llama …] [--method hydra_ppo …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import transformers
+from rlhf_bench.memory import _status, set_up_malloc
+from transformers import AutoConfig
+
+from rlhf_engine.algorithms.base import TokenValues
+from rlhf_engine.algorithms.ppo import Ppo
+from rlhf_engine.config.algorithm import AlgorithmOptions
+from rlhf_engine.config.training import Optim
+from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
+from rlhf_engine.planning.phases import FULL_SFT, Setting, build_model
+from rlhf_engine.planning.predict import PHASES, Planner
+from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.runs.metrics import git_commit
+from rlhf_engine.training.update import Schedule, update
+
+_COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
+_WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **_COMMON}
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        "llama",
+        {**_WIDE, "num_key_value_heads": 4, "vocab_size": 16000, "tie_word_embeddings": False},
+        {"dtype": torch.float32, "prompt_length": 120, "completion_length": 8, "batch": 12, "micro_batch": 6},
+    ),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 384, "n_layer": 10, "n_head": 6, "vocab_size": 8000, "n_positions": 1024},
+        {"dtype": torch.float32, "prompt_length": 190, "completion_length": 10, "batch": 16, "micro_batch": 8},
+    ),
+    "qwen3": (
+        "qwen3",
+        {**_WIDE, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 24000, "tie_word_embeddings": True},
+        {"dtype": torch.bfloat16, "prompt_length": 240, "completion_length": 16, "batch": 16, "micro_batch": 8},
+    ),
+}
+"""name → (architecture, its shape, what the setting has)."""
+
+
+def setting_of(shape: str, device_type: str, **changes: Any) -> Setting:
+    """The setting of a named shape."""
+    model_type, arguments, options = CONFIGS[shape]
+    setting = Setting(
+        config=AutoConfig.for_model(model_type, **arguments),
+        adapter_dtype=torch.float32,
+        device_type=device_type,
+        slot=SlotConfig(r=16),
+        num_mini_batches=1,
+        token_budget=16384,
+        gradient_checkpointing=False,
+        **options,
+    )
+    return dataclasses.replace(setting, **changes)
+
+
+def optimizer_with_state(model: HydraModel, optim: Optim) -> RoleOptimizer:
+    """An optimizer whose state exists, as after its first step."""
+    trained = [name for name, role in model.roles.items() if role.trainable]
+    optimizer = RoleOptimizer(model, dict.fromkeys(trained, 0.0), optim=optim)
+    for group in optimizer.groups.values():
+        for p in group.values():
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+    optimizer.step()
+    return optimizer
+
+
+def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Setting) -> None:
+    """One phase, as the training loop runs it. Answers have their full length, since no token ends one."""
+    prompts = [[3 + i % 7] * (s.prompt_length - 1) + [i] for i in range(s.batch)]  # equal ones would be kept once
+    if phase == "generation":
+        sampling = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=())
+        generate(model, prompts, sampling)
+        return
+    batch = PackedBatch.from_lists(prompts, [[5] * s.completion_length] * s.batch, device=model.device)
+    if phase == "inference":
+        model.score(batch)
+        return
+    model.train()
+    if phase == "update" and "sft" in model.roles:
+        for part in range(0, s.batch, s.micro_batch):
+            rows = batch.select(range(part, min(s.batch, part + s.micro_batch)))
+            (loss,) = model(rows, (LmLoss(role="sft", denom=float(batch.n_completion_tokens)),))
+            loss.backward()
+            del loss
+        optimizer.step()
+        return
+    per_token = torch.full((batch.n_completion_tokens,), 0.1, device=model.device)
+    answers = TokenValues(
+        batch=batch,
+        old_logprobs_M=-per_token,
+        values_M=per_token,
+        advantages_M=per_token,
+        returns_M=per_token,
+    )
+    schedule = Schedule(num_epochs=1, num_mini_batches=s.num_mini_batches, micro_batch_size=s.micro_batch)
+    update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0)
+
+
+def measure(phase: str, method: str, shape: str, device: str, optim: Optim) -> int:
+    """Peak bytes of a phase above what was there before the model. Runs in a process that has not computed before."""
+    set_up_malloc()
+    torch.manual_seed(0)
+    setting = setting_of(shape, torch.device(device).type, optim=optim)
+    small = dataclasses.replace(setting, batch=2, micro_batch=1, prompt_length=4, completion_length=2)
+    # what a process gets once: code, thread stacks, buffers of libraries
+    config = type(setting.config)(**{**CONFIGS[shape][1], "vocab_size": 64})
+    tiny = build_model(method, dataclasses.replace(small, config=config), 1).to(device)
+    run_phase(phase, tiny, optimizer_with_state(tiny, optim), small)
+    del tiny
+    _trim()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = _status("VmRSS")
+    model = build_model(method, setting, setting.config.get_text_config().num_hidden_layers).to(device)
+    optimizer = optimizer_with_state(model, optim)
+    _trim()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        run_phase(phase, model, optimizer, setting)
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")
+    run_phase(phase, model, optimizer, setting)
+    return _status("VmHWM") - before
+
+
+def _trim() -> None:
+    import ctypes
+
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def predict(method: str, shape: str, device: str, optim: Optim) -> dict[str, int]:
+    """Predicted peaks by phase, and what is resident through all of them."""
+    planner = Planner(method, setting_of(shape, torch.device(device).type, optim=optim))
+    return {"resident": planner.resident} | {phase: planner.peak(phase) for phase in planner.phases}
+
+
+def in_child(function: Callable[..., Any], *arguments: str) -> Any:
+    """A function's result in a fork of this process, which has imported everything and computed nothing."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        code = 1
+        try:
+            os.write(write_end, json.dumps(function(*arguments)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    if not text:
+        raise RuntimeError(f"{function.__name__} {arguments}: the process ended without a result")
+    return json.loads(text)
+
+
+def check(
+    shapes: list[str], methods: list[str], device: str, optim: Optim, known: dict[tuple[str, str, str], int]
+) -> Iterator[dict[str, Any]]:
+    """One row per shape, method and phase. known: what need not be measured again."""
+    for shape in shapes:
+        for method in methods:
+            predicted = in_child(predict, method, shape, device, optim)
+            for phase in [phase for phase in PHASES if phase in predicted]:
+                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device, optim)
+                yield {
+                    "shape": shape,
+                    "method": method,
+                    "phase": phase,
+                    "resident_bytes": predicted["resident"],
+                    "predicted_bytes": predicted[phase],
+                    "measured_bytes": measured,
+                    "error": predicted[phase] / measured - 1,
+                }
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = [
+        "| shape | method | phase | state MB | predicted MB | measured MB | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['shape']} | {r['method']} | {r['phase']} | {r['resident_bytes'] / 1e6:.0f} | "
+        f"{r['predicted_bytes'] / 1e6:.0f} | {r['measured_bytes'] / 1e6:.0f} | {100 * r['error']:+.1f} % |"
+        for r in rows
+    ]
+    errors = sorted(abs(r["error"]) for r in rows)
+    lines += [
+        "",
+        f"{len(rows)} rows: median |error| {100 * errors[len(errors) // 2]:.1f} %, largest {100 * errors[-1]:.1f} %.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, predict, print, write."""
+    transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--method", nargs="*", default=list(METHODS), choices=[*METHODS, FULL_SFT])
+    parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--out", type=Path, help="folder for DEVICE.md and DEVICE.json")
+    parser.add_argument("--again", type=Path, help="an earlier rows file: predict anew, keep what was measured")
+    arguments = parser.parse_args()
+    known = {}
+    if arguments.again is not None:
+        for row in json.loads(arguments.again.read_text())["rows"]:
+            known[row["shape"], row["method"], row["phase"]] = row["measured_bytes"]
+    importlib.import_module("torch._dynamo")
+    for model_type, _, _ in CONFIGS.values():  # what a child would import for itself
+        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    rows = []
+    for row in check(arguments.shape, arguments.method, arguments.device, arguments.optim, known):
+        rows.append(row)
+        print(markdown([row]).splitlines()[2], flush=True)
+    print(markdown(rows))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        record = {
+            "device": arguments.device,
+            "optim": arguments.optim,
+            "command": sys.argv,
+            "git_commit": git_commit(Path(__file__)),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": torch.get_num_threads(),
+            "rows": rows,
+        }
+        (arguments.out / f"{arguments.device}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (arguments.out / f"{arguments.device}.md").write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

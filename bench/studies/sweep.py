@@ -1,0 +1,404 @@
+#!/usr/bin/env python
+"""A grid of runs, one record each; stopped at any point, it goes on where it was.
+
+    python bench/studies/sweep.py bench/studies/sweeps/sharing_demo.yaml --out bench/results/cpu/sharing_demo
+    python bench/studies/sweep.py bench/studies/sweeps/sharing_stories.yaml --out DIR -- --model_name_or_path MODEL
+    python bench/studies/sweep.py GRID.yaml --out DIR --jobs 2  # two seeds side by side, half the cores each
+    python bench/studies/sweep.py GRID.yaml --out DIR --summary  # only the table and the plot of what is there
+
+A grid file names the command (`train` or `demo`), flags that all runs share, and the axes of the grid. It also names
+the metrics whose curves are kept and the numbers that the table compares:
+
+    command: train
+    flags: {config: examples/stories260k.yaml}
+    grid: {method: [lora_ppo, hydra_ppo], seed: [0, 1, 2]}
+    curves: [reward, kl]
+    final: [eval/reward, eval/kl]
+    with: {algorithm: {remax: {num_mini_batches: 1}}}     # flags that come with a value of an axis
+    against: [[kl, reward], [seconds, reward]]            # plotted in place of curves over steps: x, y
+
+    reach: {reward: 2.0}                                  # seconds until the smoothed curve of a metric is there
+
+`seconds` is the time of a run's steps so far; it needs `seconds/step` among the curves.
+
+Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
+in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
+A `train` run that was stopped resumes from its last checkpoint. `demo` runs of one seed share the supervised model that
+the first of them trains. --jobs divides seeds, not runs. Writes OUT/summary.md and OUT/curves.png: lines are means over
+the seeds, bands span them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_engine.runs.curves import smooth
+from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
+
+WORK = Path("runs/sweeps")
+SEED = "seed"
+_FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against", "reach"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A grid file."""
+
+    name: str
+    command: str
+    flags: dict[str, Any]
+    axes: dict[str, list[Any]]
+    curves: list[str]
+    final: list[str]
+    presets: dict[str, dict[Any, dict[str, Any]]]
+    """axis → value → flags"""
+    against: list[tuple[str, str]]
+    """(x, y) of each panel"""
+    reach: dict[str, float]
+    """metric → level whose time is told"""
+
+    @classmethod
+    def read(cls, path: Path) -> Grid:
+        """Read a grid file. Raises ValueError for fields that are missing, unknown or empty."""
+        found = yaml.safe_load(path.read_text())
+        if not isinstance(found, dict) or not set(found) <= _FIELDS or not found.get("grid"):
+            raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")
+        if found.get("command") not in ("train", "demo"):
+            raise ValueError(f"{path}: expected command train or demo, got {found.get('command')!r}")
+        for axis, values in found["grid"].items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
+        presets = found.get("with") or {}
+        for axis, by_value in presets.items():
+            unknown = [value for value in by_value if value not in found["grid"].get(axis, ())]
+            if unknown:
+                raise ValueError(f"{path}: with.{axis}: expected values of the grid, got {unknown}")
+        curves = found.get("curves") or []
+        known = {"seconds"} if "seconds/step" in curves else set()
+        for pair in found.get("against") or []:
+            if len(pair) != 2 or not set(pair) <= known | set(curves):
+                raise ValueError(f"{path}: against: expected pairs of {sorted(known | set(curves))}, got {pair}")
+        reach = found.get("reach") or {}
+        if reach and not {"seconds/step", *reach} <= set(curves):
+            raise ValueError(
+                f"{path}: reach: expected metrics among the curves, with seconds/step, got {sorted(reach)}"
+            )
+        return cls(
+            name=path.stem,
+            command=found["command"],
+            flags=found.get("flags") or {},
+            axes=found["grid"],
+            curves=curves,
+            final=found.get("final") or [],
+            presets=presets,
+            against=[(x, y) for x, y in found.get("against") or []],
+            reach=reach,
+        )
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Every point of the grid; the seed turns slowest, so that a stopped sweep has compared something."""
+        names = sorted(self.axes, key=lambda axis: axis != SEED)
+        points = itertools.product(*(self.axes[name] for name in names))
+        return [dict(zip(names, point, strict=True)) for point in points]
+
+    def run_name(self, point: Mapping[str, Any]) -> str:
+        """A file's name for a point, in the order of the grid file."""
+        return "_".join(f"{axis}-{point[axis]}".replace("/", "-") for axis in self.axes)
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Flags of some options: `--name value …`."""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def command_of(grid: Grid, point: dict[str, Any]) -> list[str]:
+    """The command of a run, without folders of this machine."""
+    presets = [grid.presets.get(axis, {}).get(value, {}) for axis, value in point.items()]
+    extra = {name: value for preset in presets for name, value in preset.items()}
+    return [grid.command, *flags_of({**grid.flags, **extra}), *flags_of(point)]
+
+
+def read_record(grid: Grid, point: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A run's record. Raises SystemExit for one that other flags have made."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    command = shlex.join(["rlhf-engine", *command_of(grid, point)])
+    if record["command"] != command:
+        raise SystemExit(
+            f"{path}: expected a record of `{command}`, got one of `{record['command']}`; remove it, or give another "
+            "--out"
+        )
+    return record
+
+
+def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
+    """The folder of a run while it lasts. A run with other flags is another run and does not resume it."""
+    flags = shlex.join([*command_of(grid, point), *extra])
+    return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], jobs: int) -> None:
+    """Run one seed's points, given by the paths of their records, one after the other.
+
+    `jobs` seeds share the cores. Each demo starts from the supervised model of the first, whose folder is kept until
+    the last has its record: at equal seeds all of them would train the same one.
+    """
+    start: Path | None = None
+    for path, point in runs.items():
+        folder = run_point(grid, point, extra, path, jobs, start)
+        if grid.command == "demo" and start is None:
+            start = folder
+        else:
+            shutil.rmtree(folder)
+    if start is not None:
+        shutil.rmtree(start)
+
+
+def run_point(
+    grid: Grid, point: dict[str, Any], extra: list[str], record_path: Path, jobs: int, start: Path | None
+) -> Path:
+    """Make one run in a process of its own and write its record. Returns the run's folder."""
+    print(grid.run_name(point), file=sys.stderr)
+    folder, shown = work_folder(grid, point, extra), command_of(grid, point)
+    argv = [*shown, "--output_dir", str(folder), *extra]
+    if grid.command == "train":
+        argv += ["--resume_from_checkpoint", "auto"]
+    elif folder.exists():
+        shutil.rmtree(folder)  # a demo resumes nothing
+    if start is not None:
+        argv += ["--start", str(start)]
+    began = time.perf_counter()
+    share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_engine", *argv],
+        env=os.environ | share,
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
+        )
+    inner = folder if grid.command == "train" else folder / "rl"
+    rows = read_metrics(inner / "metrics.jsonl")
+    facts = json.loads((inner / "run.json").read_text())
+    final: dict[str, Any] = dict(rows[-1])
+    if grid.command == "demo":
+        final |= json.loads((folder / "result.json").read_text())
+    lacking = [name for name in grid.final if name not in final]
+    if lacking:
+        raise SystemExit(f"final: expected names among {sorted(final)}, got {lacking}")
+    write_json_atomic(
+        record_path,
+        {
+            "run": point,
+            "command": shlex.join(["rlhf-engine", *shown]),
+            "final": {name: final[name] for name in grid.final},
+            "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
+            "seconds": time.perf_counter() - began,
+            "side_by_side": jobs,
+            "git_commit": facts["git_commit"],
+            "versions": facts["versions"],
+            "device": facts["device_name"],
+            "resumed_at_step": facts["resumed_at_step"],
+        },
+    )
+    return folder
+
+
+def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Records by everything but their seed."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        name = " ".join(str(record["run"][axis]) for axis in grid.axes if axis != SEED)
+        found.setdefault(name, []).append(record)
+    return found
+
+
+def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
+    """summary.md and curves.png; returns the table."""
+    columns = [*grid.final, *(f"seconds to {metric} {level:g}" for metric, level in grid.reach.items())]
+    axes = " ".join(axis for axis in grid.axes if axis != SEED)
+    rows = {}
+    for name, members in groups(grid, records).items():
+        cells = [_interval([member["final"][metric] for member in members], signed=False) for metric in grid.final]
+        cells += [_times([seconds_to(m, metric, level) for m in members]) for metric, level in grid.reach.items()]
+        rows[name] = [str(len(members)), *cells]
+    table = _table([axes, "runs", *columns], rows)
+    found = [record["git_commit"] for record in records if record["git_commit"]]
+    commits = sorted({c["commit"][:12] + (" with changed files" if c["dirty"] else "") for c in found})
+    text = (
+        f"# {grid.name}\n\nMeans over the grid's runs, with the 95 % interval of each mean (Student's t). "
+        f"Commit {', '.join(commits)}.\n\n{table}\n"
+    )
+    first, pairs = _paired(grid, records)
+    if pairs and grid.final:
+        text += f"\nDifference from `{first}` in runs of the same seed.\n\n"
+        text += _table([axes, "pairs", *grid.final], pairs) + "\n"
+    (out / "summary.md").write_text(text)
+    if grid.against:
+        plot_against(grid, records, out / "curves.png")
+    elif grid.curves:
+        plot(grid, records, out / "curves.png")
+    return table
+
+
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
+
+
+def _interval(values: list[float], *, signed: bool) -> str:
+    """A mean and half the width of its 95 % interval; the mean alone of a single run."""
+    mean = f"{statistics.fmean(values):{'+' if signed else ''}.4g}"
+    if len(values) == 1:
+        return mean
+    quantile = _T_95[min(len(values) - 1, len(_T_95)) - 1]  # of fewer degrees of freedom: wider, never narrower
+    return f"{mean} ± {quantile * statistics.stdev(values) / len(values) ** 0.5:.2g}"
+
+
+def _paired(grid: Grid, records: list[dict[str, Any]]) -> tuple[str, dict[str, list[str]]]:
+    """The first group's name, and a row per other group: differences in runs of the same seed."""
+    (first, base), *others = groups(grid, records).items()
+    by_seed = {record["run"].get(SEED): record["final"] for record in base}
+    rows = {}
+    for name, members in others:
+        pairs = [(m["final"], by_seed[m["run"].get(SEED)]) for m in members if m["run"].get(SEED) in by_seed]
+        if pairs:
+            cells = [_interval([own[metric] - its[metric] for own, its in pairs], signed=True) for metric in grid.final]
+            rows[name] = [str(len(pairs)), *cells]
+    return first, rows
+
+
+def _table(header: list[str], rows: Mapping[str, list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items())])
+
+
+def seconds_to(record: dict[str, Any], metric: str, level: float) -> float | None:
+    """Seconds of a run's steps until a smoothed curve is at a level or above; None if it never is."""
+    reached = [s for s, value in zip(_curve(record, "seconds"), _curve(record, metric), strict=True) if value >= level]
+    return reached[0] if reached else None
+
+
+def _times(found: list[float | None]) -> str:
+    times = [seconds for seconds in found if seconds is not None]
+    if len(times) < len(found):
+        return f"{len(times)} of {len(found)} runs" if times else "never"
+    spread = f" ± {statistics.stdev(times):.2g}" if len(times) > 1 else ""
+    return f"{statistics.fmean(times):.1f}{spread} ({', '.join(f'{seconds:.1f}' for seconds in times)})"
+
+
+def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
+    """One panel per pair: smoothed means of each group's runs, y over x, a dot at the end; thin lines are the runs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * len(grid.against), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, (x, y) in enumerate(grid.against):
+        axes = figure.add_subplot(1, len(grid.against), i + 1)
+        for name, members in groups(grid, records).items():
+            lines = [(_curve(member, x), _curve(member, y)) for member in members]
+            mean_x, mean_y = (
+                [statistics.fmean(column) for column in zip(*side, strict=True)] for side in zip(*lines, strict=True)
+            )
+            (drawn,) = axes.plot(mean_x, mean_y, label=name)
+            axes.plot(mean_x[-1:], mean_y[-1:], "o", color=drawn.get_color(), markersize=5)
+            for line_x, line_y in lines:
+                axes.plot(line_x, line_y, color=drawn.get_color(), alpha=0.25, linewidth=0.7)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _curve(record: dict[str, Any], name: str) -> list[float]:
+    """A run's curve, smoothed; `seconds` adds up."""
+    if name == "seconds":
+        return list(itertools.accumulate(record["curves"]["seconds/step"]))
+    return smooth(record["curves"][name])
+
+
+def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
+    """One panel per curve: smoothed mean of each group's runs over the steps, within the span of its runs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.0 * len(grid.curves), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, metric in enumerate(grid.curves):
+        axes = figure.add_subplot(1, len(grid.curves), i + 1)
+        for name, members in groups(grid, records).items():
+            steps = members[0]["curves"]["step"]
+            lines = [smooth(member["curves"][metric]) for member in members]
+            columns = list(zip(*lines, strict=True))
+            (drawn,) = axes.plot(steps, [statistics.fmean(column) for column in columns], label=name)
+            axes.fill_between(
+                steps,
+                [min(c) for c in columns],
+                [max(c) for c in columns],
+                color=drawn.get_color(),
+                alpha=0.2,
+                linewidth=0,
+            )
+        axes.set_title(metric, fontsize=11)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    extra = argv[argv.index("--") + 1 :] if "--" in argv else []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("grid", type=Path, help="YAML file of the grid")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds side by side, which share the cores")
+    parser.add_argument("--summary", action="store_true", help="start no runs")
+    arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
+    if arguments.jobs < 1:
+        raise SystemExit(f"--jobs: expected a number above 0, got {arguments.jobs}")
+    grid = Grid.read(arguments.grid)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    points = grid.runs()
+    paths = [arguments.out / f"{grid.run_name(point)}.json" for point in points]
+    # what is there is read before any time is spent
+    found = {path: read_record(grid, point, path) for point, path in zip(points, paths, strict=True) if path.exists()}
+    if not arguments.summary:
+        lacking = {path: point for path, point in zip(paths, points, strict=True) if path not in found}
+        seeds: dict[Any, dict[Path, dict[str, Any]]] = {}
+        for path, point in lacking.items():
+            seeds.setdefault(point.get(SEED), {})[path] = point
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            try:
+                list(pool.map(lambda runs: run_seed(grid, runs, extra, arguments.jobs), seeds.values()))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        found |= {path: read_record(grid, point, path) for path, point in lacking.items()}
+    records = [found[path] for path in paths if path in found]
+    if not records:
+        raise SystemExit(f"out: expected records of this grid in {arguments.out}, got none")
+    print(summarise(grid, records, arguments.out))
+
+
+if __name__ == "__main__":
+    main()
