@@ -40,7 +40,7 @@ def keep_freed_memory() -> None:
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""What a RuntimeError says when the CPU, cuBLAS or the driver finds no memory."""
+"""Parts of the message of a RuntimeError when the CPU, cuBLAS or the driver finds no memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -90,7 +90,7 @@ def _manifest_of(folder: Path) -> Path | None:
 
 
 def _within(folder: Path, root: Path) -> _Files:
-    """What the manifest of `root` lists of `folder`, which is the same or lies in it, as paths within `folder`."""
+    """Entries in the manifest of `root` for `folder`, which is the same or lies in it, as paths within `folder`."""
     place = "" if folder == root else f"{folder.absolute().relative_to(root).as_posix()}/"
     return {name.removeprefix(place): entry for name, entry in _read(root).items() if name.startswith(place)}
 

@@ -1,4 +1,4 @@
-"""What every algorithm has in common: the answers that it learns from, its losses, and how it is found by name.
+"""Interface that every algorithm has in common: the answers that it learns from, its losses, and its lookup by name.
 
 An algorithm is one module of this package. It has the equations, a class derived from `Algorithm`, the constant
 `ALGORITHM` that names this class, and `FACTS`, by which the options, the training loop and TRL's trainers know it.
@@ -131,7 +131,7 @@ class Term(NamedTuple):
     """A loss that the model computes, and its weight in what is minimised."""
 
     output: Output
-    """Its result has a `loss`."""
+    """Output that the model computes; its result has a `loss`."""
     weight: float
     """Factor of the loss in what is minimised."""
 

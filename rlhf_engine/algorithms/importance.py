@@ -51,7 +51,7 @@ def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: M
 
 
 def weight_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> dict[str, float]:
-    """How far the two distributions differ, and what is left of the batch under the weights.
+    """Metrics of how far the two distributions differ, and of what is left of the batch under the weights.
 
     k3: mean of ratio − 1 − log ratio, Schulman's unbiased estimate of KL(π_roll ‖ π_old) per token.
     worst_sequence: largest |log ratio| of a whole answer. truncated_ratio: share of weights that are truncated, and

@@ -13,7 +13,7 @@ from rlhf_engine.hydra import LogprobLoss
 
 
 class Loss(Protocol):
-    """What a loss function returns."""
+    """Result of a loss function."""
 
     @property
     def loss(self) -> torch.Tensor:

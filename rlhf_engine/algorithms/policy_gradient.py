@@ -1,4 +1,4 @@
-"""What the algorithms without a value model share: the policy-gradient loss, and where the KL to the reference goes.
+"""Parts of algorithms without a value model: the policy-gradient loss, and the place of the KL to the reference.
 
 With A_t constants and π the policy that drew the answers, the gradient of
 
@@ -33,7 +33,7 @@ KlIn = Literal["to_go", "local", "loss"]
 
 
 def kl_penalty(kl_M: torch.Tensor, batch: PackedBatch, *, beta: float, kl_in: KlIn, gamma: float = 1.0) -> torch.Tensor:
-    """What the KL takes from each token's advantage, [M]; 0 where it is a term of the loss."""
+    """Penalty that the KL subtracts from each token's advantage, [M]; 0 where it is a term of the loss."""
     if kl_in == "to_go":
         return beta * to_go(kl_M, batch, gamma=gamma)
     if kl_in == "local":

@@ -137,7 +137,7 @@ _VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
 
 
 def measure_values(value: Any) -> Measured:
-    """What a value loss tells of a micro-batch. value: `ValueLossOutputs`."""
+    """Metrics of a value loss on a micro-batch. value: `ValueLossOutputs`."""
     sums = {"value/loss": value.loss.detach(), "value/clip_ratio": value.clip_fraction.detach()}
     return Measured(sums=sums | {name: getattr(value, name).detach().double() for name in _VALUE_SUMS})
 

@@ -1,4 +1,4 @@
-"""What the commands share: process-wide settings, errors of requests, stops by signal, and the last lines printed."""
+"""Helpers of the commands: process-wide settings, errors of requests, stops by signal, and the last lines printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is here: versions, device, threads, extension, which backend serves which op, how to get what is missing."""
+"""State of the installation: versions, device, threads, extension, backend of each op, how to get what is missing."""
 
 from __future__ import annotations
 

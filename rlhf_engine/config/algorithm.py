@@ -17,7 +17,7 @@ from rlhf_engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFacts:
-    """What options and loops have to know of an algorithm. Its module writes them as literals, see `ALGORITHMS`."""
+    """Facts about an algorithm for options and loops. Its module writes them as literals, see `ALGORITHMS`."""
 
     summary: str
     """For --help."""
@@ -111,7 +111,7 @@ def _readers(option_name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions(Options):
-    """What the policy learns from its answers, and by which objective."""
+    """Options of the algorithm: the answers that the policy learns from, and the objective."""
 
     algorithm: Algorithm = option(
         "ppo",
@@ -181,7 +181,7 @@ class AlgorithmOptions(Options):
 
     @property
     def facts(self) -> AlgorithmFacts:
-        """What options and loops have to know of the algorithm."""
+        """Facts about the algorithm for options and loops."""
         return ALGORITHMS[self.algorithm]
 
     @property
@@ -224,7 +224,7 @@ class AlgorithmOptions(Options):
 
     @property
     def reward_weight(self) -> float | None:
-        """What the score counts beside beta times the KL; None where no such sum is maximised."""
+        """Weight of the score in the sum with beta times the KL; None where no such sum is maximised."""
         if not self.facts.maximises_reward:
             return None
         return 1 - self.beta if self.algorithm == "reinforce" else 1.0
@@ -236,7 +236,7 @@ class AlgorithmOptions(Options):
 
     @property
     def units_per_step(self) -> int:
-        """What minibatches are made of: drawn answers, or prompts where an answer or a pair is chosen for each."""
+        """Number of units for minibatches: drawn answers, or prompts where an answer or a pair is chosen for each."""
         return self.prompts_per_step if self.facts.one_unit_per_prompt else self.generation_batch_size
 
     @property

@@ -19,7 +19,7 @@ Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequen
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncOptions(Options):
-    """How far answers may be behind the policy that learns from them."""
+    """Options of asynchronous rollouts: where answers are drawn, and how far they may be behind the policy."""
 
     async_mode: AsyncMode = option(
         "off",

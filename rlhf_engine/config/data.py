@@ -19,7 +19,7 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(Options):
-    """What becomes of rows that are too long or cannot be used."""
+    """Options for rows that are too long or cannot be used."""
 
     max_bad_rows: float = option(
         0.0, "rows that may be unusable before the run stops: a share below 1, or a whole number of rows", ge=0

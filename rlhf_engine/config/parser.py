@@ -147,7 +147,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _describe(hint: Any) -> str:
-    """How an error message calls a type."""
+    """Description of a type in an error message."""
     plain = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "none"}
     parts = []
     for kind in _alternatives(hint):

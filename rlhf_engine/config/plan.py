@@ -23,7 +23,7 @@ CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """How much memory each method takes, and the largest batches that fit, from a model's config alone.
+    """Memory that each method takes, and the largest batches that fit, from a model's config alone.
 
     With --time: how many seconds a step takes, and what they are spent on.
     """

@@ -12,12 +12,12 @@ from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
 StepName = Literal["auto", "native", "graph", "transformers"]
-"""What may run a decoding step."""
+"""Implementations of a decoding step, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
-    """How answers are written in this process; nothing of it changes them but by rounding."""
+    """Options of the rollout engine in this process. None of them changes answers, except by rounding."""
 
     max_rows: int | None = option(None, "most answers written at once, others wait; none: all", ge=1)
     kv_cache_memory: str | None = option(None, "most memory for keys and values, such as 2GB; none: what is needed")

@@ -134,7 +134,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         return self.off_policy_correction or self.corrections(self.algorithm, self.chosen_loss_type)[0]
 
     def _check_method(self) -> None:
-        """What a method needs and what it cannot do, before any weights are read."""
+        """Check what a method needs and what it cannot do, before any weights are read."""
         for name in ("reward_adapter", "reward_model_path"):
             if getattr(self, name) is not None and "reward_model" not in self.reward_funcs:
                 raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")

@@ -1,4 +1,4 @@
-"""What several commands' options have in common: the run, the base model, training, passes over rows."""
+"""Options that several commands have in common: the run, the base model, training, passes over rows."""
 
 # ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
 
@@ -29,7 +29,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """What every command that computes something understands."""
+    """Options of every command that computes something."""
 
     kernels: Kernels = option("auto", "kernel backend; one asked for by name never falls back")
     seed: int = option(0, "seed of everything random in this run", ge=0, le=LARGEST_SEED)

@@ -33,7 +33,7 @@ from rlhf_engine.errors import ConfigError
 R = TypeVar("R")
 _HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
-"""What files of a data set's parts begin with."""
+"""Beginning of the name of a file that holds one part of a data set."""
 _INSTALL = "pip install 'rlhf-engine[data]' has it"
 _BOM = b"\xef\xbb\xbf"
 
@@ -81,7 +81,7 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
 
 
 def usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], R]) -> list[R]:
-    """What `parse(value, place)` makes of records; what is read and what is bad is counted in `tally`.
+    """Rows that `parse(value, place)` makes of records; rows read and bad rows are counted in `tally`.
 
     Raises ConfigError as `Tally.check` does.
     """

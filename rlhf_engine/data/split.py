@@ -17,11 +17,11 @@ from rlhf_engine.errors import ConfigError
 
 
 class Grouped(Protocol):
-    """What can be split."""
+    """Row that can be split."""
 
     @property
     def group(self) -> str:
-        """What stays together."""
+        """Name of the group, whose rows stay together."""
 
 
 R = TypeVar("R", bound=Grouped)

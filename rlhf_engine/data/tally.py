@@ -1,4 +1,4 @@
-"""What became of the rows of a data source: counts, places of bad ones, and the threshold that stops a run.
+"""Tally of the rows of a data source: counts, places of bad ones, and the threshold that stops a run.
 
     read = used + bad + dropped            truncated ≤ used
 
@@ -47,7 +47,7 @@ class BadRows:
     """Rows that are bad for one reason."""
 
     expected: str
-    """What the rows should have had."""
+    """Description of what the rows should have had."""
     count: int
     """Number of such rows."""
     places: tuple[str, ...]
@@ -56,7 +56,7 @@ class BadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What became of the rows of one source."""
+    """Report on the rows of one source."""
 
     source: str
     """Name of the source."""

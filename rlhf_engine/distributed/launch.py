@@ -1,4 +1,4 @@
-"""What a launcher (`torchrun`, `accelerate launch`) says of the processes that it has started, from the environment."""
+"""Facts from the environment about the processes that a launcher (`torchrun`, `accelerate launch`) has started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def launched() -> int:
 
 
 def launched_rank() -> int:
-    """Which of them this is."""
+    """Rank of this process among those that were launched; 0 without a launcher."""
     return int(os.environ["RANK"]) if launched() > 1 else 0
 
 

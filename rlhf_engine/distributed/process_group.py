@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str = "auto", *, timeout: float) -> World:
-        """What the launcher has set up. device: as configured; timeout: seconds that a rank waits for the others."""
+        """World that the launcher set up. device: as configured; timeout: seconds that a rank waits for the others."""
         if launched() == 1:
             return ALONE
         from accelerate import PartialState  # half a second to import, which a process alone need not wait for

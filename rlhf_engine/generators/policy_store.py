@@ -30,7 +30,7 @@ class Snapshot:
 
     @property
     def n_bytes(self) -> int:
-        """What is sent when it is published."""
+        """Bytes that are sent when the policy is published."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def digest(self) -> str:

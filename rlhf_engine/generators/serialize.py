@@ -63,7 +63,7 @@ def pack_item(item: WorkItem) -> dict[str, Any]:
 
 
 def unpack_item(values: Mapping[str, Any]) -> WorkItem:
-    """What `pack_item` was given."""
+    """Work item that `pack_item` was given."""
     prompts, sampling = PromptBatch(**values["prompts"]), SamplingConfig(**values["sampling"])
     return WorkItem(**{**values, "prompts": prompts, "sampling": sampling})
 
@@ -76,7 +76,7 @@ def pack_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollout(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Rollout:
-    """What `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
+    """Rollout that `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
     found = _digest(values)
     if found != values.get("digest"):
         expected = str(values.get("digest"))[:12]

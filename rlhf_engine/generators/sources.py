@@ -29,7 +29,7 @@ from rlhf_engine.rollout.backend import Rollouts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PastState:
-    """What a checkpoint has to hold for a run to go on with the answers that it would have had."""
+    """State in a checkpoint that lets a run go on with the answers that it would have had."""
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
     """Steps done → the policy after them, the present one and those that may still be needed."""
@@ -72,7 +72,7 @@ class Source(Protocol):
         ...
 
     def state(self) -> PastState:
-        """What a checkpoint of now has to hold."""
+        """State for a checkpoint that is written now."""
         ...
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class Concurrent:
         return {"async/published_bytes": float(sent)}
 
     def state(self) -> PastState:
-        """What may still draw, and what has begun to."""
+        """Policies that may still draw, and versions that steps have begun to be drawn by."""
         if self._scheduler is None:
             return PastState(policies=self._policies, drawn_by=self._drawn_by)
         policies = {done: self._store.get(version) for done, version in self._scheduler.policies().items()}

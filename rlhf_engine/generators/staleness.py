@@ -1,4 +1,4 @@
-"""Which policy may draw the answers of which step.
+"""Rule for the policy that may draw the answers of a step.
 
 The policy after s steps is what the first s steps have made of the start. The answers of step t may be drawn as soon as
 `earliest(t)` steps are done, by the policy after so many. With `newest` the policy after any later step may draw them:
@@ -21,7 +21,7 @@ from rlhf_engine.config.asynchronous import AsyncOptions
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """How old answers may be when they are learned from."""
+    """Rule for the age of answers when they are learned from."""
 
     max_staleness: int = 0
     """Steps, k above."""

@@ -72,7 +72,7 @@ class GeneratorThread:
         self._items.put(item)
 
     def next_event(self, timeout: float) -> Event | None:
-        """What happened next."""
+        """Wait for the next event; None after `timeout` seconds without one."""
         try:
             return self._events.get(timeout=timeout)
         except queue.Empty:
@@ -83,7 +83,7 @@ class GeneratorThread:
         return time.monotonic() - max(self._began, self._beat())
 
     def expects_more(self) -> bool:
-        """There is one thread, and no other comes after it."""
+        """Whether a generator is on its way: never, because there is one thread and no other comes after it."""
         return False
 
     def give_up(self, worker: str, cause: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""What carries work items and policies to generators, and answers back.
+"""Interface that carries work items and policies to generators, and answers back.
 
 The scheduler talks to generators through a `Transport` alone, wherever they are: a thread beside the learner, processes
 on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is an event.
@@ -23,7 +23,7 @@ class Drawn:
     item: WorkItem
     """Work item that was drawn."""
     rollout: Rollout
-    """Its answers."""
+    """Answers of the work item."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""What is to be drawn for a step: a function of (data, seed, step), whoever draws it and whenever."""
+"""Work items to draw for a step: a function of (data, seed, step), whoever draws them and whenever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkItem:
     step: int
     """They are learned from in that step, counted from 0."""
     share: int
-    """Which share of the step."""
+    """Number of the share among those of the step, from 0."""
     n_shares: int
     version: int
     """Of the policy that is to draw them."""

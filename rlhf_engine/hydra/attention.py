@@ -112,7 +112,7 @@ class DecodePlan:
     table_NB: torch.Tensor
     """int64 [N, B], the blocks of each row."""
     linears: Linears
-    """What layers have prepared; the steps of one generation share it."""
+    """Linears that layers have prepared; the steps of one generation share them."""
 
 
 AttentionPlan = PackedPlan | DecodePlan

@@ -37,7 +37,7 @@ from rlhf_engine.hydra.takeover import give_own_configs, undone_on_error
 
 @dataclass(frozen=True, kw_only=True)
 class LmHead:
-    """What the vocabulary kernels need to know of the model's output embedding."""
+    """Output embedding of the model, as the vocabulary kernels need it."""
 
     weight: torch.Tensor
     """[V, H]"""
@@ -310,7 +310,7 @@ _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
     *("cache_bytes_per_position", "_hash", "_decoder_hash"),
 )
-"""What backbones on one base share; the slots are each one's own."""
+"""Attributes that backbones on one base share; the slots are each one's own."""
 
 
 def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
@@ -341,7 +341,7 @@ def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
 
 
 _NOISE = ("dropout", "layerdrop", "pdrop", "jitter")
-"""What names of noise contain: dropout in its spellings, and what routers of mixtures multiply their inputs by."""
+"""Parts of names of noise: dropout in its spellings, and what routers of mixtures multiply their inputs by."""
 
 
 def _switch_noise_off(model: nn.Module) -> None:

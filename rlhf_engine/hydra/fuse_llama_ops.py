@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from rlhf_engine.hydra.eager import is_eager
 
 _ROTARY = "apply_rotary_pos_emb"
-"""What the modelling files call the function that turns queries and keys."""
+"""Name of the function that turns queries and keys, in the modelling files."""
 
 
 def fuse_llama_ops(model: nn.Module) -> int:
@@ -41,7 +41,7 @@ def fuse_llama_ops(model: nn.Module) -> int:
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}
-"""What became of the classes met so far: a subclass, or None."""
+"""Fused subclass of each class met so far, or None."""
 
 
 def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:

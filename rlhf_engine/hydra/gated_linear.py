@@ -129,7 +129,7 @@ class GatedHead(GatedLayer):
     """The LM head. Its embedding twin, where the weight is tied, is not touched by the head's LoRA."""
 
     def lora(self, slot: AdapterSlot | None) -> HeadLora | None:
-        """What the vocabulary kernels add to the logits for a slot; None if the slot leaves the head alone."""
+        """LoRA that the vocabulary kernels add to the logits for a slot; None if the slot leaves the head alone."""
         if slot is None or self.path not in slot.paths:
             return None
         pair = slot.pair(self.path)

@@ -21,7 +21,7 @@ BLOCK = 32
 
 
 class BlockPool:
-    """Which blocks are free, and how many hold on to each of the others."""
+    """Pool of blocks: which are free, and how many holders each of the others has."""
 
     def __init__(self, blocks: int) -> None:
         if blocks < 1:

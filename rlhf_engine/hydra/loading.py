@@ -36,7 +36,7 @@ _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 _OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)
-"""What transformers and torch raise where a config names types or sizes that cannot be, or are not its weights'."""
+"""Errors of transformers and torch where a config names types or sizes that cannot be, or are not its weights'."""
 
 
 def _line(error: BaseException) -> str:
@@ -93,7 +93,7 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
 
 
 def windows_that_differ(config: PreTrainedConfig, windows: Sequence[int | None]) -> str | None:
-    """How the sliding windows that layers asked for differ from those that the config promises; None if they do not.
+    """Difference between the sliding windows that layers were given and those of the config; None if they agree.
 
     windows: what each layer's attention was asked for, in order. A window as long as the context never bites.
     """

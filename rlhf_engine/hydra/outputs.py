@@ -233,7 +233,7 @@ _ROWS_OF_TWO_HEADS = 256
 
 
 def _pair_of_two_heads(states: HiddenStates, pair: LogprobPair) -> PairOutputs:
-    """What `linear_logprob_pair` computes for one head, where the reference has a head of its own; no gradient.
+    """Outputs that `linear_logprob_pair` has for one head, where the reference has a head of its own; no gradient.
 
     In plain torch, a few rows at a time: only methods that hold several backbones, or a reference slot with LoRA on its
     head, come here.

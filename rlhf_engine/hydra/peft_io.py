@@ -51,7 +51,7 @@ _NOT_SERVED = {
     "kasa_config": None,
 }
 SCORE_MODULES = ("score", "classifier")
-"""What PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
+"""Modules that PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
@@ -138,7 +138,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
-    """What an adapter's folder says of its base: name or path, and hash; None for what it does not say.
+    """Base that an adapter's folder records: name or path, and hash; None for what it does not record.
 
     Raises ValueError for a file that is not JSON.
     """

@@ -216,7 +216,7 @@ def _listed(slots: Mapping[str, str]) -> list[str]:
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save_pretrained` noted in a folder. Raises ValueError for a folder that it did not write."""
+    """Record that `save_pretrained` wrote in a folder. Raises ValueError for a folder that it did not write."""
     path = Path(folder) / peft_io.ENGINE_FILE
     if not path.is_file():
         raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")

@@ -48,7 +48,7 @@ _TIMES_ROUNDING = 8.0
 _WORDS = 4096
 """Rows of the head whose logits are made at a time."""
 _FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
-"""What a model's code raises that cannot run on packed rows of tokens."""
+"""Errors of a model's code that cannot run on packed rows of tokens."""
 
 
 class DifferentNumbers(UnsupportedModelError):
@@ -57,7 +57,7 @@ class DifferentNumbers(UnsupportedModelError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnStates:
-    """What a model's own forward gives for the probe's sequences, each alone."""
+    """Hidden states of a model's own forward for the probe's sequences, each alone."""
 
     tokens: tuple[torch.Tensor, ...]
     """int64 [length + 1] each."""
@@ -300,7 +300,7 @@ def _allowed(backbone: Backbone, rounding: float) -> float:
 
 
 def not_ours(n_layers: int, n_ran: int) -> str:
-    """What is said of a model that does not let its attention be exchanged."""
+    """Message about a model whose attention cannot be exchanged."""
     return (
         f"expected rlhf-engine's attention to run in each of its {n_layers} layers, it ran {n_ran} times; this "
         "architecture does not use transformers' AttentionInterface"

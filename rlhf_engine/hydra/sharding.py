@@ -94,7 +94,7 @@ class ShardedBase:
 
 @torch.no_grad()
 def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
-    """What the model says of a few tokens: log-probs, values or rewards of every role there is."""
+    """Scores of a few tokens by the model: log-probs, values or rewards of every role there is."""
     batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
     asked = [role for role in ("actor", "reference", "critic", "reward") if role in model.roles]
     scores = model.score(batch, asked)

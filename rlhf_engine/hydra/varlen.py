@@ -36,7 +36,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "Score
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreRule:
-    """How a layer turns queries and keys into attention scores."""
+    """Rule by which a layer turns queries and keys into attention scores."""
 
     scaling: float | None
     """None: 1 / √D."""
@@ -60,7 +60,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What decides who may serve a layer."""
+    """Properties of a layer that decide which path may serve it."""
 
     capability: tuple[int, int]
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Path:
 
     name: str
     unsupported: Callable[[Layer], str | None]
-    """Why it cannot serve a layer, or None if it can."""
+    """Function that gives the reason why the path cannot serve a layer, or None if it can."""
     load: Callable[[], Attend]
 
 
@@ -138,7 +138,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _absent(distribution: str, module: str, install: str) -> str | None:
-    """Why a package cannot be used, or None if it can."""
+    """Reason why a package cannot be used, or None if it can."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

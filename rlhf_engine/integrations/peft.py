@@ -28,7 +28,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 BASE_NAME = "__base__"
-"""What `adapter_names` says of a row that carries no adapter."""
+"""Name in `adapter_names` of a row that carries no adapter."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """PEFT's layers around bitsandbytes' linears, by name: the package is optional."""
 
@@ -119,7 +119,7 @@ def _change_class(module: nn.Module, mixin: type) -> None:
 
 
 def _remake(module: Any, reduced: Any) -> Any:
-    """How a copy or a pickle of a module makes it again: its class is not one that can be imported."""
+    """Reduction by which a copy or a pickle makes a module again: its class is not one that can be imported."""
     mixin, own = type(module).__bases__
     return (_new, (mixin, own), *reduced[2:])
 
@@ -135,7 +135,7 @@ def _class_with(mixin: Any, own: Any) -> Any:
 
 
 def _refusal(layer: LoraLayer) -> str | None:
-    """Why a layer's forward cannot be replaced."""
+    """Reason why a layer's forward cannot be replaced, or None if it can."""
     if "forward" in layer.__dict__:
         return "expected the forward of its class, got one of its own, which would not be asked"
     if type(layer) is not PeftLinear and type(layer).__name__ not in _QUANTISED:

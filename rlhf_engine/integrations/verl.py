@@ -325,7 +325,7 @@ class Patch:
         return count
 
     def _refusal(self, backend: str, theirs: Any) -> Callable[..., Any]:
-        """What stands for the log-probs of another backend, which would go past ours."""
+        """Replacement for the log-prob function of another backend, which would go past ours."""
 
         def refuse(*arguments: Any, **options: Any) -> Any:
             if self._before is None:  # somebody has kept it

@@ -1,4 +1,4 @@
-"""How much memory and time PPO will take, from a model's config alone: `rlhf-engine plan`.
+"""Prediction of the memory and time that PPO will take, from a model's config alone: `rlhf-engine plan`.
 
 presets   shapes of common models by name
 tracing   the engine's own code run on tensors without data, and what it allocates

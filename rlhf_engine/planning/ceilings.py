@@ -56,7 +56,7 @@ class _Probe(NamedTuple):
     work: list[Work] | None = None
     """None: as traced."""
     less: Callable[[], object] | None = None
-    """What else happens in `run`, timed in turns with it."""
+    """Other work that is a part of `run`, timed in turns with it."""
 
 
 def measure_cpu(

@@ -37,7 +37,7 @@ _GENERATION = ("prefill", "token", "one row")
 """Traces of the actor's lane."""
 
 Amounts = Mapping[Work, float]
-"""How often each work is done."""
+"""Number of times that each work is done."""
 
 
 @dataclass(frozen=True, kw_only=True)

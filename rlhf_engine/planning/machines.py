@@ -1,4 +1,4 @@
-"""How fast a machine is: ceilings by kind of work, the cost of calls and launches, and where each figure comes from.
+"""Speed of a machine: ceilings by kind of work, the cost of calls and launches, and the source of each figure.
 
     seconds of a call = max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency)), and its calls and launches
 
@@ -22,7 +22,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 How = Literal["forward", "decoding", "replay"]
-"""What calls the ops: a backbone forward, a decoding step through the model, a replayed graph."""
+"""Caller of the ops: a backbone forward, a decoding step through the model, or a replayed graph."""
 
 
 class Figure(NamedTuple):

@@ -41,7 +41,7 @@ def roles_of(method: str) -> dict[str, RoleSpec]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a plan is made for; names as in TrainConfig."""
+    """Setting that a plan is made for; names as in TrainConfig."""
 
     config: PreTrainedConfig
     dtype: torch.dtype

@@ -279,7 +279,7 @@ class Planner:
         return self.setting.token_budget // (self._most_lanes(phase) * self.setting.length)
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
-        """What a phase runs, whatever its backbones and slots are called: methods that agree in it cost the same."""
+        """Lanes of a phase, whatever its backbones and slots are called: methods that agree in them cost the same."""
         trained = tuple(name for name, role in self.roles.items() if role.trainable)
         names = {"generation": ("actor",), "update": trained}.get(phase, ROLES)
         backbones: dict[str, int] = {}

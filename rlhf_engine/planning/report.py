@@ -61,7 +61,7 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
 
 
 def make_setting(config: PlanConfig) -> Setting:
-    """What the options mean to the planner. Raises ConfigError for a model that is none."""
+    """Setting of the planner for the options. Raises ConfigError for a model that is none."""
     named = config.lora_target_modules
     targets = named if named == "all-linear" else tuple(named) if isinstance(named, list) else (named,)
     found = find_config(config.model)
@@ -136,7 +136,7 @@ def gigabytes(n: int) -> str:
 
 
 def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[str]:
-    """What the numbers stand on, one line each."""
+    """Assumptions that the numbers stand on, one line each."""
     lines = [
         f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; the "
         "learned reward (lane), KL by k1, no evaluation.",
@@ -171,7 +171,7 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
 
 
 def _moments(config: PlanConfig) -> str:
-    """What the optimizer holds beside the parameters."""
+    """State of the optimizer beside the parameters, in words."""
     moments = "8 bits, in float32 for small parameters" if has_8bit_moments(config.optim) else "float32"
     found = f"two moments in {moments}"
     if DTYPES["bfloat16"] not in (DTYPES[config.dtype], DTYPES[config.adapter_dtype]):

@@ -97,7 +97,7 @@ def time_table(durations: Sequence[Duration], config: PlanConfig, machine: Machi
 
 
 def notes(durations: Sequence[Duration], config: PlanConfig, machine: Machine) -> list[str]:
-    """What dominates, and what the seconds stand on, one line each."""
+    """Notes on the part that dominates and on what the seconds stand on, one line each."""
     lines = [
         f"{d.method}: {d.dominant} dominate, {100 * d.parts[d.dominant] / d.seconds:.0f} % of the step."
         for d in durations
@@ -109,7 +109,7 @@ def notes(durations: Sequence[Duration], config: PlanConfig, machine: Machine) -
 
 
 def assumptions(config: PlanConfig) -> list[str]:
-    """What a step is taken to be, one line each."""
+    """Assumptions about a step, one line each."""
     return [
         f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; one "
         "epoch of updates. Kernels are compiled, weights packed, memory suffices; reading and writing files, reward "

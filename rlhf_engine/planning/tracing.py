@@ -1,4 +1,4 @@
-"""What the engine's own code allocates, found by running it on tensors without data.
+"""Memory that the engine's own code allocates, found by running it on tensors without data.
 
 Everything runs under `FakeTensorMode`: shapes, dtypes, views and autograd are real, memory is not. `Tracker` watches
 every op below autograd and keeps the sum of the storages that are alive. What autograd saves, what a backward pass adds
@@ -171,7 +171,7 @@ def extrapolated_peak(short: Timeline, long: Timeline, layers: tuple[int, int], 
 
 
 def _matching_backwards(few: Sequence[Event], many: Sequence[Event]) -> int:
-    """How many events at the ends match and differ by the same number of bytes."""
+    """Number of events at the ends that match and differ by the same number of bytes."""
     growth = many[-1].live - few[-1].live if few and many else 0
     n = 0
     for a, b in zip(reversed(few), reversed(many), strict=False):

@@ -187,7 +187,7 @@ class AdamW:
         return bool(self._inner.state.get(self._stepped[name]))
 
     def weights(self, name: str) -> torch.Tensor:
-        """What a step changes of a parameter: its master in float32 where there is or will be one, else itself."""
+        """Tensor that a step changes: the float32 master where there is or will be one, else the parameter."""
         p = self.parameters[name]
         if name not in self._float32 or not has_masters(self.optim):
             return p.detach()
@@ -262,7 +262,7 @@ class AdamW:
 
 
 _TABLES = ("qmap1", "qmap2")
-"""What bitsandbytes has beside a parameter's state: the same constants for all of them."""
+"""Tables of bitsandbytes beside a parameter's state: the same constants for all parameters."""
 
 
 def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

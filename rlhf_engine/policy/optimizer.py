@@ -130,7 +130,7 @@ class RoleOptimizer:
         return any(self.adamw.has_stepped(name) for name in self.groups[role])
 
     def weights(self, role: str) -> Iterator[torch.Tensor]:
-        """What steps change of a role's parameters, one by one; masters where the parameters are rounded copies."""
+        """Tensors of a role that steps change, one by one; masters where the parameters are rounded copies."""
         return (self.adamw.weights(name) for name in self.groups[role])
 
     def state_tensors(self) -> dict[str, torch.Tensor]:

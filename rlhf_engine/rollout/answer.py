@@ -53,7 +53,7 @@ class AnswerSession:
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.report = tally.report()
-        """What became of the prompts."""
+        """Report on the rows of prompts."""
         self.texts = [text for text in prompts.prompts for _ in range(config.num_generations)]
         self._out = None
         if config.out is not None:
@@ -124,7 +124,7 @@ class AnswerSession:
         return len(self.texts) == 1 and self._each == 1
 
     def partial_text(self) -> str:
-        """What there is of the only answer; without the characters that its next tokens may still change."""
+        """Text of the only answer so far, without the characters that its next tokens may still change."""
         assert len(self._requests) == 1
         assert self._engine is not None
         text = self._text(self._engine.partial(0)).rstrip("\ufffd")
@@ -240,7 +240,7 @@ def _settings(config: GenerateConfig) -> str:
 
 
 def summary(session: AnswerSession) -> str:
-    """How many answers, how fast, through what."""
+    """Summary of a session in words: tokens, speed, steps, and most rows at once."""
     stats = session.stats
     return (
         f"{stats.tokens:,} tokens, {stats.tokens_per_second:,.0f} tokens/s ({stats.prefill_seconds:.2f} s for "

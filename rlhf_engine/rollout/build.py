@@ -46,7 +46,7 @@ def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]]) -> Server
 def make_rollouts(
     config: TrainConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
 ) -> Rollouts:
-    """What draws the run's answers. prompts: of the training data; a few of them become canaries."""
+    """Backend that draws the run's answers. prompts: of the training data; a few of them become canaries."""
     if server is None:
         options = EngineOptions.of(config)
         most = max(len(prompt) for prompt in prompts) + config.max_completion_length

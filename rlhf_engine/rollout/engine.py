@@ -280,7 +280,7 @@ class RolloutEngine:
         return answers
 
     def _reason(self, row: Row, token: int) -> FinishReason | None:
-        """Why a row ends with the token it just got; None if it goes on."""
+        """Finish reason of a row with the token that it just got; None if it goes on."""
         if token in self._eos:
             return "eos"
         if self._stop is not None and self._stop.completed_by(row.tokens):
@@ -347,7 +347,7 @@ def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> in
 
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
-    """What runs the steps. Raises ValueError for one asked for by name that does not serve."""
+    """Choose the implementation of decoding steps. Raises ValueError for a named one that does not serve."""
     reasons = {"native": native_step.unsupported, "graph": _no_graphs}
     name = options.decode_step
     if name in reasons:

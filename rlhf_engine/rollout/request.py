@@ -1,4 +1,4 @@
-"""What is asked of a rollout and what comes back, for one answer and for a batch of them."""
+"""Requests and results of a rollout, for one answer and for a batch of them."""
 
 from __future__ import annotations
 

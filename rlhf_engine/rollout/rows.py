@@ -34,7 +34,7 @@ class Row:
 
     @property
     def prefix(self) -> tuple[str | None, tuple[int, ...]]:
-        """What rows must have in common to share the keys and values of their prompts."""
+        """Slot and prompt, which rows must have in common to share the keys and values of their prompts."""
         return (self.slot, self.prompt)
 
     @property
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(eq=False)
 class RowState:
-    """What a step reads of N rows, on the device."""
+    """State of N rows that a step reads, on the device."""
 
     tokens_N: torch.Tensor
     """int64, last token of each row, not in the cache yet."""
@@ -175,7 +175,7 @@ class LiveRows:
             self.keep(sorted(range(len(names)), key=names.__getitem__))
 
     def _settle(self) -> None:
-        """What follows from who is here."""
+        """Compute the longest row, the slot table and the draw groups of the rows that are here."""
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
         """At least the most tokens that a row has in the cache."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))

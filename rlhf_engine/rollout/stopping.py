@@ -12,7 +12,7 @@ _CONTEXT = 4
 
 
 _BROKEN = "\ufffd"
-"""What decoders put in place of bytes that are no character."""
+"""Character that decoders put in place of bytes that are no character."""
 
 
 class StopTexts:
@@ -34,7 +34,7 @@ class StopTexts:
         return any(stop in text for stop in self._texts)
 
     def may_begin(self, text: str) -> int:
-        """How many characters at the end of a text a stop text may begin with."""
+        """Number of characters at the end of a text that a stop text may begin with."""
         for n in range(min(len(text), max((len(stop) for stop in self._texts), default=1) - 1), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._texts):
                 return n

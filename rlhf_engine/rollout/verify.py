@@ -1,4 +1,4 @@
-"""How far a rollout is from the training forward, and from itself in other company."""
+"""Check of a rollout against the training forward, and against answers drawn once more alone."""
 
 from __future__ import annotations
 

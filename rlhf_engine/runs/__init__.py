@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and how it is shown: checkpoints, metrics, samples, curves, progress, pages."""
+"""Contents of a run's folder, and how they are shown: checkpoints, metrics, samples, curves, progress, pages."""

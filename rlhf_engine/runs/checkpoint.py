@@ -41,7 +41,7 @@ _KERNELS_FILE = "kernels.json"
 
 
 class Counters(Protocol):
-    """What a run has to remember of itself: a dataclass of plain values, of which every trainer has its own.
+    """Counters that a run has to keep: a dataclass of plain values, of which every trainer has its own.
 
     One with a field `best_step` refers to the checkpoint of that step, which is kept as long as the one that refers.
     """
@@ -85,7 +85,7 @@ class TrainerState:
     best_step: int | None = None
     """Step of the best evaluation so far, by reward."""
     best_reward: float | None = None
-    """Its reward."""
+    """Reward of the evaluation at `best_step`."""
     judged_by: str | None = None
     """A digest of the rewards and held-out prompts that the best evaluation is the best by."""
     prompts: str | None = None

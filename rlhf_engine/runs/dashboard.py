@@ -1,4 +1,4 @@
-"""What a terminal shows of a run while it lasts: the numbers that matter, each with its course, and where time goes."""
+"""Terminal view of a run while it lasts: the numbers that matter, each with its course, and where time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind in numbers: `metrics.jsonl` and the record of what ran where.
+"""Numbers that a run leaves behind: `metrics.jsonl` and the record of what ran where.
 
 * One JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed run loses no line. `sync`
   brings them to the disk before a checkpoint that a run goes on from: neither does a power cut.
@@ -108,7 +108,7 @@ def run_record(
     backends: Mapping[str, Any],
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """What ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
+    """Record of what ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
 
     config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.runtime.registry.report(...)`.
     """

@@ -20,7 +20,7 @@ from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.samples import SampleLog
 
 MOST_POINTS = 2000
-"""Per line; where there are more, each point is the mean of several steps."""
+"""Most points of a line; where there are more, each point is the mean of several steps."""
 
 
 def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
@@ -164,7 +164,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """What ran where, as text."""
+    """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
     commit = commit if "commit" in commit else {}
     versions = record.get("versions", {})

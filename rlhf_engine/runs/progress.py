@@ -31,7 +31,7 @@ ASYNC_SHOWN = {
     "async/speedup": "speed-up",
     "async/speedup_bound": "of at most",
 }
-"""What a run's progress shows as well where answers are drawn beside the updates."""
+"""Metrics that a run's progress shows as well where answers are drawn beside the updates, with their labels."""
 _FACTS = {"tokens_per_second": "tokens/s"}
 """Shown by a dashboard in its last line anyway."""
 

@@ -1,4 +1,4 @@
-"""What a command says when its run is over: how the numbers went, and where everything lies."""
+"""Last lines of a command when its run is over: how the numbers went, and where everything lies."""
 
 from __future__ import annotations
 

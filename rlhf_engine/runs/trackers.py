@@ -18,7 +18,7 @@ from rlhf_engine.runs.metrics import write_json_atomic
 
 TENSORBOARD_FOLDER = "tensorboard"
 NAMES_FILE = "trackers.json"
-"""What a run is called elsewhere, by tracker."""
+"""File with the names of a run elsewhere, by tracker."""
 _NAMED_BY = {"wandb": "id", "trackio": "name"}
 """The argument by which a tracker finds a run again."""
 
@@ -56,7 +56,7 @@ class Trackers:
 
     @staticmethod
     def _names(names: Sequence[str], output: Path, step: int) -> dict[str, str]:
-        """What the run is called by trackers that keep it elsewhere; another one begins at step 0."""
+        """Names of the run in trackers that keep it elsewhere, by tracker; at step 0 they are new."""
         path = output / NAMES_FILE
         known: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
         new = {name: secrets.token_hex(4) for name in names if name in _NAMED_BY and name not in known}

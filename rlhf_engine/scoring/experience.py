@@ -136,7 +136,10 @@ class Scoring:
         return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
 
     def _score(self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int) -> tuple[Scores, int]:
-        """What all roles say of the drawn answers. Raises NonFiniteError, naming the role, for what is not finite."""
+        """Scores of the drawn answers by all roles, and the token budget.
+
+        Raises NonFiniteError, naming the role, for what is not finite.
+        """
         model, frozen = self._model, rollout.frozen
         has_reward = self._scorer.uses_reward_model
         critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
@@ -291,7 +294,7 @@ def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -
 
 
 def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
-    """Why no answer can be learned from."""
+    """Reason why no answer can be learned from, as a message."""
     missing = sum(total is None for total in totals)
     if missing == len(totals):
         return "reward_funcs: expected a reward for at least one answer of the batch, got None for all"

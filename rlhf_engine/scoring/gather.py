@@ -12,7 +12,7 @@ from rlhf_engine.scoring.rewards import ScoredAnswers
 
 
 def gather_scores(world: World, scores: Scores) -> Scores:
-    """What lanes say of the answers of all ranks."""
+    """Scores of the answers of all ranks."""
     if world.size == 1:
         return scores
     parts = world.gather_tensors({field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)})

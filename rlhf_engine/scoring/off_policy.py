@@ -1,4 +1,4 @@
-"""What is done about answers that another distribution drew than the one that learns from them.
+"""Corrections for answers that another distribution drew than the one that learns from them.
 
 Two reasons: another engine drew them at the same weights (vLLM), or an older policy did. Log-probs of the training
 forward: π of the present policy, π_past of the one that drew. With ratios to π_old and weights w of the advantages:
@@ -26,7 +26,7 @@ from rlhf_engine.hydra import PackedBatch
 
 
 class Corrected(NamedTuple):
-    """What the loss takes for the policy before the update, and the weights of its advantages."""
+    """Log-probs that the loss takes for the policy before the update, and the weights of its advantages."""
 
     old_logprobs_M: torch.Tensor
     weights_M: torch.Tensor | None

@@ -38,7 +38,7 @@ _EXPECTED = "module:function or path/file.py:function"
 
 
 class FunctionRewards(NamedTuple):
-    """What `score_with_functions` returns, for n rows."""
+    """Result of `score_with_functions` for n rows."""
 
     totals: list[float | None]  # [n] weighted sum over the functions; None where any function gave None
     means: dict[str, float | None]  # by function's name: mean over its rows that are not None; None if there are none
@@ -63,7 +63,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def reward_name(function: RewardFunction) -> str:
-    """How metrics and messages call a reward function."""
+    """Name of a reward function in metrics and messages."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -276,7 +276,7 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], 
 
 
 def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | None]:
-    """What a function returned, as one finite float or None per prompt."""
+    """Rewards that a function returned, as one finite float or None per prompt."""
     place = f"reward function {name!r}"
     if isinstance(result, torch.Tensor):
         if result.dim() != 1:

@@ -1,4 +1,4 @@
-"""How ranks share the steps of an RL run, so that its floats are those of one process but for rounding.
+"""Division of an RL run's steps among ranks, so that its floats are those of one process except for rounding.
 
     draw, ask the lanes, call reward functions    each rank for its share of the prompts
     advantages, whitening, minibatches, metrics   every rank over all answers: they are gathered, a few numbers a token

@@ -29,7 +29,7 @@ from rlhf_engine.training.update import Schedule, nothing_learned, update
 
 
 class Policy:
-    """What an RL run trains. Every random number is a function of (seed, step), so that there is no stream to save."""
+    """Policy that an RL run trains. Every random number is a function of (seed, step), so no stream is saved."""
 
     def __init__(
         self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE

@@ -45,7 +45,7 @@ class RlTrainer(Run):
     config: TrainConfig
     """Options of the run."""
     policy: Policy
-    """What is trained."""
+    """Policy that is trained."""
 
     @property
     def state(self) -> TrainerState:
@@ -105,7 +105,7 @@ class RlTrainer(Run):
         self.model: HydraModel = build_policy_model(self.config, base)
 
     def _prepare(self) -> None:
-        """What works on the model, and where the run stands."""
+        """Build what works on the model, at the step where the run stands."""
         config, inputs = self.config, self._inputs
         self.rollouts = make_rollouts(config, self.model, inputs.server, inputs.all_prompts())
         self.policy = Policy(config, self.model, new_state(config, inputs), resume=inputs.resume, world=self.world)
@@ -129,7 +129,7 @@ class RlTrainer(Run):
         return self._whole_base()
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
-        """What draws answers, closed at the end of the run."""
+        """Backend that draws answers, closed at the end of the run."""
         return contextlib.closing(self.rollouts)
 
     def steps(self) -> contextlib.AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""What an RL run reads before its first step: prompts, tokenizer, reward sources, server, and where it goes on."""
+"""Inputs of an RL run, read before its first step: prompts, tokenizer, reward sources, server, and where it goes on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RlInputs:
     eval_set: PromptSet | None
     """Held-out prompts."""
     reports: dict[str, Report]
-    """What became of the rows of each source, by the option that names it."""
+    """Report on the rows of each source, by the option that names it."""
     server: Server | None
     """Server that draws answers; None where this process does."""
 

@@ -61,7 +61,7 @@ class Run(ABC):
     _saved_step: int | None = None
     """Step of the newest checkpoint that this process has written."""
     _record: dict[str, Any] | None = None
-    """What run.json holds of a run that has begun."""
+    """Contents of run.json for a run that has begun."""
 
     # ---- what a kind of run is -------------------------------------------------------------------------------------
 
@@ -124,11 +124,11 @@ class Run(ABC):
         return self.save
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
-        """What is held open during the run."""
+        """Resources that are held open during the run."""
         return contextlib.nullcontext()
 
     def steps(self) -> contextlib.AbstractContextManager[object]:
-        """What is held open while steps are made."""
+        """Resources that are held open while steps are made."""
         return contextlib.nullcontext()
 
     def whole_base(self) -> contextlib.AbstractContextManager[None]:

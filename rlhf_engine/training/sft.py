@@ -72,7 +72,7 @@ from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
 CONFIGS = ("config.json", "adapter_config.json")
-"""What a model's or an adapter's folder has."""
+"""Files of which a model's or an adapter's folder has one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from rlhf_engine.hydra import HiddenStates, HydraModel, Output
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How an update goes over its answers."""
+    """Epochs, minibatches and limits of an update over its answers."""
 
     num_epochs: int
     num_mini_batches: int
@@ -41,7 +41,7 @@ class Schedule:
 
 
 class StepPlan(NamedTuple):
-    """How a process calls the model in a minibatch."""
+    """Calls of the model by one process in a minibatch."""
 
     calls: int
     """Micro-batches."""
@@ -61,7 +61,7 @@ class ProcessGroup(Protocol):
         ...
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Which of a minibatch's units this process takes; every unit is some process's. sizes: tokens of each."""
+        """Units of a minibatch for this process, by index; every unit is some process's. sizes: tokens of each."""
         ...
 
     def agree(self, plan: StepPlan) -> StepPlan:
@@ -69,7 +69,7 @@ class ProcessGroup(Protocol):
         ...
 
     def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
-        """What all processes measure of a minibatch, and the schedule to go on with; the same on all of them."""
+        """Measurements of a minibatch by all processes, and the schedule to go on with; the same on all of them."""
         ...
 
 

@@ -29,7 +29,7 @@ from rlhf_engine.training.sft import SftTrainer
 
 _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
-"""What RL reads of a folder that `make_start` has filled."""
+"""Files that RL reads from a folder that `make_start` has filled."""
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
 """on_step(phase, step, total, metrics)"""
@@ -37,7 +37,7 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSize:
-    """How much work the demo does."""
+    """Sizes of the demo's data, model and training."""
 
     n_pairs: int = 17280
     n_train_prompts: int = 800
@@ -53,7 +53,7 @@ QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_step
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What the demo ends with."""
+    """Results of the demo."""
 
     win_rate: float
     """Share of held-out prompts where the true preference picks RL's answer over SFT's; a tie counts half."""
@@ -179,11 +179,11 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "online_dpo": {"num_mini_batches": 3, "learning_rate": 5e-4, "beta": 0.3},
     "best_of_n": {"num_mini_batches": 3, "learning_rate": 5e-4},
 }
-"""What some algorithms need beside the rest, which is the same for all; found on seeds that no table shows."""
+"""Options of single algorithms beside the rest, which is the same for all; found on seeds that no table shows."""
 
 
 def rl_options(start: Path) -> dict[str, Any]:
-    """What RL on the task is like whatever the algorithm, from a folder of `make_start`."""
+    """Options of RL on the task that every algorithm has in common, from a folder of `make_start`."""
     return {
         "model_name_or_path": str(start / "sft"),
         "dataset_name": str(start / "train.jsonl"),

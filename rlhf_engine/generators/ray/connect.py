@@ -79,7 +79,7 @@ def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
 
 
 def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]]) -> Room:
-    """What each generator asks of Ray. Raises ConfigError where machines with these resources cannot hold them all."""
+    """Ray resources of each generator. Raises ConfigError where machines with these resources cannot hold them all."""
     n, gpus = config.ray_generators, config.ray_gpus_per_generator
     if device.type == "cpu" and gpus is not None:
         raise ConfigError(f"ray_gpus_per_generator: expected it unset where device is cpu, got {gpus}")

@@ -121,7 +121,7 @@ class RayTransport:
             self._held = {version: sent for version, sent in self._held.items() if version in versions}
 
     def submit(self, worker: str, item: WorkItem) -> None:
-        """It goes after the policies that were published before."""
+        """Send a generator its work item, after the policies that were published before."""
         with self._lock:
             found = self._workers.get(worker)
             if found is None:
@@ -143,7 +143,7 @@ class RayTransport:
             self._ask(found, "draw", serialize.pack_item(item), sorted(self._held), then=drawn)
 
     def next_event(self, timeout: float) -> Event | None:
-        """What happened next."""
+        """Wait for the next event; None after `timeout` seconds without one."""
         until = time.monotonic() + timeout
         while True:
             self._look_after()
@@ -168,7 +168,7 @@ class RayTransport:
             return any(worker.stage != "ready" for worker in self._workers.values())
 
     def give_up(self, worker: str, cause: BaseException) -> None:
-        """Its process is ended."""
+        """End the process of a generator, which is then lost."""
         with self._lock:
             found = self._workers.get(worker)
         if found is not None:
@@ -273,7 +273,7 @@ class RayTransport:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a call ended with on the other side, in few words; what Ray says of it is the `__cause__`."""
+    """Error that ended a call on the other side, in few words; Ray's own error is its `__cause__`."""
     raised = getattr(error, "cause", None)
     if isinstance(raised, BaseException):
         raised.__cause__ = error

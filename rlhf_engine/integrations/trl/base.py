@@ -62,7 +62,7 @@ REWARD_MODEL = "reward_model"
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
 _EPS = 1e-4
-"""What RLOOTrainer adds to the deviation of advantages."""
+"""Constant that RLOOTrainer adds to the deviation of advantages."""
 REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
 _OVERRIDDEN = {
@@ -493,7 +493,7 @@ class HydraTrainer(GRPOTrainer):
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
-        """Which of the answers that have a score can be learned from: [N] bool.
+        """Mask of the answers that have a score and can be learned from: [N] bool.
 
         An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
         """
@@ -510,7 +510,7 @@ class HydraTrainer(GRPOTrainer):
     def _prepare(
         self, mode: str, experience: Experience, keep_N: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What the algorithm learns from: values of each token by field, [M], and the tokens' mask, bool [M].
+        """Values that the algorithm learns from, by field and token, [M], and the tokens' mask, bool [M].
 
         A process without an answer to learn from takes part in the sums over all processes.
         """

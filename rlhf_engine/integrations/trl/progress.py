@@ -25,9 +25,9 @@ class Progress:
     step: int
     """Micro-batches so far."""
     sizes: Mapping[str, int]
-    """What a rollout is cut up by."""
+    """Sizes that a rollout is cut up by, by name."""
     metrics: Mapping[str, Sequence[float]]
-    """What has been measured since the last line of the log."""
+    """Values measured since the last line of the log, by metric."""
     rollout: Sequence[Mapping[str, torch.Tensor]]
     """Micro-batches of the rollout; none where the next step draws anew."""
 

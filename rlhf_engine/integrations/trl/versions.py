@@ -1,4 +1,4 @@
-"""Which versions of TRL this package knows, and whether what it builds on is still as it was there."""
+"""Checks of TRL: whether this package supports its version, and whether what it builds on is still as it was there."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from rlhf_engine.rollout.sampler import NextTokens, Sampler
 from rlhf_engine.rollout.steps.transformers import TransformersStep
 
 Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]
-"""What to run again and again → tensors that hold its results from then on, and its replay. May run it before."""
+"""Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UP = 3
@@ -190,7 +190,7 @@ class CudaCapture:
 
 
 def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], NextTokens], pool: Any) -> NextTokens:
-    """What a step gave that the graph has captured on the current stream."""
+    """Next tokens of a step that the graph has captured on the current stream."""
     collects = gc.isenabled()
     gc.disable()  # an event or a graph that dies now would end the capture
     try:

@@ -155,7 +155,7 @@ def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
-    """What became of a backbone, for as long as its weights are of this dtype."""
+    """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
     decoder: Decoder | None
@@ -166,7 +166,7 @@ _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
 
 
 def unsupported(backbone: Backbone) -> str | None:
-    """Why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
+    """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if not is_eager():
         return "the CPU stands in for another device, or a graph is being compiled"
     if registry.default_backend() not in ("auto", "cpu"):
@@ -226,7 +226,7 @@ def _examine(backbone: Backbone) -> _Found:
 
 
 def _differs(backbone: Backbone) -> str | None:
-    """How a backbone's modules differ from what the kernel computes; None where names and kinds agree."""
+    """Difference between a backbone's modules and what the kernel computes; None where names and kinds agree."""
     base_model: Any = backbone.base_model
     parts = {name for name, _ in base_model.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
@@ -323,7 +323,7 @@ def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Ten
 
 @torch.no_grad()
 def _try(backbone: Backbone, decoder: Decoder) -> str | None:
-    """How the kernel's steps differ from those of transformers' forward, or None where they agree."""
+    """Difference between the kernel's steps and those of transformers' forward; None where they agree."""
     cache = KVCache(blocks=2)
     late = min(backbone.context_length, _LATEST) - 1
     try:

@@ -1,4 +1,4 @@
-"""What runs prompts and decoding steps: hidden states of the next token, with keys and values kept in the cache.
+"""Steps over prompts and new tokens: hidden states of the next token, with keys and values kept in the cache.
 
 `TransformersStep` goes through the model's own forward under the gate, which serves every backbone. `native_step` and
 `graph_step` do the same faster where they can.

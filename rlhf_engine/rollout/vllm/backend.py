@@ -283,7 +283,7 @@ class VllmRollouts:
             group.end()
 
     def _served_name(self, role: str) -> str:
-        """What a role's policy is called on the server."""
+        """Name of a role's policy on the server."""
         spec, actor = require_role(self.model.roles, role), self.model.roles["actor"]
         if spec.head != LM_HEAD:
             raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
@@ -307,7 +307,7 @@ def _digest(folder: Path) -> str:
 
 
 def finish_reason(answer: Completion, sampling: SamplingConfig) -> FinishReason:
-    """Why an answer ended, in our words. Raises RolloutServerError for an end that the request did not ask for."""
+    """Finish reason of an answer, in our words. Raises RolloutServerError for an end that was not in the request."""
     ends = [i for i, token in enumerate(answer.tokens) if token in sampling.eos_token_ids]
     last = len(answer.tokens) - 1
     if last < sampling.max_completion_length and ends in ([], [last]):

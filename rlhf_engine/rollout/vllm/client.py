@@ -26,7 +26,7 @@ from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _LOWEST = -9999.0
-"""What the server writes in place of −∞."""
+"""Number that the server writes in place of −∞."""
 _SHOWN = 200
 """Most characters of an answer in a message."""
 
@@ -56,7 +56,7 @@ class Completion:
 
 
 def sampling_body(sampling: SamplingConfig, *, seed: int, greedy: bool = False) -> dict[str, Any]:
-    """How an answer is drawn, as a request's fields. Raises ValueError for what the server would do in another way."""
+    """Fields of a request that set how an answer is drawn. Raises ValueError for what the server would do otherwise."""
     if greedy and sampling.temperature != 1:
         raise ValueError(
             "greedy: expected temperature 1, at which a vLLM server reports the log-probs of greedy tokens, got "
@@ -282,7 +282,7 @@ def _is_vllm_error(raw: bytes) -> bool:
 
 
 def _said(raw: bytes) -> str:
-    """What an error's body says, to be appended to a message. What it calls above is in the server's log, not here."""
+    """Text of an error's body, to be appended to a message. What it calls above is in the server's log, not here."""
     found = _parsed(raw)
     text: Any = found
     if isinstance(found, dict):

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rlhf_engine.errors import ConfigError, RolloutServerError
 
 OPTION = "vllm_server_base_url"
-"""What the user has given the server by; messages begin with it."""
+"""Option that the user has given the server by; messages begin with it."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the server's key, as the server itself reads it: a flag would be kept in the run record."""
 
@@ -142,7 +142,7 @@ class Transport:
         return status, raw
 
     def error(self, text: str) -> RolloutServerError:
-        """What to raise about this server: "expected …, got …"."""
+        """Error to raise about this server: "expected …, got …"."""
         return RolloutServerError(f"{OPTION} {self.url}: {text}")
 
     def _attempt(
@@ -179,7 +179,7 @@ class Transport:
 
 
 class _Incoming(io.RawIOBase):
-    """What a socket receives before a deadline. Stands in for the socket that an HTTPResponse reads."""
+    """Stream of what a socket receives before a deadline. Stands in for the socket that an HTTPResponse reads."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock, self._deadline = sock, deadline

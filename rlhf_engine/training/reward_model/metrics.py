@@ -1,4 +1,4 @@
-"""How good a reward model is on held-out rows. Pure functions in float64; no order of the rows is preferred by ties.
+"""Metrics of a reward model on held-out rows. Pure functions in float64; no order of the rows is preferred by ties.
 
     accuracy            (#{right side of 0} + ½ #{at 0}) / N
     balanced accuracy   ½ (accuracy on label 1 + accuracy on label 0)

@@ -64,9 +64,9 @@ class RewardState:
     best_step: int | None = None
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
     best_metric: float | None = None
-    """Its value of `metric_for_best_model`."""
+    """Value of `metric_for_best_model` at `best_step`."""
     metric_for_best_model: str | None = None
-    """Which metric that is; None in checkpoints written before it was recorded."""
+    """Name of the metric that `best_step` is the best by; None in checkpoints written before it was recorded."""
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
     rows_per_step: int | None = None
@@ -104,7 +104,7 @@ class RewardTrainer(SupervisedRun):
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.reports: dict[str, Report] = {}
-        """What became of the rows of each source, by the option that names it."""
+        """Report on the rows of each source, by the option that names it."""
         self.rows, self.eval_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -121,7 +121,7 @@ class RewardTrainer(SupervisedRun):
             self._check_same_run(resume)
         begin_kernels(resume)
         self.notes = self._notes()
-        """What a person should know before the run starts, one sentence each."""
+        """Notes for the user before the run starts, one sentence each."""
         self.model = build_reward_model(config)
         self.total_steps = self.count_steps()
         self.optimizer = RoleOptimizer.configured(self.model, {"reward": config.learning_rate}, config)
@@ -240,7 +240,7 @@ class RewardTrainer(SupervisedRun):
         return record.is_file() and "result" in json.loads(record.read_text())
 
     def result(self) -> dict[str, Any]:
-        """What the record says in the end: steps done, the step of the final model, and its metric."""
+        """Entries of the record in the end: steps done, the step of the final model, and its metric."""
         best = self.state.best_step
         final = best if best is not None else self.state.step
         return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
