@@ -31,7 +31,7 @@ _ABSENT = ((0, 0, 0), (0, 0, 0), 0)
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None."""
+    """Reason why the native code cannot serve such tensors, or None."""
     reason = native.unsupported(device_type, torch.float32)
     if reason is not None:
         return reason

@@ -12,7 +12,7 @@ from rlhf_kernels.runtime import native
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None. Narrower types arrive as float32."""
+    """Reason why the native code cannot serve such tensors, or None. Narrower types arrive as float32."""
     return native.unsupported(device_type, dtype if dtype == torch.float64 else torch.float32)
 
 

@@ -22,7 +22,7 @@ _STORAGE = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: 
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such logits, or None if it can."""
+    """Reason why the native code cannot serve such logits, or None if it can."""
     if dtype not in _STORAGE:
         return f"it reads {', '.join(map(str, _STORAGE))}, not {dtype}"
     return native.unsupported(device_type, torch.float64 if dtype == torch.float64 else torch.float32)

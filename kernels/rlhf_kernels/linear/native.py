@@ -18,7 +18,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None."""
+    """Reason why the native code cannot serve such tensors, or None."""
     reason = native.unsupported(device_type, torch.float32)
     if reason is None and dtype not in _TYPES:
         return f"it computes in {', '.join(map(str, _TYPES))}, not in {dtype}"

@@ -1,4 +1,4 @@
-"""What a transformer block does between its matmuls: RMS norm, rotary embedding, the gated MLP's product.
+"""Operations of a transformer block between its matmuls: RMS norm, rotary embedding, the gated MLP's product.
 
 `rms_norm`, with H the last dimension and the mean over it (Zhang and Sennrich, "Root mean square layer
 normalization", 2019):

@@ -17,7 +17,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None."""
+    """Reason why the native code cannot serve such tensors, or None."""
     if dtype not in _NAMES:
         return native.unsupported(device_type, torch.float32) or f"it serves float32 and bfloat16, not {dtype}"
     return native.unsupported(device_type, torch.float32)

@@ -404,7 +404,7 @@ class DecodeLinear:
         self._backend = backend
         self._decoder: native.Decoder | cuda.Decoder | None = None
         self._without: tuple[object, ...] | None = None
-        """What the last call was like that no decoder serves."""
+        """Shape, dtype, device and default backend of the last call that no decoder serves."""
         self._default = ""
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ MAX_RANK_ALONE = 32  # without clusters every block reads all of A: above this t
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot serve such tensors, or None. For dtype comes the widest of x and the adapters."""
+    """Reason why the kernel cannot serve such tensors, or None. dtype: the widest of x and the adapters."""
     reason = cuda_support.unsupported(device_type, dtype)
     if reason is None and dtype not in _TYPES:
         return f"it takes {', '.join(map(str, _TYPES))}, not {dtype}"
@@ -42,7 +42,7 @@ def has_clusters(device: torch.device) -> bool:
 
 
 def refusal(x: Tensor, A: Sequence[Tensor], B: Sequence[Tensor]) -> str | None:
-    """Why the kernel does not serve these rows x [N, K] and adapters, or None."""
+    """Reason why the kernel does not serve these rows x [N, K] and adapters, or None."""
     dtypes = {t.dtype for t in (*A, *B)}
     if x.shape[0] > MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {x.shape[0]}"
@@ -104,7 +104,7 @@ class Decoder:
     """
 
     lasting = True
-    """It sees what becomes of its tensors later: none of them is a copy."""
+    """Whether the decoder sees later changes of its tensors: true, because none of them is a copy."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> None:
         self._weight, self._bias, self._lora_call = weight, bias, lora_call
@@ -112,7 +112,7 @@ class Decoder:
 
     @staticmethod
     def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> str | None:
-        """Why there is no decoder for such an x and such a call without dropout, or None."""
+        """Reason why there is no decoder for such an x and such a call without dropout, or None."""
         if any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (weight, bias)):
             return f"weight and bias are not {x.dtype} on {x.device} like x"
         return refusal(x.reshape(-1, x.shape[-1]), lora_call.A, lora_call.B)

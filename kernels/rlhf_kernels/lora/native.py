@@ -26,7 +26,7 @@ _DECODE_ROWS = {torch.float32: (4, 64), torch.bfloat16: (1, 64)}
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None. For dtype comes the widest of x and the adapters."""
+    """Reason why the native code cannot serve such tensors, or None. dtype: the widest of x and the adapters."""
     reason = native.unsupported(device_type, torch.float32)
     if reason is None and dtype not in _TYPES:
         return f"it computes in {' or '.join(map(str, _TYPES))}, not in {dtype}"

@@ -59,7 +59,7 @@ def backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
+    """Needed gradients among dx [N,K], then dA, then dB, each in its tensor's dtype. ddelta is compact."""
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
     compact = list(ddelta.split([end - start for start, end, _ in lora_call.runs]))
     grads = _low_rank_backward(compact, x, lora_call, dx, need_A, need_B)
@@ -96,7 +96,7 @@ def linear_backward(
     need_A: list[bool],
     need_B: list[bool],
 ) -> list[Tensor]:
-    """What is needed of dx (x's shape), dW, db, then dA, then dB."""
+    """Needed gradients among dx (x's shape), dW, db, then dA, then dB."""
     dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     grads: list[Tensor] = []
     dx_rows = None

@@ -1,4 +1,4 @@
-"""Which rows carry which adapter slot, and the dropout of what enters an adapter."""
+"""Segments of rows by adapter slot, and the dropout of what enters an adapter."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class LoraCall(NamedTuple):
 
     @property
     def n_on(self) -> int:
-        """How many rows are on."""
+        """Number of rows that are on."""
         return sum(self.ends) - sum(self.starts)
 
 

@@ -1,4 +1,4 @@
-"""Which tile works on which rows, and where its adapter lies: small int64 tables, uploaded once per batch layout.
+"""Tables of each tile's rows and adapter address: small, int64, uploaded once per batch layout.
 
 An upload comes from pinned memory and does not wait for the device. Tables are cached: a step that repeats the
 segments and the adapters of an earlier one uploads nothing, which is what makes it capturable in a CUDA graph. A
@@ -104,7 +104,7 @@ class _Cache:
 ADAPTERS = _Cache(1 << 16)
 """One per linear and set of slots: of a model with 1,200 linears, 54 sets. A table takes 512 bytes of the device."""
 BATCHES = _Cache(1 << 10)
-"""Per layout of a batch and width of a linear; those of earlier batches are not used again."""
+"""Tables by layout of a batch and width of a linear; those of earlier batches are not used again."""
 
 
 def slots_of(A: list[Tensor], B: list[Tensor], scales: Sequence[float], p: Sequence[float]) -> Slots:

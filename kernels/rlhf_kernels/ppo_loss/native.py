@@ -26,7 +26,7 @@ _KL_CODE = {name: code for code, name in enumerate(KL_ESTIMATORS)}
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native code cannot serve such tensors, or None. Narrower types are computed in float32."""
+    """Reason why the native code cannot serve such tensors, or None. Narrower types are computed in float32."""
     return native.unsupported(device_type, dtype if dtype == torch.float64 else torch.float32)
 
 

@@ -23,7 +23,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Cores(NamedTuple):
-    """What the system leaves to this process."""
+    """Cores that the system leaves to this process."""
 
     affinity: int
     """Cores that its threads may run on."""
@@ -92,7 +92,7 @@ def _mask() -> Collection[int]:
 
 
 def _physical(cpus: Collection[int]) -> int:
-    """How many cores these CPUs belong to."""
+    """Number of cores that these CPUs belong to."""
     folder = ROOT / "sys/devices/system/cpu"
     return len({_read(folder / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus})
 

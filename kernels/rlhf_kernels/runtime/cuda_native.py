@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
-    """There is no library and none can be made; the message says why."""
+    """Error where there is no library and none can be made; the message gives the reason."""
 
 
 # --- sources and compiler -------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def find_nvcc() -> str:
 
 
 def nvcc_version(nvcc: str) -> str:
-    """What `nvcc --version` prints."""
+    """Output of `nvcc --version`."""
     run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     if run.returncode != 0:
         raise BuildError(f"{nvcc} --version failed: {run.stderr.strip()}")
@@ -187,7 +187,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def missing() -> str | None:
-    """Why there are no CUDA kernels in this process, or None if there are."""
+    """Reason why there are no CUDA kernels in this process, or None if there are."""
     return library()[1]
 
 

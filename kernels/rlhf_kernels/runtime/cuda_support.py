@@ -1,4 +1,4 @@
-"""What the CUDA backends share: whether they can run here, tensors as addresses, calls on the current stream.
+"""Helpers that the CUDA backends share: whether they can run here, tensors as addresses, calls on the current stream.
 
 The library behind the calls is found, or compiled, by `cuda_native` when a CUDA tensor first needs it.
 """
@@ -17,7 +17,7 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the CUDA kernels cannot serve such tensors, or None if they can (see `registry`).
+    """Reason why the CUDA kernels cannot serve such tensors, or None if they can (see `registry`).
 
     Looks for the library only when everything else is right: without CUDA tensors nothing is ever compiled.
     """

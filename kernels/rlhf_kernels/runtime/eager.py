@@ -165,7 +165,7 @@ def _flatten(args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
 
 
 class _Node(torch.autograd.Function):
-    """What `torch.library` generates for an op with an autograd formula, without its dispatch."""
+    """Autograd function as `torch.library` generates it for an op with an autograd formula, without its dispatch."""
 
     @staticmethod
     def forward(ctx: Any, op: EagerOp, args: tuple[Any, ...], nesting: list[int], *tensors: Tensor) -> Any:

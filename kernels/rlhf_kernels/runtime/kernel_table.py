@@ -38,7 +38,7 @@ class KernelTableError(ValueError):
 
 
 class Entry(NamedTuple):
-    """What was measured of one op, and the choice that follows."""
+    """Measurements of one op, and the choice that follows."""
 
     op: str
     isa: str
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as the other candidate the choice is, as a geometric mean over the cases."""
+        """Speed-up of the choice over the other candidate, as a geometric mean over the cases."""
         other = next(b for b in CANDIDATES if b != self.backend)
         logs = [math.log(times[other] / times[self.backend]) for times in self.ms.values()]
         return math.exp(sum(logs) / len(logs))

@@ -49,12 +49,12 @@ _isa: str | None = None if _extension is None else _extension.isa()  # kept here
 
 
 def missing() -> str | None:
-    """Why there is no native extension in this process, or None if there is one."""
+    """Reason why there is no native extension in this process, or None if there is one."""
     return _missing
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native CPU code cannot serve such tensors, or None if it can (see `registry`)."""
+    """Reason why the native CPU code cannot serve such tensors, or None if it can (see `registry`)."""
     if _missing is not None:
         return _missing
     if device_type != "cpu":
@@ -155,7 +155,7 @@ def dense(argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequen
 
 
 def type_number(argument: str, dtype: torch.dtype, known: Sequence[torch.dtype]) -> int:
-    """What C++ calls a dtype, which has to be one of `known`."""
+    """Number that C++ has for a dtype, which has to be one of `known`."""
     if dtype not in known:
         raise TypeError(f"{argument}: expected {' or '.join(map(str, known))}, got {dtype}")
     return _TYPE_NUMBERS[dtype]

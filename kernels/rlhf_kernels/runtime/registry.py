@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: `auto | cuda | triton | cpu | reference`.
+"""Choice of the implementation of an op: `auto | cuda | triton | cpu | reference`.
 
 An implementation is a module (or any namespace) that offers the functions its op calls. It may also offer
 `unsupported(device_type, dtype) -> str | None`, the reason why it cannot serve such tensors.

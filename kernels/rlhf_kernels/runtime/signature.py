@@ -42,7 +42,7 @@ class _Argument(NamedTuple):
 
 
 class _Call:
-    """What the tensors of one call that came before have said."""
+    """Sizes, dtype and device that earlier tensors of one call have set."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}

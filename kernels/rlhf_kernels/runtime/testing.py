@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class NumericReport:
-    """What a tier check measured; `error` and `bound` are in the tier's own unit (absolute for T1/T3, ulp for T2)."""
+    """Result of a tier check; `error` and `bound` are in the tier's own unit (absolute for T1/T3, ulp for T2)."""
 
     tier: str
     error: float

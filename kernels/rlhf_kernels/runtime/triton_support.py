@@ -1,4 +1,4 @@
-"""What all Triton backends share: whether they can run here, and the cases that are compiled ahead of time.
+"""Helpers that all Triton backends share: whether they can run here, and the cases that are compiled ahead of time.
 
 Triton itself is imported by the `triton.py` of an op, which `registry.Lazy` loads on the first call, so none of this
 needs it. `TRITON_INTERPRET=1`, set before Triton is first imported, runs the kernels on CPU tensors (tests). There
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot serve such tensors, or None if it can (see `registry`)."""
+    """Reason why Triton cannot serve such tensors, or None if it can (see `registry`)."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it comes with torch on Linux; pip install triton)"
     if device_type != "cuda" and not (device_type == "cpu" and INTERPRETED):

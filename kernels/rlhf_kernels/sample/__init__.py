@@ -40,7 +40,7 @@ registry.register("sample", "triton", registry.Lazy("rlhf_kernels.sample.triton"
 registry.register("sample", "cpu", native)
 
 FILTERS = "top_k and top_p need all logits of a row at once"
-"""Why a call with a filter is the reference's."""
+"""Reason why a call with a filter goes to the reference."""
 
 
 class SampleOutputs(NamedTuple):

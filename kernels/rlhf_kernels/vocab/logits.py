@@ -61,7 +61,7 @@ class LogprobOutputs(NamedTuple):
 
 
 class LogprobSaved(NamedTuple):
-    """What `linear_logprob` keeps for its backward; empty where it was not made."""
+    """Tensors that `linear_logprob` keeps for its backward; empty where they were not made."""
 
     logprob: Tensor  # [N]
     lse: Tensor  # [N]
@@ -71,7 +71,7 @@ class LogprobSaved(NamedTuple):
 
 
 class PairSaved(NamedTuple):
-    """What `linear_logprob_pair` keeps for its backward; the last two are empty where they were not made."""
+    """Tensors that `linear_logprob_pair` keeps for its backward; the last two are empty where they were not made."""
 
     logprob_a: Tensor  # [N], as the next five
     logprob_r: Tensor
@@ -192,7 +192,7 @@ def check_detach(detach: tuple[str, ...], outputs: tuple[str, ...]) -> set[str]:
 
 
 def grads_needed(*inputs: Tensor | None) -> str:
-    """Which of hidden, weight, bias, lora_A, lora_B autograd will want a gradient for, comma-separated."""
+    """Names of those of hidden, weight, bias, lora_A, lora_B that need a gradient, comma-separated."""
     if not torch.is_grad_enabled():
         return ""
     pairs = zip(HeadGrads.names, inputs, strict=True)

@@ -37,7 +37,7 @@ ROW_GRADIENTS = (
 
 
 def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the native sweeps cannot serve such tensors, or None."""
+    """Reason why the native sweeps cannot serve such tensors, or None."""
     if dtype in (torch.bfloat16, torch.float16):  # fp16 is upcast once per call
         dtype = torch.float32
     if dtype == torch.float64:
