@@ -87,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def spilling(rows: list[dict[str, Any]]) -> str:
-    """How many configurations spill, by architecture."""
+    """Number of configurations that spill, by architecture."""
     by_arch: dict[str, list[bool]] = {}
     for row in rows:
         by_arch.setdefault(str(row["arch"]), []).append(row["spills"] > 0)

@@ -505,7 +505,7 @@ def _gpu_name() -> tuple[str, str | None]:
 
 
 def _in_use() -> str | None:
-    """Which other process uses a GPU, as far as the driver says."""
+    """Process that uses a GPU, as far as the driver reports one; None without one."""
     return _first_line(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
 
 

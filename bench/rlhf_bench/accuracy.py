@@ -11,7 +11,7 @@ from rlhf_bench.case import Case, Tensors
 
 
 class Yardstick(NamedTuple):
-    """What candidates of one case are compared with."""
+    """Results that candidates of one case are compared with."""
 
     exact: Tensors  # the float64 reference on upcast inputs
     reference: Tensors | None  # the reference in the case's dtype, where a result is held to T1

@@ -1,4 +1,4 @@
-"""What a case takes at least: bare products with weights packed once, or a bare copy of the bytes that must move.
+"""Least time of a case: bare products with weights packed once, or a bare copy of the bytes that must move.
 
 Products are made in every way that the libraries here offer, and the fastest on the machine is the floor. It is no
 limit of the hardware: what is below it is faster than every one of them. A product with a packed weight writes into
@@ -23,7 +23,7 @@ _TOO_SLOW, _QUICK_S = 10.0, 0.005
 
 
 class _Way(NamedTuple):
-    """How products with a weight are made, and the dtype of those without."""
+    """Way in which products with a weight are made, and the dtype of those without."""
 
     linear: Callable[[Tensor, Tensor], Run]  # (x [N, K], weight [M, K]) → x Wᵀ
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What the four ops on a language-model head share: sizes, inputs, and other libraries' per-token log-probs.
+"""Parts that the four ops on a language-model head share: sizes, inputs, and other libraries' per-token log-probs.
 
 Data: hidden ~ N(0, 1), weight ~ N(0, 4 / H), so logits have a standard deviation of 2; uniform targets.
 """

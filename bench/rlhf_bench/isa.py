@@ -21,7 +21,7 @@ _CAPS = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
     "amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512_E4"),
 }
-"""What torch, oneDNN and MKL call a set; on aarch64 there is nothing to hold them to."""
+"""Names of a set in torch, oneDNN and MKL; on aarch64 there is nothing to hold them to."""
 SETS = (*_CAPS, "neon", "neon_bf16")
 
 

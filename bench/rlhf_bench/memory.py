@@ -55,7 +55,7 @@ def peak_on_cuda(function: Run) -> int:
 
 
 def unsupported() -> str | None:
-    """Why CPU memory cannot be measured here, or None if it can."""
+    """Reason why CPU memory cannot be measured here, or None if it can."""
     if is_rehearsal():
         return "a rehearsal measures no memory"
     if sys.platform != "linux" or not os.access(_CLEAR_REFS, os.W_OK):

@@ -1,4 +1,4 @@
-"""What a person and a program see of results: a table per case, one JSON object per line."""
+"""Views of results for a person and for a program: a table per case, one JSON object per line."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _on_cpu(functions: Mapping[str, Run], rounds: int) -> dict[str, list[float]]
 
 
 class _Clock:
-    """What stands in for a CUDA event."""
+    """Stand-in for a CUDA event."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()

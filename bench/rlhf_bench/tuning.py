@@ -36,7 +36,7 @@ from rlhf_bench.ops import load_cases
 from rlhf_bench.timing import interleaved, medians
 
 _FIRST = (("linear_logprob", "linear_ppo_loss", "linear_logprob_pair"), ("decode_attention",), ("sample",), ("lora",))
-"""What a step spends most on; the first three share sites."""
+"""Ops that a step spends most on; the first three share sites."""
 GROUPS = _FIRST + tuple((op,) for op in aot.OPS if not any(op in group for group in _FIRST))
 """Ops that are swept together."""
 OPS = tuple(op for group in GROUPS for op in group)
@@ -244,7 +244,7 @@ def _between(ms: Mapping[str, Mapping[str, float]], label: str) -> dict[str, dic
 
 
 def _gain(ms: Mapping[str, Mapping[str, float]]) -> float:
-    """How many times as fast the choice is, as the geometric mean over the cases."""
+    """Speed-up of the choice over the default, as the geometric mean over the cases."""
     logs = [math.log(times[_DEFAULT] / times["chosen"]) for times in ms.values()]
     return math.exp(sum(logs) / len(logs))
 

@@ -72,7 +72,7 @@ def measure_publication(name: str = "llama-7b", rounds: int = 5) -> dict[str, An
 
 
 def measure_answers(answers: int = 512, prompt: int = 200, completion: int = 300, shares: int = 8) -> dict[str, Any]:
-    """What one learner process does with a step's answers before it learns from them."""
+    """Seconds that one learner process spends on a step's answers before it learns from them."""
     whole = made_up(answers, prompt, completion)
     each = made_up(answers // shares, prompt, completion)
     packed = [serialize.pack_rollout(each)] * shares

@@ -207,7 +207,7 @@ def rows(c: Case, *, beside: float = 0.0) -> int:
 
 
 class Drawn(NamedTuple):
-    """What drawing a step's answers takes."""
+    """Time of drawing a step's answers."""
 
     seconds: float
     computing: float

@@ -189,7 +189,7 @@ EXCHANGES, EXCHANGES_PER_UPDATE = 11, 3
 
 
 def fits() -> str:
-    """What of a 70B base fits on one generator's GPU."""
+    """Table of the rows that fit beside a 70B base, by its format and by GPU."""
     head = (
         "`llama-70b` base",
         "bytes",
@@ -243,7 +243,7 @@ def with_tables(text: str) -> str:
 
 
 def phrases() -> dict[Path, list[str]]:
-    """What the texts say between tables, by file."""
+    """Phrases with numbers in the texts between tables, by file."""
     small, large = shape("llama-7b"), shape("llama-70b")
     measured, texts = record()["publication"], record()["answers"]
     rate = measured["elements"] * 4 / measured["seconds"]["digest"]

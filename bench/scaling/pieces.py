@@ -1,4 +1,4 @@
-"""What the engine's own code says of sizes, for docs/scaling.md.
+"""Sizes from the engine's own code, for docs/scaling.md.
 
 Bytes are functions of shapes: they come from the planner, from safetensors files and from exchanges that really are
 made, for a few layers or answers, and lie on a line beyond.
@@ -39,7 +39,7 @@ _LAYERS = (2, 3)
 
 
 def _line(values: tuple[int, int], n: int) -> int:
-    """What lies at `n` on the line through two depths."""
+    """Value at `n` on the line through two depths."""
     return values[0] + (values[1] - values[0]) * (n - _LAYERS[0]) // (_LAYERS[1] - _LAYERS[0])
 
 
@@ -171,7 +171,7 @@ def _fit(size: Callable[[int, int, int], int]) -> PerAnswer:
 
 
 def made_up(answers: int, prompt: int, completion: int, *, vocabulary: int = 32000) -> Rollout:
-    """What a generator sends that also asks the frozen lanes."""
+    """Rollout of zeros, as a generator sends it that also computes the frozen lanes."""
     length, tokens = prompt + completion, answers * completion
     batch = PackedBatch(
         tokens_T=torch.randint(vocabulary, (answers * length,), generator=torch.Generator().manual_seed(0)),

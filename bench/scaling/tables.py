@@ -98,7 +98,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def inputs() -> str:
-    """What is not measured, and where it is from."""
+    """Table of the inputs that are not measured, and of their sources."""
     sheets = "data sheets of [H100](https://www.nvidia.com/en-us/data-center/h100/) and "
     sheets += "[H200](https://www.nvidia.com/en-us/data-center/h200/)"
     cards = (
@@ -172,7 +172,7 @@ def answers() -> str:
 
 
 def learners() -> str:
-    """What learners exchange: bytes, and seconds on 8 and 256 GPUs."""
+    """Table of what learners exchange: bytes, and seconds on 8 and 256 GPUs."""
     head = ("", "`llama-7b`", "8 GPUs", "256 GPUs", "`llama-70b`", "8 GPUs", "256 GPUs")
     kinds: dict[str, tuple[Callable[[Shape], float], Callable[[int, float, At], float]]] = {
         "all-reduce per optimizer step, PPO: two slots, fp32 (GRPO: half)": (lambda s: 2 * s.slot_bytes, all_reduce),
@@ -319,7 +319,7 @@ def _json(path: str) -> Any:
 
 
 def _llama(hidden: int, ff: int, layers: int, vocabulary: int) -> Shape:
-    """What FLOPs are counted of, for the models of the records."""
+    """Shape that FLOPs are counted of, for the models of the records."""
     return Shape(
         name="",
         parameters=0,

@@ -1,4 +1,4 @@
-"""What studies share whose arms take turns, each in a process of its own: flags, requests, and the record."""
+"""Helpers of studies whose arms take turns, each in a process of its own: flags, requests, and the record."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def trainer_of(
 
 
 def measure(script: str, setting: Setting, folder: Path, *, processes: int = 1, **request: Any) -> dict[str, Any]:
-    """What `script --request` answers, in a process of its own; of several processes, one answers."""
+    """Answer of `script --request`, in a process of its own; of several processes, one answers."""
     with tempfile.TemporaryDirectory() as scratch:
         paths = {"folder": str(folder), "scratch": str(Path(scratch) / "run")}
         text = json.dumps({"setting": dataclasses.asdict(setting), **paths, **request})

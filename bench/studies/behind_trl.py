@@ -138,7 +138,7 @@ def ask(**request: Any) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
-    """What differs between the logs of two runs: metrics, each with the step."""
+    """Differences between the logs of two runs: metrics, each with the step."""
     if len(rows) != len(other):
         return [f"{len(rows)} rows and {len(other)}"]
     return [

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What busy neighbours cost `linear_logprob` and its peers: milliseconds of one forward and backward, frozen head.
+"""Cost of busy neighbours for `linear_logprob` and its peers: milliseconds of one forward and backward, frozen head.
 
     python bench/studies/busy.py [--sizes 1024x1024x32768 512x512x8192] [--dtype fp32] [--isa avx2]
         [--rounds 20] [--json FILE]
@@ -126,7 +126,7 @@ def measure(case: Case, busy: Sequence[int], rounds: int) -> Iterator[dict[str, 
 
 
 def machine(command: Sequence[str]) -> dict[str, Any]:
-    """What every record says of where and how it was made."""
+    """Entries of every record on where and how it was made."""
     return {
         "device": "cpu",
         "cpu": cpu_name(),

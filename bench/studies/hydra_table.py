@@ -147,7 +147,7 @@ class Method:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What this process holds now: the allocator's blocks on a GPU, resident memory on a CPU."""
+    """Bytes that this process holds now: the allocator's blocks on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     statm = Path("/proc/self/statm").read_text().split()
@@ -223,7 +223,7 @@ def in_worker(kind: str, argv: list[str], **flags: object) -> dict[str, Any]:
 
 
 def plan(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
-    """What the planner says: rows and sequences of a micro-batch that fit the cap (0: none), and peaks at --batch."""
+    """Planned rows and sequences of a micro-batch that fit the cap (0: none), and peaks at --batch."""
     config = shape(arguments)
     device = torch.device(arguments.device)
     setting = Setting(

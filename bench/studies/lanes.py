@@ -92,7 +92,7 @@ def run_pass(model: HydraModel, batch: PackedBatch, name: str, budget: int) -> N
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a worker process finds: milliseconds of every batch, pass and way, or the peak bytes of one of them."""
+    """Measurements of a worker process: milliseconds of every batch, pass and way, or the peak bytes of one of them."""
     device = torch.device(arguments.device)
     torch.set_num_threads(arguments.threads)
     if arguments.worker == "memory" and device.type == "cpu":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How much older answers cost: N batches from one policy, then N updates (Asynchronous RLHF, arXiv 2410.18252, §3).
+"""Cost of older answers: N batches from one policy, then N updates (Asynchronous RLHF, arXiv 2410.18252, §3).
 
     python bench/studies/off_policy.py --out bench/results/cpu/off_policy
     python bench/studies/off_policy.py --out DIR --seeds 0 --batches 1 16 --losses ppo

@@ -324,7 +324,7 @@ def measure_cost(study: Study, arm: str, folder: Path, out: Path) -> None:
 
 
 def _reward_flags(study: Study, arm: str, folder: Path) -> dict[str, Any]:
-    """What all reward models have in common."""
+    """Flags of the training of an arm's reward model."""
     flags: dict[str, Any] = {
         "full" if arm == "full" else "lora": None,
         "dataset_name": folder / "thumbs_train.jsonl",
@@ -342,7 +342,7 @@ def _reward_flags(study: Study, arm: str, folder: Path) -> dict[str, Any]:
 
 
 def _cost(study: Study, output: Path, command: str) -> dict[str, Any]:
-    """What a run's steps took."""
+    """Cost of a run's steps, with the sizes, versions and command of the run."""
     rows, record = read_metrics(output / "metrics.jsonl"), json.loads((output / "run.json").read_text())
     return {
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),

@@ -272,7 +272,7 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
 
 
 def work(request_file: str) -> None:
-    """What a worker process does: one request, whose answer goes into a file."""
+    """Work of a worker process: one request, whose answer goes into a file."""
     request = json.loads(Path(request_file).read_text())
     setting, folder = Setting(**request["setting"]), Path(request["folder"])
     if request["arm"] is None:

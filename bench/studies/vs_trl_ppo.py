@@ -175,7 +175,7 @@ def busy_seconds() -> float | None:
 
 
 class Others:
-    """How many cores others kept busy while a worker ran: above a few tenths, its time is not its own."""
+    """Number of cores that others kept busy while a worker ran: above a few tenths, its time is not its own."""
 
     def __init__(self) -> None:
         self.start = self._now()
@@ -235,7 +235,7 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def targets(setting: Setting, found: dict[str, dict[str, float]], *, bf16_products: bool) -> list[dict[str, Any]]:
-    """What the project wants of this comparison, and what came; none for other work or arms that were not measured.
+    """Targets of this comparison, and the results; none for other work or arms that were not measured.
 
     Args:
         setting: the work that was measured.

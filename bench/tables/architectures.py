@@ -84,7 +84,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "is_decoder": True,
 }
-"""What a config has of these is set; lists, such as kinds of layers, follow from the number of layers."""
+"""Sizes, of which those that a config has are set; lists, such as kinds of layers, follow from the number of layers."""
 _MLA = {"num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}

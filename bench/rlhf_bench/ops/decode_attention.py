@@ -132,7 +132,7 @@ def _eager(inputs: Tensors) -> Tensors:
 
 
 def _sdpa(inputs: Tensors) -> Callable[[], Tensors]:
-    """It takes no table, so every call copies the rows of a paged cache."""
+    """Attention by SDPA, which takes no table: every call copies the rows of a paged cache."""
     q, seen = inputs["q"][:, :, None], _seen(inputs)
 
     def run() -> Tensors:

@@ -22,7 +22,7 @@ from rlhf_bench.heads import HeadSize, Score, Scorer, eager_score, head_sizes, m
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """What one case computes."""
+    """Outputs and gradients that one case computes."""
 
     name: str
     gradients: tuple[str, ...] = ("hidden",)

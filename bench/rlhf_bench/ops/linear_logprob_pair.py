@@ -61,7 +61,7 @@ def _case(s: HeadSize, dtype: torch.dtype, backward: bool) -> Case:
         return lambda: finish(score, inputs)
 
     def two_calls(inputs: Tensors) -> Tensors:
-        """What there is without the pair: no KL, so the entropy takes its place as what needs a second gradient."""
+        """Two calls in place of the pair: no KL, so the entropy takes its place as what needs a second gradient."""
         leaves = leaves_of(inputs, ("hidden_a",) if backward else ())
         hidden_a, weight, target = (inputs | leaves)["hidden_a"], inputs["weight"], inputs["target"]
         policy = linear_logprob(hidden_a, weight, target, outputs=("logprob", "entropy"))

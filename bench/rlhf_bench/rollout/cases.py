@@ -1,4 +1,4 @@
-"""What the rollout benchmarks time.
+"""Cases that the rollout benchmarks time.
 
     off, on     the backbone alone, and with the adapter, against eager `generate` (with PEFT for `on`)
     skewed      few long answers among many short ones: continuous batching against batches that run until their longest
