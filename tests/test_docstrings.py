@@ -19,9 +19,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("rlhf_engine", "kernels/rlhf_kernels", "bench")
 FRAGMENTS = (
-    *("After", "As", "At", "Because", "Before", "Beside", "Between", "By", "Except", "For", "From", "If", "In", "Into"),
-    *("Likewise", "Maybe", "Of", "On", "Raises", "Returns", "Since", "That", "Through", "To", "Under", "Until", "Up"),
-    *("When", "Where", "Who", "Whose", "Whom", "With", "Within", "Without"),
+    *("After", "Also", "As", "At", "Because", "Before", "Beside", "Between", "By", "Except", "For", "From", "Here"),
+    *("How", "If", "In", "Into", "It", "Its", "Likewise", "Maybe", "Of", "On", "Per", "Raises", "Returns", "Since"),
+    *("That", "There", "Through", "To", "Under", "Until", "Up", "What", "When", "Where", "Which", "Who", "Whose"),
+    *("Whom", "Why", "With", "Within", "Without"),
 )
 """Words that a first sentence does not begin with: it would be the second half of one."""
 PUBLIC = (
