@@ -111,7 +111,7 @@ def run_point(loss: str, n: int, seed: int, *, start: Path, work: Path, steps: i
         "final": {
             "win_rate": win_rate(after, before),
             "reward": statistics.fmean(scores),
-            "kl": trainer.kl_to_reference(after.rollout),
+            "kl": trainer.evaluation.kl_to_reference(after.rollout),
         },
         "curves": {
             name: curve(name) for name in ("reward", "kl", "staleness/max", "staleness/k3", "clip_ratio", "approx_kl")

@@ -52,12 +52,12 @@ def run(model: str, seed: int, folder: Path, output: Path) -> dict[str, object]:
     prompts = trainer.eval_set
     assert prompts is not None  # the config has them
     indices = list(range(len(prompts.rows)))
-    before = trainer.answer(prompts, indices, role="reference", seed=SAMPLING_SEED)
+    before = trainer.evaluation.answer(prompts, indices, role="reference", seed=SAMPLING_SEED)
     began = time.perf_counter()
     with TrainingProgress(trainer.config.max_steps, title=f"seed {seed}") as progress:
         trainer.run(progress.update)
     seconds = time.perf_counter() - began
-    after = trainer.answer(prompts, indices, role="actor", seed=SAMPLING_SEED)
+    after = trainer.evaluation.answer(prompts, indices, role="actor", seed=SAMPLING_SEED)
     for name in (METRICS_FILE, CURVES_FILE, SAMPLES_FILE):
         shutil.copy(folder / name, output / f"seed{seed}_{name}")
     record = json.loads((folder / RECORD_FILE).read_text())
@@ -66,7 +66,7 @@ def run(model: str, seed: int, folder: Path, output: Path) -> dict[str, object]:
         "seed": seed,
         "before": describe(before),
         "after": describe(after),
-        "kl_nats_per_answer": trainer.kl_to_reference(after.rollout),
+        "kl_nats_per_answer": trainer.evaluation.kl_to_reference(after.rollout),
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
         "mismatch_rollout_max": max(row["mismatch/rollout_max"] for row in rows),

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
-from rlhf_engine.distributed.process_group import World, share
-from rlhf_engine.hydra import HydraModel
+from rlhf_engine.distributed.process_group import share
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
@@ -21,6 +19,7 @@ from rlhf_engine.runs.text import samples_markdown
 from rlhf_engine.scoring.experience import decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.training.rl_inputs import RlInputs
+from rlhf_engine.training.rl_policy import RlPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,28 +40,25 @@ class Evaluation:
     """Answers of the present policy, outside of its training.
 
     Args:
-        config: of the run.
+        policy: the policy; each of its ranks answers a share of the held-out prompts.
         inputs: prompts and reward sources.
-        model, rollouts: what draws answers, and scores them.
+        rollouts: what draws answers.
         sampling: how answers are drawn, by seed.
-        world: ranks, of which each answers a share of the held-out prompts.
         whole_base: within it, all of the base is on every rank.
         output: the run's folder, for samples.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        policy: RlPolicy,
         inputs: RlInputs,
-        model: HydraModel,
         rollouts: Rollouts,
         sampling: Callable[[int], SamplingConfig],
-        world: World,
         whole_base: Callable[[], contextlib.AbstractContextManager[None]],
         output: Path,
     ) -> None:
-        self._config, self._inputs, self._model, self._rollouts = config, inputs, model, rollouts
-        self._sampling, self._world, self._whole_base, self._output = sampling, world, whole_base, output
+        self._policy, self._inputs, self._rollouts = policy, inputs, rollouts
+        self._sampling, self._whole_base, self._output = sampling, whole_base, output
         self._samples = SampleLog(output / SAMPLES_LOG)
 
     def answer(
@@ -70,7 +66,6 @@ class Evaluation:
         prompts: PromptSet,
         indices: list[int],
         *,
-        policy_version: int,
         role: str = "actor",
         seed: int = 0,
         sample_ids: list[int] | None = None,
@@ -82,7 +77,6 @@ class Evaluation:
         Args:
             prompts: prompts that can be answered.
             indices: places of those to answer.
-            policy_version: version of the policy now, which a server has to hold.
             role: a role with an LM head.
             seed: seed of the draws.
             sample_ids: one id per answer that, with the seed, keys its draws; None: from 0 on.
@@ -94,12 +88,12 @@ class Evaluation:
             ValueError: a role that is unknown or has no LM head.
             RewardError: a reward function failed.
         """
-        self._rollouts.sync(policy_version)
+        self._rollouts.sync(self._policy.state.policy_version)
         token_ids = [prompts.ids[i] for i in indices]
         with self._whole_base():
             rollout = self._rollouts.generate(token_ids, self._sampling(seed), role=role, sample_ids=sample_ids)
             learned = self._inputs.scorer.uses_reward_model
-            rewards_N = self._model.score(rollout.batch, ("reward",)).rewards_N if learned else None
+            rewards_N = self._policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
         texts, ids = decode_answers(self._inputs.tokenizer, rollout.batch)
         finished = (True,) * len(indices)
         scored = self._inputs.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), finished, rewards_N)
@@ -118,43 +112,35 @@ class Evaluation:
 
     def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
         with self._whole_base():
-            scores = self._model.score(
-                rollout.batch, ("actor", "reference"), temperature=self._config.temperature, exact_kl=True
+            scores = self._policy.model.score(
+                rollout.batch, ("actor", "reference"), temperature=self._policy.config.temperature, exact_kl=True
             )
         assert scores.kl_M is not None
         return scores.kl_M.sum()
 
-    def evaluate(self, policy_version: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts, of which each rank answers a share.
-
-        Args:
-            policy_version: version of the policy now, which a server has to hold.
 
         Returns:
             `eval/kl`, exact KL to the reference in nats per answer, and `eval/reward`, the mean score where there is
             one.
         """
         assert self._inputs.eval_set is not None
-        world, n = self._world, len(self._inputs.eval_set.rows)
+        world, n = self._policy.world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
-            shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own, policy_version)))
+            shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
         reward = mean_or_none([score for scores, _ in shares for score in scores])
         metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
         return metrics if reward is None else {**metrics, "eval/reward": reward}
 
-    def _evaluate(self, indices: list[int], policy_version: int) -> tuple[list[float | None], float]:
+    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float]:
         """Scores of answers to held-out prompts, and the sum of their KL."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
             return [], 0.0
-        answers = self.answer(
-            self._inputs.eval_set,
-            indices,
-            policy_version=policy_version,
-            seed=self._config.seed,
-            sample_ids=indices,
-        )
+        seed = self._policy.config.seed
+        answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
         return answers.scores, float(self._kl_sum(answers.rollout))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
@@ -167,18 +153,14 @@ class Evaluation:
         """
         self._samples.drop_from(step)
 
-    def note_samples(self, step: int, policy_version: int) -> None:
-        """Answer the first few prompts, held-out ones if there are any, and note the answers in the log.
-
-        Args:
-            step: steps done.
-            policy_version: version of the policy now, which a server has to hold.
-        """
-        if self._config.num_samples == 0:
+    def note_samples(self) -> None:
+        """Answer the first few prompts, held-out ones if there are any, and note the answers in the log."""
+        config, step = self._policy.config, self._policy.state.step
+        if config.num_samples == 0:
             return
         prompts = self._inputs.eval_set or self._inputs.train_set
-        indices = list(range(min(self._config.num_samples, len(prompts.rows))))
-        found = self.answer(prompts, indices, policy_version=policy_version, seed=self._config.seed)
+        indices = list(range(min(config.num_samples, len(prompts.rows))))
+        found = self.answer(prompts, indices, seed=config.seed)
         self._samples.write(
             Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
         )

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import build_policy_model, shard_base
-from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout import SamplingConfig
 from rlhf_engine.rollout.build import make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
@@ -33,28 +32,19 @@ from rlhf_engine.training.data_parallel import (
     require_same_start,
     require_served,
 )
-from rlhf_engine.training.evaluation import Answers, Evaluation
-from rlhf_engine.training.policy import Policy
+from rlhf_engine.training.evaluation import Evaluation
 from rlhf_engine.training.rl_inputs import load_inputs, new_state
+from rlhf_engine.training.rl_policy import RlPolicy
 from rlhf_engine.training.run import Run
 
 
-class RlTrainer(Run):
+class RlTrainer(Run[TrainerState]):
     """RL by any algorithm. Construction finds everything that can be wrong with the request; `run` spends the time."""
 
     config: TrainConfig
     """Options of the run."""
-    policy: Policy
+    policy: RlPolicy
     """Policy that is trained."""
-
-    @property
-    def state(self) -> TrainerState:
-        """Counters of the policy."""
-        return self.policy.state
-
-    @state.setter
-    def state(self, state: TrainerState) -> None:
-        self.policy.state = state
 
     def __init__(
         self,
@@ -81,20 +71,20 @@ class RlTrainer(Run):
         self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
         self.output, self.total_steps = Path(config.output_dir), config.max_steps
-        world.run_on_all_ranks("the start of the run", lambda: self._load(base))
+        model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
-            weights = fingerprint_of_all(self.model.parameters())
+            weights = fingerprint_of_all(model.parameters())
             require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
         self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if config.shard_base:
-            self._whole_base = shard_base(self.model, self.config, world).whole
+            self._whole_base = shard_base(model, self.config, world).whole
         with self.whole_base():
-            world.run_on_all_ranks("the start of the run", self._prepare)
+            world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
-    def _load(self, base: HydraModel | None) -> None:
-        """Data, and the model as it is before any step."""
+    def _load(self, base: HydraModel | None) -> HydraModel:
+        """Load the data, and the model as it is before any step."""
         self._inputs = load_inputs(self.config)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
         self.train_set, self.eval_set, self.reports = (
@@ -102,25 +92,23 @@ class RlTrainer(Run):
             self._inputs.eval_set,
             self._inputs.reports,
         )
-        self.model: HydraModel = build_policy_model(self.config, base)
+        return build_policy_model(self.config, base)
 
-    def _prepare(self) -> None:
+    def _prepare(self, model: HydraModel) -> None:
         """Build what works on the model, at the step where the run stands."""
         config, inputs = self.config, self._inputs
-        self.rollouts = make_rollouts(config, self.model, inputs.server, inputs.all_prompts())
-        self.policy = Policy(config, self.model, new_state(config, inputs), resume=inputs.resume, world=self.world)
-        self.optimizer = self.policy.optimizer
+        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts())
+        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
-        self._scoring = Scoring(self.model, self.scorer, self.tokenizer, self.train_set, self.world)
+        self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
         self.source = self._make_source(inputs.resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
-        self._evaluation = Evaluation(
-            config, inputs, self.model, self.rollouts, self._sampling, self.world, self.whole_base, self.output
-        )
+        self.evaluation = Evaluation(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
+        """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
 
@@ -141,10 +129,10 @@ class RlTrainer(Run):
         step = self.state.step
         clear_later_steps(self.output, step=step, total_steps=self.total_steps)
         # samples of this step are from before its checkpoint, or are drawn again now
-        self._evaluation.forget_samples_from(step + 1 if 0 < step < self.total_steps else step)
+        self.evaluation.forget_samples_from(step + 1 if 0 < step < self.total_steps else step)
         self.write_record()
         if step == 0:
-            self._note_samples()
+            self.evaluation.note_samples()
 
     def look(self) -> dict[str, float]:
         """Evaluate, and note samples, after every `eval_steps` steps.
@@ -154,11 +142,11 @@ class RlTrainer(Run):
         """
         if not self.config.eval_steps or self.state.step % self.config.eval_steps:
             return {}
-        found = self.evaluate()
+        found = self.evaluation.evaluate()
         self._note_best(found.get("eval/reward"))
         if self.config.num_samples and not self._is_last():
             with self.whole_base():
-                self.world.on_main("samples", self._note_samples)
+                self.world.on_main("samples", self.evaluation.note_samples)
         return found
 
     def saves_now(self) -> bool:
@@ -168,8 +156,8 @@ class RlTrainer(Run):
     def end(self) -> None:
         """Write the final model, and samples if there are any."""
         write_final(self.output, self._write_model)
-        self._note_samples()
-        self._evaluation.write_samples()
+        self.evaluation.note_samples()
+        self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
         """Hash of the base, and the number of ranks if there are several, for the run's record.
@@ -207,7 +195,7 @@ class RlTrainer(Run):
             drawn_by={str(step): version for step, version in past.drawn_by.items()},
         )
         policies = {policy.version: policy for policy in past.policies.values()}
-        folder = self.policy.save(self.output, state, policies)
+        folder = self.policy.save(self.output, state=state, past=policies)
         self._saved_step = self.state.step
         return folder
 
@@ -279,61 +267,6 @@ class RlTrainer(Run):
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
         }
-
-    # ---- looking at the policy -------------------------------------------------------------------------------------
-
-    def answer(
-        self,
-        prompts: PromptSet,
-        indices: list[int],
-        *,
-        role: str = "actor",
-        seed: int = 0,
-        sample_ids: list[int] | None = None,
-    ) -> Answers:
-        """Draw one answer per prompt by the policy as it is now, and score it. See `Evaluation.answer`.
-
-        Args:
-            prompts: prompts that can be answered.
-            indices: places of those to answer.
-            role: a role with an LM head.
-            seed: seed of the draws.
-            sample_ids: one id per answer that, with the seed, keys its draws; None: from 0 on.
-
-        Returns:
-            Prompts, answers and scores as text and numbers, and the rollout.
-
-        Raises:
-            ValueError: a role that is unknown or has no LM head.
-            RewardError: a reward function failed.
-        """
-        version = self.state.policy_version
-        return self._evaluation.answer(
-            prompts, indices, policy_version=version, role=role, seed=seed, sample_ids=sample_ids
-        )
-
-    def kl_to_reference(self, rollout: Rollout) -> float:
-        """Mean over answers of Σ_t exact KL(actor ‖ reference).
-
-        Args:
-            rollout: N answers.
-
-        Returns:
-            Nats per answer.
-        """
-        return self._evaluation.kl_to_reference(rollout)
-
-    def evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts, of which each rank answers a share.
-
-        Returns:
-            `eval/kl`, exact KL to the reference in nats per answer, and `eval/reward`, the mean score where there is
-            one.
-        """
-        return self._evaluation.evaluate(self.state.policy_version)
-
-    def _note_samples(self) -> None:
-        self._evaluation.note_samples(self.state.step, self.state.policy_version)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -26,25 +25,25 @@ from rlhf_engine.data import Report, batch_indices, pack
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor, require_warm_up
-from rlhf_engine.runs.checkpoint import save_checkpoint, saved_on_error
+from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
+from rlhf_engine.runs.checkpoint import saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.runs.trackers import Trackers
+from rlhf_engine.training.policy import Policy, State
 
 OnStep = Callable[[int, dict[str, Any]], None]
 """Called with the number of steps done and the step's metrics."""
 
 
-class Run(ABC):
+class Run(ABC, Generic[State]):
     """A training run in an output folder. A subclass's constructor finds everything that can be wrong with the request.
 
     Attributes that a subclass sets:
         config: options of the command.
         output: the output folder.
-        model, optimizer: what is trained, and by what.
-        state: counters; its `step` is the number of steps done.
+        policy: what is trained.
         total_steps: number of steps after which the run is done.
         reports: what became of the rows of each source, by the option that names it.
         world: the ranks of the run, of which this process is one.
@@ -52,9 +51,7 @@ class Run(ABC):
 
     config: TrainingOptions
     output: Path
-    model: HydraModel
-    optimizer: RoleOptimizer
-    state: Any
+    policy: Policy[State]
     total_steps: int
     reports: dict[str, Report]
     world: World = ALONE
@@ -62,6 +59,25 @@ class Run(ABC):
     """Step of the newest checkpoint that this process has written."""
     _record: dict[str, Any] | None = None
     """Contents of run.json for a run that has begun."""
+
+    @property
+    def model(self) -> HydraModel:
+        """Model of the policy."""
+        return self.policy.model
+
+    @property
+    def optimizer(self) -> RoleOptimizer:
+        """Optimizer of the policy."""
+        return self.policy.optimizer
+
+    @property
+    def state(self) -> State:
+        """Counters of the policy; their `step` is the number of steps done."""
+        return self.policy.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.policy.state = state
 
     # ---- what a kind of run is -------------------------------------------------------------------------------------
 
@@ -228,8 +244,7 @@ class Run(ABC):
         """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
-        keep = self.config.save_total_limit
-        folder = save_checkpoint(self.output, self.model, self.optimizer, self.state, keep=keep)
+        folder = self.policy.save(self.output)
         self._saved_step = self.state.step
         return folder
 
@@ -292,7 +307,7 @@ class HasTokens(Protocol):
         """Tokens of the row that go through the model."""
 
 
-class SupervisedRun(Run):
+class SupervisedRun(Run[State]):
     """A run over epochs of rows. A step is one batch, with exact denominators over its micro-batches.
 
     Attributes that a subclass sets, beside those of `Run`:
@@ -367,13 +382,9 @@ class SupervisedRun(Run):
             if name in metrics and not math.isfinite(metrics[name]):
                 self.model.zero_grad(set_to_none=True)
                 raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
-        factor = lr_factor(
-            step, kind=config.lr_scheduler_type, warmup_steps=config.warmup_steps, total_steps=self.total_steps
-        )
-        self.optimizer.set_lr_factor(factor)
-        metrics |= self.optimizer.step()
-        self.state = replace(self.state, step=step + 1)
-        self.optimizer.is_whole = True
+        factor = self.policy.schedule_rates(self.total_steps)
+        metrics |= self.policy.apply()
+        self.policy.advance()
         seconds = time.perf_counter() - began
         return {
             **metrics,

@@ -49,10 +49,8 @@ from rlhf_engine.io import put_model_in_place, remove_model
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.build import slot_config
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
-    load_checkpoint,
     read_counters,
     require_same,
     require_same_rows_per_step,
@@ -68,6 +66,7 @@ from rlhf_engine.runs.folder import (
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
@@ -229,13 +228,11 @@ class SftState:
     """By which the place in the data is found again; None in checkpoints written before it was recorded."""
 
 
-class SftTrainer(SupervisedRun):
+class SftTrainer(SupervisedRun[SftState]):
     """Supervised training. Everything that can be wrong with the request is found before the first step."""
 
     config: SFTConfig
     """Options of the run."""
-    state: SftState
-    """Counters of the run."""
     rows: list[Example]
     """Tokenized rows that are trained on."""
 
@@ -272,15 +269,15 @@ class SftTrainer(SupervisedRun):
         )
         self.reports = {"dataset_name": tally.report()}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        self.state = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
+        begins = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
         if resume is not None:
             held = read_counters(resume, SftState)
             require_same(resume, held, seed=config.seed)
-            if held.rows != self.state.rows:
+            if held.rows != begins.rows:
                 raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
             require_same_rows_per_step(resume, held.rows_per_step, self.rows_per_step)
         begin_kernels(resume)
-        self.model = HydraModel.from_pretrained(
+        model = HydraModel.from_pretrained(
             config.model_name_or_path,
             roles=sft_roles(config.mode, with_reward=self.pairs),
             slots={SFT_SLOT: slot_config(config)} if config.mode == "lora" else {},
@@ -289,22 +286,18 @@ class SftTrainer(SupervisedRun):
             adapter_dtype=DTYPES[config.adapter_dtype],
             seed=config.seed,
         )
-        require_savable(self.model)
+        require_savable(model)
         if config.gradient_checkpointing:
-            self.model.backbone().enable_gradient_checkpointing()
+            model.backbone().enable_gradient_checkpointing()
         self.total_steps = self.count_steps()
         if self._result_steps() is not None and resume is None and not self.finished():
             raise ConfigError(
                 f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
                 f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
             )
-        rates = dict.fromkeys(self.model.roles, config.learning_rate)
-        self.optimizer = RoleOptimizer.configured(self.model, rates, config)
-
+        self.policy = Policy(config, model, dict.fromkeys(model.roles, config.learning_rate), begins)
         if resume is not None:
-            self.state = replace(
-                load_checkpoint(resume, self.model, self.optimizer, SftState), rows_per_step=self.rows_per_step
-            )
+            self.state = replace(self.policy.load(resume), rows_per_step=self.rows_per_step)
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Make all remaining steps and write the model. See `Run.run`.

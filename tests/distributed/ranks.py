@@ -124,8 +124,10 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         trainer.step()
         with trainer._whole_base():
             whole = held_by(trainer)
-        answers = trainer.answer(trainer.train_set, list(range(1 + world.rank)))  # more on one rank than on the other
-        return {"whole": whole, "share": held_by(trainer), "kl": trainer.kl_to_reference(answers.rollout)}
+        answers = trainer.evaluation.answer(
+            trainer.train_set, list(range(1 + world.rank))
+        )  # more on one rank than on the other
+        return {"whole": whole, "share": held_by(trainer), "kl": trainer.evaluation.kl_to_reference(answers.rollout)}
     assert job["do"] == "fail"
     began = time.monotonic()
     try:

@@ -219,7 +219,7 @@ def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
     held = {"eval_dataset_name": str(write_prompts(tmp_path)), "eval_steps": 1}
     trainer = RlTrainer(train_config(model, tmp_path / "run", **held))
     trainer.step()
-    trainer._note_best(trainer.evaluate()["eval/reward"])
+    trainer._note_best(trainer.evaluation.evaluate()["eval/reward"])
     assert trainer.state.best_step == 1
     resume = {"resume_from_checkpoint": str(trainer.save())}
     same_judge = RlTrainer(train_config(model, tmp_path / "same", **held, **resume))

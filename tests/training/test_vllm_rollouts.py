@@ -16,8 +16,8 @@ from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.scoring.off_policy import correct_age, correct_engine
-from rlhf_engine.training.policy import make_algorithm
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.rl_policy import make_algorithm
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, train_config, write_model, write_reward, write_rows
 from tests.training.test_rl import same, trained, without_timings

@@ -24,7 +24,8 @@ from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import peak_memory_bytes, read_metrics, write_json_atomic
-from rlhf_engine.training.rl import Answers, RlTrainer
+from rlhf_engine.training.evaluation import Answers
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
 _MARKER = ".rlhf-engine-demo"
@@ -107,7 +108,7 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     base = sum(p.numel() for _, p in trainer.model.backbone().base_parameters())
     result = DemoResult(
         win_rate=win_rate(after, before),
-        kl=trainer.kl_to_reference(after.rollout),
+        kl=trainer.evaluation.kl_to_reference(after.rollout),
         reward_before=_mean([s for s in before.scores if s is not None]),
         reward_after=_mean([s for s in after.scores if s is not None]),
         true_score_before=_true_mean(before),
@@ -163,7 +164,7 @@ def heldout_answers(trainer: RlTrainer, role: str) -> Answers:
     """One answer of a role to each held-out prompt."""
     prompts = trainer.eval_set
     assert prompts is not None
-    return trainer.answer(prompts, list(range(len(prompts.rows))), role=role, seed=trainer.config.seed + 1)
+    return trainer.evaluation.answer(prompts, list(range(len(prompts.rows))), role=role, seed=trainer.config.seed + 1)
 
 
 def win_rate(answers: Answers, others: Answers) -> float:

@@ -28,11 +28,9 @@ from rlhf_engine.hydra import reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.policy.adamw import require_optim
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     check,
-    load_checkpoint,
     read_counters,
     require_same,
     require_same_rows_per_step,
@@ -47,6 +45,7 @@ from rlhf_engine.runs.folder import (
 )
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, load_examples
 from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
@@ -73,11 +72,10 @@ class RewardState:
     """By which the place in the data is found again; None likewise."""
 
 
-class RewardTrainer(SupervisedRun):
+class RewardTrainer(SupervisedRun[RewardState]):
     """Training of a reward model. Construction finds what can be wrong with the request; `run` spends the time."""
 
     config: RewardConfig
-    state: RewardState
     rows: list[RewardExample]
 
     def __init__(self, config: RewardConfig) -> None:
@@ -110,7 +108,7 @@ class RewardTrainer(SupervisedRun):
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        self.state = RewardState(
+        begins = RewardState(
             step=0,
             seed=config.seed,
             metric_for_best_model=self.best_metric,
@@ -118,19 +116,17 @@ class RewardTrainer(SupervisedRun):
             rows_per_step=self.rows_per_step,
         )
         if resume is not None:
-            self._check_same_run(resume)
+            self._check_same_run(resume, begins)
         begin_kernels(resume)
         self.notes = self._notes()
         """Notes for the user before the run starts, one sentence each."""
-        self.model = build_reward_model(config)
+        self.policy = Policy(config, build_reward_model(config), {"reward": config.learning_rate}, begins)
         self.total_steps = self.count_steps()
-        self.optimizer = RoleOptimizer.configured(self.model, {"reward": config.learning_rate}, config)
-        self.model.eval()
         if resume is not None:
             self.state = replace(
-                load_checkpoint(resume, self.model, self.optimizer, RewardState),
-                metric_for_best_model=self.state.metric_for_best_model,
-                rows=self.state.rows,
+                self.policy.load(resume),
+                metric_for_best_model=begins.metric_for_best_model,
+                rows=begins.rows,
                 rows_per_step=self.rows_per_step,
             )
             best = self.state.best_step
@@ -247,12 +243,12 @@ class RewardTrainer(SupervisedRun):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _check_same_run(self, checkpoint: Path) -> None:
+    def _check_same_run(self, checkpoint: Path, begins: RewardState) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
         found = read_counters(checkpoint, RewardState)
-        require_same(checkpoint, found, seed=self.state.seed, metric_for_best_model=self.best_metric)
+        require_same(checkpoint, found, seed=begins.seed, metric_for_best_model=self.best_metric)
         require_same_rows_per_step(checkpoint, found.rows_per_step, self.rows_per_step)
-        if found.rows is not None and found.rows != self.state.rows:
+        if found.rows is not None and found.rows != begins.rows:
             raise ConfigError(
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
             )
