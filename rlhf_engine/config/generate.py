@@ -21,7 +21,7 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
-    prompt: list[str] | None = option(None, "prompts, each one argument")
+    prompt: list[str] | None = option(None, "prompts, each one argument", is_text=True)
     prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")
     dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
@@ -40,7 +40,7 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     temperature: float = option(1.0, "sampling temperature", gt=0)
     top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
     top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
-    stop: list[str] = option([], "texts that end an answer; it is printed without them")
+    stop: list[str] = option([], "texts that end an answer; it is printed without them", is_text=True)
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     greedy: bool = option(False, "take the likeliest token instead of sampling")
     verify_rollout: bool = option(

@@ -17,6 +17,8 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import errno
+import os
 import re
 import sys
 import types
@@ -36,7 +38,15 @@ _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _SPECIAL = ("config", "print_config", "help")
 
 
-def option(default: Any, help: str, *, switches: Sequence[str] = (), alias: str | None = None, **bounds: float) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    switches: Sequence[str] = (),
+    alias: str | None = None,
+    is_text: bool = False,
+    **bounds: float,
+) -> Any:
     """Make a dataclass field with its line of documentation, its bounds and its names as a flag.
 
     Args:
@@ -44,12 +54,13 @@ def option(default: Any, help: str, *, switches: Sequence[str] = (), alias: str 
         help: line of `--help`.
         switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
         alias: second name of the flag and of the key in a file, such as one that Python keeps for itself; None: none.
+        is_text: strings of any length, which name no file.
         bounds: bounds of a number by name: `ge`, `gt`, `le` and `lt`.
 
     Returns:
         The field.
     """
-    metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias}
+    metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias, "is_text": is_text}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -81,6 +92,8 @@ class Options:
         for field in dataclasses.fields(self):
             value = _typed(field.name, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+            if not field.metadata.get("is_text"):
+                _require_names(field.name, value)
             for bound, limit in field.metadata.get("bounds", {}).items():
                 if value is not None and not _holds(value, bound, limit):
                     kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
@@ -186,6 +199,21 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         if _matches(kind, value):
             return _convert(kind, value)
     raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}")
+
+
+def _require_names(name: str, value: Any) -> None:
+    """Refuse strings that no file could be called, before anything looks for one of that name."""
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str):
+            continue
+        try:
+            os.stat(text)
+        except ValueError as error:  # a null byte
+            raise ConfigError(f"{name}: expected what a file could be called, got {text!r}: {error}") from error
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                shown = text if len(text) <= 60 else f"{text[:59]}…"
+                raise ConfigError(f"{name}: expected a path, got {shown!r}: {error.strerror}") from error
 
 
 def _holds(value: float, bound: str, limit: float) -> bool:
@@ -297,23 +325,26 @@ class _YamlLoader(yaml.SafeLoader):
     """YAML's safe loader, which takes no key twice: of two values the last would win without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
+        first: dict[str, yaml.Node] = {}
         for key, _ in node.value:
-            line = lines.setdefault(key.value, key.start_mark.line + 1) if isinstance(key, yaml.ScalarNode) else 0
-            if line not in (0, key.start_mark.line + 1):
-                text = f"expected each key once, got {key.value!r} in lines {line} and {key.start_mark.line + 1}"
+            if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
+                lines = f"{first[key.value].start_mark.line + 1} and {key.start_mark.line + 1}"
+                text = f"expected each key once, got {key.value!r} in lines {lines}"
                 raise yaml.constructor.ConstructorError(problem=text)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 
 
 def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
+    _require_names("config", str(path))
     if not path.is_file():
         raise ConfigError(f"config: expected the path of a YAML file, but there is no file {str(path)!r}")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ConfigError(f"config: expected a file that can be read, got {str(path)!r}: {error.strerror}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -18,7 +18,7 @@ class ReportConfig(Options):
 
     run: list[str] = option([], "output folders of runs; may also be the first arguments")
     out: str = option("report.html", "the page, which needs nothing but a browser")
-    title: str | None = option(None, "its heading; none: the run's name, or how many there are")
+    title: str | None = option(None, "its heading; none: the run's name, or how many there are", is_text=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -94,7 +94,8 @@ def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    "text", ["seed: 1\nbeta: 0.1\nseed: 2\n", "seed: 1\n'seed': 1\n", "{seed: 1,\n beta: 0.1, seed: 2}"]
+    "text",
+    ["seed: 1\nbeta: 0.1\nseed: 2\n", "seed: 1\n'seed': 1\n", "{seed: 1,\n beta: 0.1, seed: 2}", "{seed: 1, seed: 2}"],
 )
 def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
@@ -103,6 +104,27 @@ def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:
         ConfigError, match=r"config: .*yaml is not valid YAML: expected each key once, got 'seed' in lines 1"
     ):
         parse("--config", str(path))
+
+
+@pytest.mark.parametrize("option", [*REQUIRED, "resume_from_checkpoint", "actor_adapter", "reward_funcs", "config"])
+def test_names_that_no_file_could_have(tmp_path: Path, option: str) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for name, why in [("x" * 5000, "File name too long"), ("a\0b", "null byte"), (str(loop), "symbolic links")]:
+        others = [part for key, value in REQUIRED.items() if key != option for part in (f"--{key}", value)]
+        with pytest.raises(ConfigError, match=rf"^{option}: expected .{{1,150}}: .*{why}"):
+            parse_config(TrainConfig, [*others, f"--{option}", name])
+
+
+def test_texts_may_be_longer_than_names_of_files() -> None:
+    argv = ["--model_name_or_path", "m", "--prompt", "x" * 5000, "--stop", "y" * 300, "--max_completion_length", "1"]
+    assert parse_config(GenerateConfig, argv).prompt == ["x" * 5000]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="there is no file here whose reading fails")
+def test_a_file_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match=r"^config: expected a file that can be read, got '/proc/self/mem': Input/"):
+        parse("--config", "/proc/self/mem")
 
 
 def test_an_option_with_a_name_that_python_keeps(tmp_path: Path) -> None:
