@@ -58,7 +58,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
     reward_timeout: float | None = option(
-        1800.0, "seconds after which a call of a reward function is given up; none: never", gt=0
+        1800.0, "seconds after which a call of a reward function is given up; none: never", gt=0, le=1e9
     )
     missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
     missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")

@@ -206,6 +206,14 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.get_default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
+    "autocast on the CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
+    ),
+    "autocast on the GPU": (
+        lambda: torch.is_autocast_enabled("cuda"),
+        lambda enabled: torch.set_autocast_enabled("cuda", enabled),
+    ),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),

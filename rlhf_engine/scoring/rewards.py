@@ -95,7 +95,10 @@ class AnswerScorer:
             else:
                 name = next(names)
                 sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = by_function[name]
-        totals = weighted_total(list(sources.values()), self.weights)
+        try:
+            totals = weighted_total(list(sources.values()), self.weights)
+        except ValueError as error:
+            raise RewardError(f"reward_{error}") from error  # the option is called reward_weights
         totals = [t if done else self._of_unfinished(t) for t, done in zip(totals, finished, strict=True)]
         return ScoredAnswers(totals=totals, sources=sources)
 

@@ -85,8 +85,9 @@ def test_defaults_and_flag_names_of_reward() -> None:
         ("seed", str(2**70), r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
         ("lora_r", "99999999", r"^lora_r: expected an integer .*16384, got 99999999"),
         ("learning_rate", "1" + "0" * 400, "^learning_rate: expected a number"),
+        ("reward_timeout", "1e300", r"^reward_timeout: expected a number or none <= 1e\+09, got 1e\+300"),
     ],
-    ids=["seed", "lora_r", "learning_rate"],
+    ids=["seed", "lora_r", "learning_rate", "reward_timeout"],
 )
 def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

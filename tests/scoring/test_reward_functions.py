@@ -19,6 +19,7 @@ from rlhf_engine.scoring.reward_functions import (
     score_with_functions,
     weighted_total,
 )
+from rlhf_engine.scoring.rewards import AnswerScorer
 
 PROMPTS = ["one", "two", "three"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -199,9 +200,18 @@ def test_rewards_that_float32_cannot_hold(huge) -> None:
         weighted_total([[3e38], [3e38]], None)
 
 
+def test_weights_that_make_rewards_too_large_are_named(tmp_path) -> None:
+    (tmp_path / "r.py").write_text("def f(prompts, **_):\n    return [1e30] * len(prompts)\n")
+    scorer = AnswerScorer([f"{tmp_path}/r.py:f"], [1e30])
+    with pytest.raises(RewardError, match=r"^reward_weights: expected sums of rewards that are finite in float32, got"):
+        scorer(["a"], ["b"], [[1]], {}, [True], None)
+
+
 CHANGES = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "default device": lambda: torch.set_default_device("meta"),
+    "autocast on the CPU": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast on the GPU": lambda: torch.set_autocast_enabled("cuda", True),
     "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
