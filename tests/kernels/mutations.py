@@ -663,6 +663,23 @@ GATHER_LOGPROB = [
         ("test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature",),
     ),
     Mutation(
+        "memory taken by each thread",
+        CPU,
+        "csrc/cpu/gather_logprob.cpp",
+        "    std::vector<S> scratch((parallel ? threads : 1) * scratch_size);"
+        "  // here: what is thrown in a region ends the process\n"
+        "#pragma omp parallel for num_threads(threads) if (parallel) schedule(dynamic, together)\n"
+        "    for (int64_t row = 0; row < rows; ++row) body(row, scratch.data() + thread_number() * scratch_size);",
+        "#pragma omp parallel num_threads(threads) if (parallel)\n"
+        "    {\n"
+        "        std::vector<S> scratch(scratch_size);\n"
+        "#pragma omp for schedule(dynamic, together)\n"
+        "        for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());\n"
+        "    }",
+        ("test_gather_logprob.py::test_memory_that_runs_out_is_an_error",),
+        ("cpu/gather_logprob.cpp",),
+    ),
+    Mutation(
         "padded columns counted",
         TRITON,
         f"{_PYTHON}/gather_logprob/triton.py",

@@ -1,5 +1,8 @@
 """`gather_logprob` against a dense float64 computation: every layout of the logits, both backwards."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from rlhf_kernels.gather_logprob import _gather_logprob_backward_, gather_logprob
@@ -335,3 +338,33 @@ def test_threads_do_not_change_the_bits():
     if registry.default_backend() == "cpu":
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+_LITTLE_MEMORY = """
+import resource
+import torch
+from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.runtime import registry
+
+torch.set_num_threads(2)
+logits, target = torch.zeros(2**23, 4).t(), torch.zeros(4, dtype=torch.int64)  # a thread copies a row: 32 MiB
+with registry.use_backend("cpu"):
+    gather_logprob(logits[:, : 2**17], target)  # threads and libraries are there
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 48 * 2**20,) * 2)
+    try:
+        gather_logprob(logits, target)
+    except MemoryError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space through Linux's setrlimit")
+def test_memory_that_runs_out_is_an_error(backend):
+    """An exception within a parallel region would end the process."""
+    if backend == "reference" or native.isa() != ISAS[-1]:
+        pytest.skip("the same code for every instruction set")
+    done = subprocess.run(
+        [sys.executable, "-c", _LITTLE_MEMORY], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr[-2000:]
