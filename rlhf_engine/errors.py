@@ -24,7 +24,7 @@ class CorruptCheckpointError(ConfigError):
 
 
 class CheckpointWriteError(EngineError, OSError):
-    """A checkpoint could not be written (a full disk, an I/O error); those written before are whole."""
+    """A file of a run could not be written (a full disk, an I/O error); checkpoints written before are whole."""
 
 
 class RunStopped(EngineError):

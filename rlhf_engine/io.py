@@ -5,7 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rlhf_engine.errors import CheckpointWriteError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the output folder where a block cannot write a file of a run.
+
+    Args:
+        path: the file or folder that the block writes.
+
+    Returns:
+        The context manager of the block.
+
+    Raises:
+        CheckpointWriteError: a full disk, or a folder that cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError(f"output_dir: expected to write {str(path)!r}, got: {error}") from error
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

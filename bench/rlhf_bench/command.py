@@ -45,7 +45,7 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
         chosen = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
         n_cases, measured = len(chosen), run_cases(chosen, size=size, device=device, rounds=rounds)
     results: list[CaseResult] = []
-    with contextlib.ExitStack() as stack:
+    with _as_request_error(), contextlib.ExitStack() as stack:
         files = _open_outputs(config, stack)
         console = Console(file=sys.stderr if config.json == "-" else None)
         console.print(
@@ -82,12 +82,18 @@ def _open_outputs(config: BenchConfig, stack: contextlib.ExitStack) -> list[IO[s
     """Open the places where records go; a path that cannot be written is found out now, not after the measurements."""
     files: list[IO[str]] = [sys.stdout] if config.json == "-" else []
     paths = [] if config.json in (None, "-") else [(Path(str(config.json)), "a")]
+    if config.out is not None:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        paths.append((Path(config.out) / RESULTS_FILE, "w"))
+    for path, mode in paths:
+        files.append(stack.enter_context(path.open(mode, encoding="utf-8")))
+    return files
+
+
+@contextlib.contextmanager
+def _as_request_error() -> Iterator[None]:
+    """Name the options that records are written by where the block cannot write."""
     try:
-        if config.out is not None:
-            Path(config.out).mkdir(parents=True, exist_ok=True)
-            paths.append((Path(config.out) / RESULTS_FILE, "w"))
-        for path, mode in paths:
-            files.append(stack.enter_context(path.open(mode, encoding="utf-8")))
+        yield
     except OSError as error:
         raise ConfigError(f"json, out: expected paths that can be written, got {error}") from error
-    return files

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
 
@@ -76,8 +78,12 @@ def require_exportable(backbone: Backbone, name: str) -> None:
     """
     slot = backbone.slot(name)
     if slot not in _loaded_back:
-        with tempfile.TemporaryDirectory() as folder:
-            _loaded_back[slot] = _write_and_load_back(backbone, slot, folder)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _loaded_back[slot] = _write_and_load_back(backbone, slot, folder)
+        except (OSError, SafetensorError) as error:  # a full disk
+            place = os.environ.get("TMPDIR", "the system's")
+            raise ConfigError(f"TMPDIR: expected a folder that can be written, got {place}: {error}") from error
 
 
 def _write_and_load_back(

@@ -22,14 +22,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from rlhf_kernels.runtime import cores, registry, tuning
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.io import finish_replacement, finish_replacements, put_in_place, remove
+from rlhf_engine.io import finish_replacement, finish_replacements, put_in_place, remove, writing
 from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
 from rlhf_engine.policy.optimizer import RoleOptimizer
 
@@ -130,14 +129,15 @@ def save_checkpoint(
     root = Path(output_dir)
     final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        _write(temporary, model, optimizer, state, policies or {})
-        put_in_place(temporary, final)
-        _drop_all_but(keep, root)
-    except (OSError, SafetensorError) as error:
+        with writing(final):
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            _write(temporary, model, optimizer, state, policies or {})
+            put_in_place(temporary, final)
+            _drop_all_but(keep, root)
+    except CheckpointWriteError:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk would stay full
-        raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
+        raise
     return final
 
 

@@ -11,10 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from rlhf_engine.errors import CheckpointWriteError, ConfigError
-from rlhf_engine.io import finish_replacements, put_in_place, remove
+from rlhf_engine.io import finish_replacements, put_in_place, remove, writing
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
 
@@ -126,10 +124,11 @@ def write_final(output: Path, write: Callable[[Path], object]) -> None:
     """
     temporary, final = output / f".{FINAL_FOLDER}.tmp", output / FINAL_FOLDER
     try:
+        with writing(final):
+            shutil.rmtree(temporary, ignore_errors=True)
+            write(temporary)
+            write_manifest(temporary)
+            put_in_place(temporary, final)
+    except CheckpointWriteError:
         shutil.rmtree(temporary, ignore_errors=True)
-        write(temporary)
-        write_manifest(temporary)
-        put_in_place(temporary, final)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointWriteError(f"output_dir: expected to write {str(final)!r}, got: {error}") from error
+        raise

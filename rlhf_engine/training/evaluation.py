@@ -11,6 +11,7 @@ import torch
 
 from rlhf_engine.data import PromptSet
 from rlhf_engine.distributed.process_group import share
+from rlhf_engine.io import writing
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
@@ -161,9 +162,9 @@ class Evaluation:
         prompts = self._inputs.eval_set or self._inputs.train_set
         indices = list(range(min(config.num_samples, len(prompts.rows))))
         found = self.answer(prompts, indices, seed=config.seed)
-        self._samples.write(
-            Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
-        )
+        samples = Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
+        with writing(self._output / SAMPLES_LOG):
+            self._samples.write(samples)
 
     def write_samples(self) -> None:
         """Write samples.md: answers before and after training, side by side, if any were noted."""
@@ -173,4 +174,5 @@ class Evaluation:
         after = looks[-1]
         before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
         text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
-        (self._output / SAMPLES_FILE).write_text(text, encoding="utf-8")
+        with writing(self._output / SAMPLES_FILE):
+            (self._output / SAMPLES_FILE).write_text(text, encoding="utf-8")

@@ -25,6 +25,7 @@ from rlhf_engine.data import Report, batch_indices, pack
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel
+from rlhf_engine.io import writing
 from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
 from rlhf_engine.runs.checkpoint import saved_on_error
 from rlhf_engine.runs.curves import plot_curves
@@ -214,7 +215,8 @@ class Run(ABC, Generic[State]):
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step
         if writer is not None and (looked or self._is_last() or done % self.config.logging_steps == 0):
-            writer.write(done, metrics)
+            with writing(writer.path):
+                writer.write(done, metrics)
             if trackers is not None:
                 trackers.log(done, metrics)
         if on_step is not None:
@@ -257,7 +259,8 @@ class Run(ABC, Generic[State]):
     def _save_after(writer: MetricsWriter | None, save: Callable[[], object]) -> None:
         """A checkpoint, once the metrics of the steps before it are on the disk."""
         if writer is not None:
-            writer.sync()
+            with writing(writer.path):
+                writer.sync()
         save()
 
     def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
@@ -268,8 +271,9 @@ class Run(ABC, Generic[State]):
         return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
 
     def _writer(self) -> MetricsWriter:
-        writer = MetricsWriter(self.output / METRICS_FILE)
-        writer.truncate_after(self.state.step)
+        with writing(self.output / METRICS_FILE):
+            writer = MetricsWriter(self.output / METRICS_FILE)
+            writer.truncate_after(self.state.step)
         return writer
 
     def _trackers(self) -> Trackers:
@@ -296,7 +300,8 @@ class Run(ABC, Generic[State]):
             data = {argument: report.to_dict() for argument, report in self.reports.items()}
             self._record |= {"resumed_at_step": self.state.step, "data": data, **self.describe()}
         done = {} if result is None else {"result": result}
-        write_json_atomic(self.output / RECORD_FILE, {**self._record, **done})
+        with writing(self.output / RECORD_FILE):
+            write_json_atomic(self.output / RECORD_FILE, {**self._record, **done})
 
 
 class HasTokens(Protocol):

@@ -1,9 +1,11 @@
 """`rlhf-engine bench rollout` on models of a few tokens: who is timed, what records say."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from rlhf_bench.command import run_bench
 from rlhf_bench.report import KEYS
 from rlhf_bench.rollout.cases import cases
 from rlhf_bench.rollout.runner import rollout_records, run_rollout_cases
@@ -74,3 +76,21 @@ def test_the_command(capsys, tmp_path):
 def test_a_model_is_for_rollouts():
     with pytest.raises(ConfigError, match="model: expected it with the op rollout, got op 'gae'"):
         BenchConfig(op="gae", model="somewhere")
+
+
+def test_a_folder_that_is_no_model_and_one_with_code(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^model: expected a local model folder, got 'nowhere'"):
+        run_bench(BenchConfig(op="rollout", model="nowhere", device="cpu"))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": names}))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigError, match=r"^model: expected an architecture of transformers"):
+        run_bench(BenchConfig(op="rollout", model=str(tmp_path), device="cpu"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+def test_records_that_cannot_be_written():
+    with pytest.raises(ConfigError, match=r"json, out: expected paths that can be written, got .*No space left"):
+        run_bench(BenchConfig(op="gae", quick=True, case="forward/64x512", json="/dev/full", device="cpu"))

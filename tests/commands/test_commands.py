@@ -16,6 +16,7 @@ import pytest
 import yaml
 from rlhf_bench import kernel_table as measuring
 from rlhf_kernels.runtime import kernel_table, native, registry
+from safetensors import SafetensorError
 
 from rlhf_engine import __version__
 from rlhf_engine.commands.common import SHORT_CUTS
@@ -266,13 +267,35 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
 
 
 def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
-    def write(self, step, metrics):
-        raise OSError(28, "No space left on device", str(self.path))
+    def write(*arguments):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlhf_engine.runs.metrics.MetricsWriter.write", write)
-    code, _, err = run(capsys, *train_flags(model, tmp_path))
-    assert code == 1
-    assert err.splitlines()[-1].startswith("rlhf-engine train: [Errno 28] No space left on device: ")
+    for writer, file in [
+        ("rlhf_engine.training.run.write_json_atomic", "run.json"),
+        ("rlhf_engine.training.run.MetricsWriter.sync", "metrics.jsonl"),
+        ("rlhf_engine.training.run.MetricsWriter.write", "metrics.jsonl"),
+        ("rlhf_engine.training.evaluation.SampleLog.write", "samples.jsonl"),
+    ]:
+        folder = tmp_path / writer
+        folder.mkdir()
+        flags = train_flags(model, folder, "--num_samples", "1")
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, write)
+            code, _, err = run(capsys, *flags)
+        assert code == 1
+        path = str(folder / "run" / file)
+        assert err.splitlines()[-1].startswith(
+            f"rlhf-engine train: output_dir: expected to write {path!r}, got: [Errno 28] No space left on device"
+        )
+
+
+def test_a_temporary_folder_that_is_full(capsys, model, tmp_path, monkeypatch):
+    def write(*arguments, **options):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("rlhf_engine.hydra.peft_export.save_file", write)
+    line = refused(capsys, *train_flags(model, tmp_path))
+    assert "TMPDIR: expected a folder that can be written, got " in line
 
 
 _PPO_ONLY = ("--num_mini_batches", "--num_ppo_epochs")

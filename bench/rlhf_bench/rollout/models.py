@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, SlotConfig
+from rlhf_engine.hydra.loading import load_model, require_model_folder
 
 RANK = 16
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -58,7 +60,11 @@ def make_models(name: str, dtype: torch.dtype, device: torch.device) -> Models:
         config = LlamaConfig(**CONFIGS[name], max_position_embeddings=2048, tie_word_embeddings=True)
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        plain = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=True)
+        try:
+            require_model_folder(name)
+            plain = load_model(name, dtype=dtype, device=device)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("model_name_or_path: ", "model: ")) from error
     plain = plain.to(device).eval()
     plain.generation_config.eos_token_id = None
     theirs = copy.deepcopy(plain)
