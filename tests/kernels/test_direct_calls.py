@@ -88,6 +88,7 @@ def test_wrong_tensors_are_refused(name, backend):
         ("linear_logprob", {"lora_B": None}, "lora_B: expected a tensor with the other"),
         ("sample", {"forbidden": torch.tensor([0, 40])}, r"forbidden: expected tokens in \[0, 40\), got 40"),
         ("sample", {"forbidden": torch.tensor([-1, 0])}, r"forbidden: expected tokens in \[0, 40\), got -1"),
+        ("sample", {"forbidden": torch.arange(40)}, "forbidden: expected fewer than the 40 tokens of the vocabulary"),
     ],
 )
 @needs_native

@@ -190,12 +190,14 @@ def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> st
 def _check_filters(*args: Any) -> None:
     """Raise for one of `forbidden` and `forbids` without the other, and for a filter that the backend lacks.
 
-    Raise for a forbidden token that the vocabulary lacks, too.
+    Raise for a forbidden token that the vocabulary lacks, and for a row without a token that is left, too.
     """
     forbidden, forbids, top_k, top_p, backend = args[5], args[6], args[15], args[16], args[18]
     _check_bans(forbidden, forbids)
     if forbidden is not None:
         _check_words(forbidden, args[1].shape[0])
+        if forbidden.is_cpu and eager.eager(forbidden):
+            _require_rest(forbidden, forbids, args[1].shape[0])
     if backend != "reference" and (top_k != 0 or top_p != 1.0):
         raise registry.BackendUnavailableError(f"backend={backend!r} cannot serve sample: {FILTERS}")
 
