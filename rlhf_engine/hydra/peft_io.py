@@ -88,7 +88,7 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
     where = f"the PeftModel's adapter {name!r}"
     config = model.peft_config[name].to_dict()
     require_plain_lora(config, where)  # before the model is taken apart
-    _require_plainly_on(model, name, where)
+    require_plainly_on(model, name, where)
     # what is saved of embeddings otherwise is the base's own
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = _pair_up(state, where)
@@ -97,7 +97,7 @@ def take_peft_adapter(model: Any) -> PeftAdapter:
     return PeftAdapter(base=model.unload(), config=slot, tensors=copies)
 
 
-def _require_plainly_on(model: PeftModel, name: str, where: str) -> None:
+def require_plainly_on(model: PeftModel, name: str, where: str) -> None:
     """Raise ValueError unless each layer of PEFT runs the named adapter alone, unmerged and at its config's scale."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -408,6 +408,26 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
         make(headless, tmp_path / "x", "reward_model")
 
 
+def _activate_two(model):
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"expected no weights with adapters merged .*\['default'\] in model\."),
+        (_activate_two, r"expected no other active adapter, got \['default', 'other'\] at"),
+        (lambda model: model.base_model.disable_adapter_layers(), "expected it to be on, got adapters disabled at"),
+    ],
+)
+def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused(folder, tmp_path, change, message):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
+    change(model)
+    with pytest.raises(ConfigError, match=f"^model: the adapter 'default': {message}"):
+        make(folder, tmp_path, model=model, peft_config=None)
+
+
 def test_adapters_in_half_precision_without_master_weights_are_said(folder, tmp_path):
     trainer = make(folder, tmp_path)
     for p in trainer.hydra.trainable_parameters("actor").values():

@@ -46,6 +46,7 @@ from rlhf_engine.integrations.trl.hydra_from_peft import (
     has_learned,
     hydra_on,
     is_on_same_tensors,
+    require_alone,
 )
 from rlhf_engine.integrations.trl.progress import Progress
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
@@ -119,6 +120,7 @@ class HydraTrainer(GRPOTrainer):
         Raises:
             ConfigError: a model without LoRA, options that cannot be served, too few prompts, or a TRL that is not
                 known.
+            ConfigError: a PeftModel that is merged, switched off, rescaled, or has another active adapter.
             ConfigError: an optimizer without some trained parameter, or a reward model without a head.
         """
         require_trl()
@@ -132,6 +134,7 @@ class HydraTrainer(GRPOTrainer):
         if isinstance(model, PeftModel):
             if ACTOR not in model.peft_config:
                 raise ConfigError(f"model: expected an adapter called {ACTOR!r}, got {sorted(model.peft_config)}")
+            require_alone(model, ACTOR)
         elif peft_config is None:
             raise ConfigError("peft_config: expected a LoraConfig: the base stays frozen, what is trained are adapters")
         source = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")

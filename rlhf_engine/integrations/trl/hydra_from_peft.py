@@ -123,6 +123,16 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
     return peft_io.slot_config(config, paths, where)
 
 
+def require_alone(model: PeftModel, name: str) -> None:
+    """Raise ConfigError unless the function of a PeftModel is its plain base and the named adapter."""
+    where = f"model: the adapter {name!r}"
+    try:
+        peft_io.require_plain_lora(model.peft_config[name].to_dict(), where)
+        peft_io.require_plainly_on(model, name, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def has_learned(model: PeftModel, name: str) -> bool:
     """Whether an adapter changes anything: whether some B of it is not 0."""
     layers: list[Any] = [m for m in model.modules() if isinstance(m, LoraLayer) and name in m.lora_B]
