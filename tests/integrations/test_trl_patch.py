@@ -28,7 +28,7 @@ from trl import (
 from trl.trainer import utils
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl import patch
+from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardTrainer, patch
 from rlhf_engine.tokenizing import load_tokenizer
 from tests.training.test_data import PROMPTS, write_model
 
@@ -221,8 +221,9 @@ def test_a_head_in_shares_is_refused(monkeypatch):
 
 def test_unsloth_exchanges_the_same_functions(monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth", types.ModuleType("unsloth"))
-    with pytest.raises(ConfigError, match=r"unsloth: expected it not imported, because .*, got it imported"):
-        patch()
+    for exchange in (patch, lambda: HydraPPOTrainer(model="base"), lambda: PerlRewardTrainer(model="base")):
+        with pytest.raises(ConfigError, match=r"unsloth: expected it not imported, because .*, got it imported"):
+            exchange()
 
 
 def test_a_trl_that_is_not_known(monkeypatch):
