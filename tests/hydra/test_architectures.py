@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from rlhf_kernels.runtime import testing
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DbrxConfig, Gemma3nTextConfig, PreTrainedConfig
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
@@ -15,6 +15,7 @@ from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
+from tests.hydra import architectures
 from tests.hydra.architectures import CONFIGS, MORE, REFUSED, WINDOW, plain_model
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
@@ -264,6 +265,46 @@ def test_noise_of_train_mode_is_off_or_refused():
         HydraModel.from_pretrained(plain, roles=ACTOR)
     model, batch = hydra("mixtral").train(), random_batch(LENGTHS)  # router_jitter_noise
     assert torch.equal(logits(model, batch, "actor"), logits(model.eval(), batch, "actor"))
+
+
+def train_mode_alone(kind: str) -> tuple[PreTrainedConfig, str]:
+    """A config whose model does more in train mode than in eval mode, and the field that says so."""
+    if kind == "gemma3n_text":  # AltUp clips its coefficients, past the linears that have adapters
+        sizes = {"laurel_rank": 4, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 4}
+        shape = {**architectures._SHAPE, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2}
+        return Gemma3nTextConfig(**shape, **sizes, head_dim=8, activation_sparsity_pattern=[0.0] * 2), "altup_coef_clip"
+    config = DbrxConfig(
+        d_model=24,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        vocab_size=VOCAB,
+        resid_pdrop=0.3,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.1},
+    )
+    config.attn_config.rope_theta = 1e4
+    return config, "resid_pdrop"
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "gemma3n_text"])
+def test_what_an_architecture_does_in_train_mode_alone_is_off(kind):
+    config, field = train_mode_alone(kind)
+    assert getattr(config, field)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.dim() == 1:  # AltUp's scales start at 0
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    model = HydraModel.from_pretrained(plain, roles=ACTOR)
+    randomise(model, "actor")
+    batch = random_batch(LENGTHS)
+    old = model.eval().score(batch, ("actor",)).logprobs_M
+    (now,) = model.train()(batch, (Logprobs(),))
+    assert torch.equal(now.logprob, old)
+    now.logprob.sum().backward()
+    assert all(pair.B.grad.any() for _, pair in model.backbone().slot("actor").items())
 
 
 def test_longrope_serves_its_original_context():
