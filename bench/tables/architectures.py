@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig
+from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.rollout import SamplingConfig, generate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
@@ -176,6 +177,10 @@ def try_type(kind: str) -> Row:
     idle = [name for name, p in model.backbone().slot("actor").named_parameters() if p.grad is None or not p.grad.any()]
     if idle:
         return Row(kind=kind, served=True, text=f"no gradient for {len(idle)} of its adapters, such as {idle[0]}")
+    try:
+        require_savable(model)
+    except ValueError:
+        return Row(kind=kind, served=True, text="a run on all its linears is refused: PEFT would load another function")
     return Row(kind=kind, served=True, text="")
 
 
