@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -437,3 +438,15 @@ def test_sentences_are_found():
         "# A head\n\n* One two. Three\n  four: five\n* Six\n\n| a | b |\n\n```\ncode here.\n```\nSee [the note](x.md)."
     )
     assert plain_sentences(text) == ["* One two.", "Three four: five", "* Six", "See the note."]
+
+
+def test_the_server_of_the_vllm_page_serves_its_run_from_an_environment_of_its_own():
+    """Without --dtype vLLM serves a float32 base in bf16, which the run refuses; its pins are not the trainer's."""
+    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\S* ?(\S*/vllm serve (?:.*\\\n)*.*)", page, re.MULTILINE)
+    assert command.startswith("vllm-env/bin/vllm serve")
+    for row in re.findall(r"^\| `((?:dtype|enable-lora|max-lora-rank|logprobs-mode)[^`]*)`", page, re.MULTILINE):
+        assert f"--{row}" in command
+    assert "--dtype float32" in command
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert not [name for names in extras.values() for name in names if name.startswith("vllm")]
