@@ -133,9 +133,12 @@ def require_trl(device_type: str) -> None:
     """Import all that TRL's kernels need. Raises NotHereError where they are missing, or plain torch on a GPU."""
     require("trl")
     import trl.trainer.utils  # noqa: F401  the backward imports it
-    from trl.kernels.chunked_logprob import _use_triton
+    from trl.kernels import chunked_logprob
 
-    if device_type == "cuda" and not _use_triton(torch.device(device_type)):
+    uses_triton = getattr(chunked_logprob, "_use_triton", None)
+    if uses_triton is None:
+        raise NotHereError("expected trl 1.16 or later, which says whether its kernels are Triton's or plain torch")
+    if device_type == "cuda" and not uses_triton(torch.device(device_type)):
         raise NotHereError("expected its Triton kernels, but it takes plain torch here")
 
 

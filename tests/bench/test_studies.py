@@ -208,13 +208,18 @@ def busy_records(path: Path) -> dict[tuple[str, int], dict]:
     return {(r["arm"], r["busy"]): r for r in map(json.loads, path.read_text().splitlines())}
 
 
+def arms_here(busy) -> list[str]:
+    """Arms that this torch and this package have."""
+    arms = [*([busy.OURS] if native.missing() is None else []), *busy.PEERS, busy.GEMMS]
+    return [arm for arm in arms if hasattr(torch.nn.functional, "linear_cross_entropy") or "linear_cross" not in arm]
+
+
 def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # names are not broken, however wide the numbers are
     busy = load_script("studies/busy")
     assert busy.main(["--tiny", "--rounds", "3", "--json", str(tmp_path / "a.jsonl")]) == 0
     found = busy_records(tmp_path / "a.jsonl")
-    arms = [*([busy.OURS] if native.missing() is None else []), *busy.PEERS, busy.GEMMS]
-    here = [arm for arm in arms if hasattr(torch.nn.functional, "linear_cross_entropy") or "linear_cross" not in arm]
+    here = arms_here(busy)
     assert set(found) == {(arm, n) for arm in here for n in (0, 1, 2)}
     for (arm, n), record in found.items():
         assert (record["case"], record["dtype"], record["rounds"]) == ("frozen/24x16x97", "float32", 3)
@@ -240,7 +245,7 @@ def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"arm": "earlier", "busy": 0}\n')
     assert busy.main(options) == 0
     found = busy_records(tmp_path / "a.jsonl")
-    assert len(found) == 1 + len(busy.PEERS) + 2
+    assert set(found) == {(arm, 0) for arm in ("earlier", *arms_here(busy))}
     del found["earlier", 0]
     assert {(r["isa"], r["isa_of_peers"], r["dtype"]) for r in found.values()} == {("portable", "portable", "bfloat16")}
 
