@@ -33,6 +33,8 @@ from rlhf_engine.errors import ConfigError
 
 C = TypeVar("C", bound="Options")
 _REQUIRED = object()
+_LARGEST_INT = 2**31 - 1
+"""Largest whole number of an option that has no smaller bound: nothing counts further."""
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _SPECIAL = ("config", "print_config", "help")
@@ -94,7 +96,10 @@ class Options:
             object.__setattr__(self, field.name, value)
             if not field.metadata.get("is_text"):
                 _require_names(field.name, value)
-            for bound, limit in field.metadata.get("bounds", {}).items():
+            bounds = dict(field.metadata.get("bounds", {}))
+            if type(value) is int and not {"le", "lt"} & set(bounds):
+                bounds["le"] = _LARGEST_INT
+            for bound, limit in bounds.items():
                 if value is not None and not _holds(value, bound, limit):
                     kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
                     raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")

@@ -161,7 +161,8 @@ def is_rehearsal() -> bool:
 def _git_commit(file: Path) -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(file.parent), *arguments]
+        # no lock that a killed process would leave behind
+        command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
         except (FileNotFoundError, subprocess.TimeoutExpired):

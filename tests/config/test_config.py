@@ -86,8 +86,10 @@ def test_defaults_and_flag_names_of_reward() -> None:
         ("lora_r", "99999999", r"^lora_r: expected an integer .*16384, got 99999999"),
         ("learning_rate", "1" + "0" * 400, "^learning_rate: expected a number"),
         ("reward_timeout", "1e300", r"^reward_timeout: expected a number or none <= 1e\+09, got 1e\+300"),
+        ("generation_batch_size", str(2**70), r"^generation_batch_size: expected an integer .*2147483647, got 118"),
+        ("num_ppo_epochs", "100000000000000000000", r"^num_ppo_epochs: expected an integer .*2147483647, got 1000"),
     ],
-    ids=["seed", "lora_r", "learning_rate", "reward_timeout"],
+    ids=["seed", "lora_r", "learning_rate", "reward_timeout", "batch", "epochs"],
 )
 def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

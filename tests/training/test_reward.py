@@ -505,7 +505,7 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
         their_scores(PeftModel.from_pretrained(plain, export), examples), ours, rtol=0, atol=1e-5
     )
     loaders = [AutoPeftModelForSequenceClassification]
-    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18):  # 5.17 leaves the score of an adapter's folder out
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18):  # 5.17 leaves an adapter's score out
         loaders.append(AutoModelForSequenceClassification)
     for loader in loaders:
         loaded = loader.from_pretrained(export, num_labels=1)
