@@ -1,16 +1,19 @@
 #!/usr/bin/env python
-"""Cost of busy neighbours for `linear_logprob` and its peers: milliseconds of one forward and backward, frozen head.
+"""Cost of busy neighbours for an op and its peers: milliseconds of one call, of `linear_logprob` forward and backward.
 
     python bench/studies/busy.py [--sizes 1024x1024x32768 512x512x8192] [--dtype fp32] [--isa avx2]
         [--rounds 20] [--json FILE]
+    python bench/studies/busy.py --op decode_step lora sample [--dtype fp32] …  # the quick cases of `rlhf-engine bench`
 
 Beside it run 0, 1 and 2 processes (--busy) that compute without end, on whichever cores the system gives them. In every
 round all arms take turns; a time is the median of the rounds. × is that median over the one without neighbours.
 
-    linear_logprob         ours, backend `cpu`
+    linear_logprob         ours, backend `cpu`, with a frozen head
     F.linear_cross_entropy per token (none) and as a sum over tokens in chunks; needs torch 2.13
     log_softmax + gather   the textbook way, with all logits
     2 torch.mm             the bare products, logits and gradient of the hidden states, into memory that is there
+
+Other ops stand beside the baselines of their benchmark that need no compiler, and beside their floors.
 
 --json appends one record per arm, size and number of neighbours.
 """
@@ -33,15 +36,18 @@ from rlhf_bench.candidates import backends_here
 from rlhf_bench.case import Case, NotHereError, Run, Tensors
 from rlhf_bench.heads import HeadSize
 from rlhf_bench.isa import SETS, is_held, isa_of_peers, run_held
+from rlhf_bench.ops import load_cases
 from rlhf_bench.ops.linear_logprob import frozen_case
 from rlhf_bench.timing import interleaved, medians
 from rlhf_kernels.runtime import cores, native
+from rlhf_kernels.runtime.registry import BackendUnavailableError
 
 from rlhf_engine.runs.metrics import cpu_name, git_commit
 from rlhf_engine.runs.text import summary_table
 
 OURS, GEMMS = "linear_logprob", "2 torch.mm"
 PEERS = ("F.linear_cross_entropy(none)", "F.linear_cross_entropy(sum)", "log_softmax + gather")
+OPS = (OURS, "decode_step", "lora", "sample")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIZES = (HeadSize(1024, 1024, 32768), HeadSize(512, 512, 8192))
 TINY = (HeadSize(24, 16, 97),)
@@ -74,19 +80,36 @@ def neighbours(n: int) -> Iterator[list[subprocess.Popen[str]]]:
             process.communicate()
 
 
+def cases(ops: Sequence[str], dtype: torch.dtype, sizes: Sequence[HeadSize] | None, *, tiny: bool) -> list[Case]:
+    """Cases of the ops, in their order. sizes: of `linear_logprob`; None: the script's own."""
+    found = []
+    for op in ops:
+        if op == OURS:
+            found += [frozen_case(size, dtype) for size in sizes or (TINY if tiny else SIZES)]
+        else:
+            found += load_cases(op, "tiny" if tiny else "quick", "cpu", dtype)
+    return found
+
+
 def arms(case: Case, inputs: Tensors) -> tuple[dict[str, Run], dict[str, str]]:
     """Functions by arm, and the reasons why others are not there."""
     runs: dict[str, Run] = {}
     here, missing = backends_here(case, "cpu")
-    missing = {OURS: missing["cpu"]} if "cpu" not in here else {}
-    if not missing:
-        runs[OURS] = lambda: case.run(inputs, "cpu")
-    baselines = {baseline.name: baseline for baseline in case.baselines}
-    for name in PEERS:
+    missing = {case.op: missing["cpu"]} if "cpu" not in here else {}
+    try:
+        if not missing:
+            case.run(inputs, "cpu")
+            runs[case.op] = lambda: case.run(inputs, "cpu")
+    except BackendUnavailableError as error:  # a filter of sampling, which no kernel serves
+        missing = {case.op: str(error)}
+    baselines = {baseline.name: baseline for baseline in case.baselines if not baseline.compiles}
+    for name in PEERS if case.op == OURS else baselines:
         try:
             runs[name] = baselines[name].prepare(inputs)
         except NotHereError as error:
             missing[name] = str(error)
+    if case.op != OURS:
+        return {**runs, **{f"floor: {label}": floor for label, floor in case.floor(inputs).items()}}, missing
     hidden, weight = inputs["hidden"], inputs["weight"]
     logits, gradient = hidden.new_empty(hidden.shape[0], weight.shape[0]), torch.empty_like(hidden)
 
@@ -148,7 +171,7 @@ def print_case(records: Sequence[dict[str, Any]], console: Console) -> None:
     for record in records:
         found = [record["ms"], record["slowdown"]] if record["busy"] else [record["ms"]]
         rows.setdefault(record["arm"], []).extend(found)
-    console.print(summary_table(f"{records[0]['case']} {records[0]['dtype']}, ms", columns, rows))
+    console.print(summary_table(f"{records[0]['op']} {records[0]['case']} {records[0]['dtype']}, ms", columns, rows))
     for arm, why in records[0]["missing"].items():
         console.print(f"  no {arm}: {why}", markup=False, highlight=False)
 
@@ -176,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a request that cannot be served."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=head_size, nargs="+", help="tokens x hidden size x vocabulary")
+    parser.add_argument("--op", choices=OPS, nargs="+", default=[OURS])
+    parser.add_argument("--sizes", type=head_size, nargs="+", help=f"tokens x hidden size x vocabulary of {OURS}")
     parser.add_argument("--tiny", action="store_true", help="one size that takes no time, and 2 rounds")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32")
     parser.add_argument("--busy", type=at_least(0), nargs="+", default=[0, 1, 2], help="numbers of neighbours")
@@ -184,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--isa", choices=SETS, help="hold the kernels and torch to one instruction set")
     parser.add_argument("--json", type=Path, help="file to append records to")
     options = parser.parse_args(given)
+    if options.sizes and OURS not in options.op:
+        parser.error(f"argument --sizes: expected it with --op {OURS}, got --op {' '.join(options.op)}")
     if options.isa is not None and not is_held(options.isa):
         try:
             return run_held(options.isa, given, program=[__file__])
@@ -203,9 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"busy: json: expected a path that can be written, got {error}", file=sys.stderr)
             return 2
         where = machine(["python", "bench/studies/busy.py", *given])
-        for size in options.sizes or (TINY if options.tiny else SIZES):
+        for case in cases(options.op, DTYPES[options.dtype], options.sizes, tiny=options.tiny):
             records = []
-            case = frozen_case(size, DTYPES[options.dtype])
             for record in measure(case, sorted(set(options.busy)), options.rounds or (2 if options.tiny else 20)):
                 records.append(record)
                 if file is not None:

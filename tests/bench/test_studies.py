@@ -234,6 +234,18 @@ def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     assert all(arm in shown for arm in here)
 
 
+@pytest.mark.parametrize("op", ["decode_step", "lora", "sample"])
+def test_busy_neighbours_of_other_ops(tmp_path, op):
+    busy = load_script("studies/busy")
+    assert busy.main(["--tiny", "--rounds", "1", "--busy", "0", "1", "--op", op, "--json", str(tmp_path / "a")]) == 0
+    records = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    for name in {record["case"] for record in records}:
+        found = {record["arm"] for record in records if record["case"] == name}
+        assert (op in found) == (native.missing() is None and not name.startswith("filtered"))
+        assert "floor: torch.mm" in found
+        assert len(found - {op}) >= 3, "floors, and baselines in turns with them"
+
+
 @pytest.mark.skipif(native.missing() is not None, reason="without it there is one set")
 def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
     """In a process that is held to the set, which appends."""
@@ -260,6 +272,7 @@ def test_neighbours_are_busy_while_they_are_asked_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--op", "lora", "--sizes", "4x5x6"], "argument --sizes: expected it with --op linear_logprob, got --op lora"),
         (["--sizes", "4x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x5'"),
         (["--sizes", "4x0x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x0x5'"),
         (["--rounds", "0"], "argument --rounds: expected a whole number of at least 1, got '0'"),
