@@ -269,11 +269,11 @@ class SftTrainer(SupervisedRun[SftState]):
         )
         self.reports = {"dataset_name": tally.report()}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        begins = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
+        start = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
         if resume is not None:
             held = read_counters(resume, SftState)
             require_same(resume, held, seed=config.seed)
-            if held.rows != begins.rows:
+            if held.rows != start.rows:
                 raise ConfigError(f"dataset_name: expected the rows of the run of {resume}, got others")
             require_same_rows_per_step(resume, held.rows_per_step, self.rows_per_step)
         begin_kernels(resume)
@@ -295,7 +295,7 @@ class SftTrainer(SupervisedRun[SftState]):
                 f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
                 f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
             )
-        self.policy = Policy(config, model, dict.fromkeys(model.roles, config.learning_rate), begins)
+        self.policy = Policy(config, model, dict.fromkeys(model.roles, config.learning_rate), start)
         if resume is not None:
             self.state = replace(self.policy.load(resume), rows_per_step=self.rows_per_step)
 

@@ -108,7 +108,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        begins = RewardState(
+        start = RewardState(
             step=0,
             seed=config.seed,
             metric_for_best_model=self.best_metric,
@@ -116,17 +116,17 @@ class RewardTrainer(SupervisedRun[RewardState]):
             rows_per_step=self.rows_per_step,
         )
         if resume is not None:
-            self._check_same_run(resume, begins)
+            self._check_same_run(resume, start)
         begin_kernels(resume)
         self.notes = self._notes()
         """Notes for the user before the run starts, one sentence each."""
-        self.policy = Policy(config, build_reward_model(config), {"reward": config.learning_rate}, begins)
+        self.policy = Policy(config, build_reward_model(config), {"reward": config.learning_rate}, start)
         self.total_steps = self.count_steps()
         if resume is not None:
             self.state = replace(
                 self.policy.load(resume),
-                metric_for_best_model=begins.metric_for_best_model,
-                rows=begins.rows,
+                metric_for_best_model=start.metric_for_best_model,
+                rows=start.rows,
                 rows_per_step=self.rows_per_step,
             )
             best = self.state.best_step
@@ -243,12 +243,12 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _check_same_run(self, checkpoint: Path, begins: RewardState) -> None:
+    def _check_same_run(self, checkpoint: Path, start: RewardState) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
         found = read_counters(checkpoint, RewardState)
-        require_same(checkpoint, found, seed=begins.seed, metric_for_best_model=self.best_metric)
+        require_same(checkpoint, found, seed=start.seed, metric_for_best_model=self.best_metric)
         require_same_rows_per_step(checkpoint, found.rows_per_step, self.rows_per_step)
-        if found.rows is not None and found.rows != begins.rows:
+        if found.rows is not None and found.rows != start.rows:
             raise ConfigError(
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
             )
