@@ -74,7 +74,9 @@ _SIZES: dict[str, Any] = {
     **_same(1, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"),
     **_same(1, "num_expert_group", "zero_expert_num", "first_k_dense_replace", "num_dense_layers"),
     **_same(6, "sliding_window", "sliding_window_size", "local_attention", "window_size", "attention_window_size"),
-    **_same(6, "attention_chunk_size", "index_topk"),
+    **_same(6, "index_topk"),
+    **_same(64, "attention_chunk_size"),  # what is served is as long as a chunk
+    **_same(4, "floor_scale"),
     **_same(2, "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "layer_group_size"),
     **_same(2, "global_attn_every_n_layers", "attn_layer_period"),
     **_same(0.3, "initializer_range", "init_std"),  # far from uniform outputs, so that differences show
@@ -99,6 +101,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8},
+    "phimoe": {"sliding_window": None},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},

@@ -32,7 +32,8 @@ from rlhf_engine.hydra.gated_linear import (
     is_quantised,
     match_targets,
 )
-from rlhf_engine.hydra.takeover import give_own_configs, undone_on_error
+from rlhf_engine.hydra.positions import give_positions
+from rlhf_engine.hydra.takeover import base_model, give_own_configs, undone_on_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +90,10 @@ class Backbone(nn.Module):
         give_own_configs(model)
         loading.keep_differentiable(model)
         model.requires_grad_(not self.frozen)
-        _switch_noise_off(model)
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         own = probe.own_states(model, first_token)
+        _switch_noise_off(model)
         with loading.quiet_transformers():
             model.set_attn_implementation(ATTENTION_NAME)
         with probe.refusing(model, "taking it over"):
@@ -102,6 +103,7 @@ class Backbone(nn.Module):
             self.linears = gate_linears(model)
             fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
+            give_positions(self.blocks)
         self.hidden_size, self.cache_bytes_per_position = probe.check(self, own)
         """Width of the hidden states that heads read, and bytes of the keys and values of one token in all layers."""
 
@@ -149,8 +151,7 @@ class Backbone(nn.Module):
     @property
     def base_model(self) -> nn.Module:
         """The decoder without its LM head."""
-        base_model: nn.Module = self.model.base_model
-        return base_model
+        return base_model(self.model)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -238,7 +239,14 @@ class Backbone(nn.Module):
                 f"{self.model.config._attn_implementation!r}: two models may share one config object, and setting the "
                 "attention of one sets that of the other"
             )
-        call = gate.BackboneCall(table=table, attention=attention, slots=self._slots, dropout=dropout, windows=windows)
+        call = gate.BackboneCall(
+            table=table,
+            attention=attention,
+            slots=self._slots,
+            dropout=dropout,
+            positions_T=positions_T,
+            windows=windows,
+        )
         with gate.enter(call):
             out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
@@ -340,8 +348,8 @@ def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
     return {name: p.detach().float().clone() for name, p in score.named_parameters()}
 
 
-_NOISE = ("dropout", "layerdrop", "pdrop", "jitter")
-"""Parts of names of noise: dropout in its spellings, and what routers of mixtures multiply their inputs by."""
+_NOISE = ("dropout", "layerdrop", "pdrop")
+"""Parts of names of dropout. Jitter of routers is off because they stay in eval mode; Phi-3.5-MoE's acts there, too."""
 
 
 def _switch_noise_off(model: nn.Module) -> None:

@@ -55,6 +55,8 @@ class BackboneCall:
     slots: Mapping[str, AdapterSlot] = field(default_factory=dict)
     """The slots that the table names; others may be there. Layers hold none, so that models may share a base."""
     dropout: DropoutKey | None = None
+    positions_T: torch.Tensor | None = None
+    """int64 [T], position of each row in its sequence, for attention that counts positions by itself."""
     windows: list[int | None] | None = None
     """Where given, every layer's attention notes the sliding window that it was asked for: proof of what ran."""
 

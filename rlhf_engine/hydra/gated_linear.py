@@ -27,6 +27,8 @@ from rlhf_engine.hydra import gate
 from rlhf_engine.hydra.adapters import ALL_LINEAR, AdapterSlot
 from rlhf_engine.hydra.attention import DecodePlan, Linears
 
+_ROUTER = "Router"
+"""End of the class names of routers: linears whose forward returns routes beside a product, or in its place."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """bitsandbytes' linears, by name: the package is optional."""
 
@@ -155,8 +157,9 @@ def decoder_prefix(model: PreTrainedModel) -> str:
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """Gate every linear of a model's text decoder; what can be adapted, by name.
 
-    The LM head is left as it is and listed as a `GatedHead`. Raises UnsupportedModelError for a linear of a kind that
-    would compute something else under the gate.
+    The LM head is left as it is and listed as a `GatedHead`. Routers of a class of their own are left as they are:
+    PEFT cannot adapt one either. Raises UnsupportedModelError for another linear of an unknown kind, which would compute
+    something else under the gate.
     """
     prefix = decoder_prefix(model)
     head = model.get_output_embeddings()
@@ -174,7 +177,7 @@ def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
             layer = GatedLayer(path, stream, module.in_features, module.out_features)  # type: ignore[arg-type]
             module.register_forward_hook(GatedOutput(layer))
             found[path] = layer
-        elif isinstance(module, (nn.Linear, Conv1D)):
+        elif isinstance(module, (nn.Linear, Conv1D)) and not type(module).__name__.endswith(_ROUTER):
             raise UnsupportedModelError(
                 f"{path}: expected nn.Linear, Conv1D or a linear of bitsandbytes, got {type(module).__name__}, whose "
                 "forward is not known here"

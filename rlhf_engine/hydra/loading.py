@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils import logging
@@ -33,6 +34,10 @@ Quantization = Literal["none", "8bit", "4bit"]
 
 _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Their configs carry is_decoder=False, and they are decoders all the same."""
+
+
+_CHUNKED = "chunked_attention"
+"""Kind of a layer whose queries see their own chunk of the sequence, up to themselves."""
 
 
 _OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)
@@ -95,7 +100,8 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
 def windows_that_differ(config: PreTrainedConfig, windows: Sequence[int | None]) -> str | None:
     """Difference between the sliding windows that layers were given and those of the config; None if they agree.
 
-    windows: what each layer's attention was asked for, in order. A window as long as the context never bites.
+    windows: what each layer's attention was asked for, in order. A window as long as the context never bites, and
+    chunks never do: see `context_length`.
     """
     text = config.get_text_config()
     window: int | None = _declared(text, "sliding_window")
@@ -106,7 +112,7 @@ def windows_that_differ(config: PreTrainedConfig, windows: Sequence[int | None])
     never_bites = window is not None and window >= context_length(config)
     for layer, (kind, asked) in enumerate(zip(kinds, windows, strict=True)):
         wanted = window if kind == "sliding_attention" else None
-        if kind in ("sliding_attention", "full_attention") and (asked == wanted or never_bites):
+        if kind in (_CHUNKED, "sliding_attention", "full_attention") and (asked == wanted or never_bites):
             continue
         return (
             f"expected layer {layer} to ask for {kind.replace('_', ' ')}"
@@ -128,7 +134,8 @@ def _declared(config: PreTrainedConfig, name: str) -> Any:
 def has_lm_head(config: PreTrainedConfig) -> bool:
     """Whether the checkpoint that belongs to a config was saved with its LM head (assumed where it does not say)."""
     saved = getattr(config, "architectures", None) or []
-    return not saved or any(name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in saved)
+    with_head = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    return not saved or any(name in with_head for name in saved)
 
 
 def require_lm_head(config: PreTrainedConfig, name: str) -> None:
@@ -273,6 +280,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
     Longrope turns every row of a call by other angles as soon as one of them is longer than the original context.
     Beyond that length a row's numbers would depend on the others, so it is the limit.
+    Chunked attention sees no key before its chunk. Within the first chunk it is full attention, so that is the limit.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
@@ -282,4 +290,7 @@ def context_length(config: PreTrainedConfig) -> int:
     for rule in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
         if isinstance(rule, Mapping) and rule.get("rope_type") == "longrope":
             limit = min(limit, int(rule.get("original_max_position_embeddings", limit)))
+    chunk = _declared(text, "attention_chunk_size")
+    if chunk is not None and _CHUNKED in (_declared(text, "layer_types") or ()):
+        limit = min(limit, int(chunk))
     return limit

@@ -36,6 +36,7 @@ from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
+from rlhf_engine.hydra.takeover import base_model
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone
@@ -113,7 +114,7 @@ def _own_states(model: PreTrainedModel, first: int) -> OwnStates:
         return OwnStates(tokens=tokens, hidden=None, rounding=0.0)
 
     def run(tokens: torch.Tensor) -> torch.Tensor:
-        out = model.base_model(input_ids=tokens[None], use_cache=False)
+        out = base_model(model)(input_ids=tokens[None], use_cache=False)
         if getattr(out, "last_hidden_state", None) is None:
             raise UnsupportedModelError(f"its {model.base_model_prefix!r} gives no hidden states of a decoder")
         hidden: torch.Tensor = out.last_hidden_state[0]
@@ -163,6 +164,7 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int
     call = gate.BackboneCall(
         table=gate.SlotTable.uniform(None, len(tokens)),
         attention=plan_packed(_LENGTHS, tokens.device, new=new),
+        positions_T=positions,
         windows=windows,
     )
     devices = [tokens.device] if tokens.device.type == "cuda" else []
@@ -208,13 +210,13 @@ def _run(backbone: Backbone, inputs: dict[str, Any]) -> tuple[torch.Tensor, torc
     if not backbone.has_lm_head:
         return backbone.base_model(**inputs).last_hidden_state[0], None
     seen: list[torch.Tensor] = []
-    base_models = {
-        id(base_model): base_model for base_model in (model.base_model, model.get_decoder())
-    }  # OPT calls the inner one
-    hooks = [
-        base_model.register_forward_hook(lambda module, arguments, out: seen.append(out.last_hidden_state[0]))
-        for base_model in base_models.values()
-    ]
+
+    def note(module: nn.Module, arguments: object, out: Any) -> None:
+        if getattr(out, "last_hidden_state", None) is not None:
+            seen.append(out.last_hidden_state[0])
+
+    decoders = {id(x): x for x in (backbone.base_model, model.get_decoder())}  # OPT calls the inner one
+    hooks = [decoder.register_forward_hook(note) for decoder in decoders.values()]
     try:
         logits = model(**inputs).logits[0]
     finally:

@@ -34,6 +34,7 @@ from rlhf_engine.hydra.loading import (
     read_config,
 )
 from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.manifest import check_model
 
 _SCORE = ("score", "classifier")
@@ -113,7 +114,7 @@ def load_reward_head(head: ScalarHead, tensors: dict[str, torch.Tensor], origin:
 def same_decoder(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     """Whether two models are the same decoder: equal parameters under equal names, whatever heads they carry."""
     left, right = _decoder_parameters(a), _decoder_parameters(b)
-    if left.keys() != right.keys() or type(a.base_model) is not type(b.base_model):
+    if left.keys() != right.keys() or type(base_model(a)) is not type(base_model(b)):
         return False
     return all(
         p.shape == right[name].shape and torch.equal(p, right[name].to(p.device, p.dtype)) for name, p in left.items()
@@ -121,8 +122,7 @@ def same_decoder(a: PreTrainedModel, b: PreTrainedModel) -> bool:
 
 
 def _decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    base_model: nn.Module = model.base_model
-    return dict(base_model.named_parameters())
+    return dict(base_model(model).named_parameters())
 
 
 def require_classifier_class(path: str | os.PathLike[str], argument: str) -> None:

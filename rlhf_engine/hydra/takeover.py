@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -42,6 +42,20 @@ def undone_on_error(*models: nn.Module) -> Iterator[None]:
 def _state(module: nn.Module) -> dict[str, Any]:
     """A module's attributes; of its tables of children, parameters, buffers and hooks a copy."""
     return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that makes hidden states of tokens.
+
+    A model whose `base_model_prefix` names none of its parts is its own base model for transformers. Then it is the
+    innermost model that holds the input embeddings.
+    """
+    named: nn.Module = model.base_model
+    if named is not model:
+        return named
+    embeddings = model.get_input_embeddings()
+    holders = [x for x in model.modules() if isinstance(x, PreTrainedModel) and any(y is embeddings for y in x.modules())]
+    return holders[-1]  # parents come before their children
 
 
 def give_own_configs(model: nn.Module) -> None:

@@ -80,6 +80,17 @@ CONFIGS = {
     "minicpm3": hf.MiniCPM3Config(**{**_SHAPE, **_LATENT}, scale_emb=2, dim_model_base=12),
     "glm4_moe": hf.Glm4MoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
     "smollm3": hf.SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # the second layer has no positions
+    "llama4_text": hf.Llama4TextConfig(  # a dense layer, then routed experts without positions but with scaled queries
+        **_SHAPE,
+        head_dim=8,
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        attention_chunk_size=60,
+        floor_scale=4,
+        attn_scale=0.5,
+    ),
 }
 
 MORE = {
@@ -100,6 +111,9 @@ MORE = {
     ),
     "glm4_moe_lite": hf.Glm4MoeLiteConfig(**{**_SHAPE, **_BESIDE, **_LATENT}),
     "hunyuan_v1_moe": hf.HunYuanMoEV1Config(**_SHAPE, num_experts=4, moe_topk=2, num_shared_expert=1, head_dim=8),
+    "phimoe": hf.PhimoeConfig(  # its jitter also bounds which experts share a token, in eval mode
+        **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, router_jitter_noise=0.3
+    ),
     "qwen3_next": hf.Qwen3NextConfig(
         **_SHAPE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=["full_attention"] * 2, head_dim=8
     ),
@@ -126,7 +140,10 @@ REFUSED = {
     ),
     "gpt_oss": (hf.GptOssConfig(**_SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2), "keyword s_aux="),
     "qwen3_next": (hf.Qwen3NextConfig(**_SHAPE, **_EXPERTS, head_dim=8), "run in each of its 2 layers, it ran"),
-    "llama4_text": (hf.Llama4TextConfig(**_SHAPE, head_dim=8, num_local_experts=4), "no hidden states of a decoder"),
+    "bloom": (
+        hf.BloomConfig(**_TOKENS, hidden_size=24, n_layer=2, n_head=4),
+        "run in each of its 2 layers, it ran 0 times",
+    ),
     "deepseek_v32": (hf.DeepseekV32Config(**{**_SHAPE, **_BESIDE, **_LATENT}), "on packed rows fails: TypeError"),
 }
 """Models that would be silently wrong, or whose code needs what packed rows do not have, and what is said of them."""

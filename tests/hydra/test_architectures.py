@@ -13,6 +13,7 @@ from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
 from tests.hydra import architectures
@@ -69,7 +70,7 @@ def test_off_is_the_plain_model_bit_for_bit(name):
     with torch.no_grad():
         expected = plain(tokens, use_cache=False).logits
         ours = model._backbone_call(batch, model.backbone(), [None], None)
-        theirs = plain.base_model(tokens, use_cache=False).last_hidden_state
+        theirs = base_model(plain)(tokens, use_cache=False).last_hidden_state
     assert torch.equal(ours, theirs.flatten(0, 1))
     assert torch.equal(head_logits(ours, model.backbone().lm_head).view_as(expected), expected)
     assert not torch.equal(logits(model, batch, "actor"), expected.flatten(0, 1))

@@ -8,6 +8,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
 from tests.conftest import VOCAB, random_batch, randomise
@@ -35,7 +36,7 @@ def test_off_is_the_plain_model_bit_for_bit(name, dtype):
     batch = PackedBatch.from_lists(tokens[:, :4].tolist(), tokens[:, 4:].tolist(), device="cuda")
     with torch.no_grad(), registry.use_backend("reference"):  # whose attention is the plain model's, in bf16 as well
         ours = model._backbone_call(batch, model.backbone(), [None], None)
-        theirs = plain.base_model(tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+        theirs = base_model(plain)(tokens, use_cache=False).last_hidden_state.flatten(0, 1)
         logits = head_logits(ours, model.backbone().lm_head)
     assert torch.equal(ours, theirs)
     assert torch.equal(logits.view(3, 12, -1), plain(tokens, use_cache=False).logits)
