@@ -101,7 +101,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8},
-    "phimoe": {"sliding_window": None},
+    "phimoe": {"sliding_window": None},  # its checkpoints have one as long as the context
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -236,7 +236,8 @@ computes in eval mode, and has a gradient in every adapter. How loading decides,
 refusal: [add a model](guides/add-a-model.md).
 
 Limits of what is served: with longrope a sequence may be as long as the original context, because beyond it
-the angles of all rows of a call depend on the longest one. Encoders are tried as decoders
+the angles of all rows of a call depend on the longest one. With chunked attention it may be as long as one
+chunk (`attention_chunk_size`), within which that is full attention. Encoders are tried as decoders
 (`is_decoder=True`). Of a model of several modalities the text is served.
 
 {served} of {all} types are served.

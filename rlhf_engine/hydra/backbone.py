@@ -31,6 +31,7 @@ from rlhf_engine.hydra.gated_linear import (
     holds_gates,
     is_quantised,
     match_targets,
+    path_of,
 )
 from rlhf_engine.hydra.positions import give_positions
 from rlhf_engine.hydra.takeover import base_model, give_own_configs, undone_on_error
@@ -90,6 +91,8 @@ class Backbone(nn.Module):
         give_own_configs(model)
         loading.keep_differentiable(model)
         model.requires_grad_(not self.frozen)
+        self.base_path = path_of(base_model(model), model)
+        """Name of the decoder in the model."""
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         own = probe.own_states(model, first_token)
@@ -151,7 +154,7 @@ class Backbone(nn.Module):
     @property
     def base_model(self) -> nn.Module:
         """The decoder without its LM head."""
-        return base_model(self.model)
+        return self.model.get_submodule(self.base_path)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -316,7 +319,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("cache_bytes_per_position", "_hash", "_decoder_hash"),
+    *("base_path", "cache_bytes_per_position", "_hash", "_decoder_hash"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

@@ -28,7 +28,7 @@ from rlhf_engine.hydra.adapters import ALL_LINEAR, AdapterSlot
 from rlhf_engine.hydra.attention import DecodePlan, Linears
 
 _ROUTER = "Router"
-"""End of the class names of routers: linears whose forward returns routes beside a product, or in its place."""
+"""End of the class names of routers: linears whose forward returns routes beside their product or in its place."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """bitsandbytes' linears, by name: the package is optional."""
 
@@ -149,17 +149,21 @@ def _add_delta(gated: GatedLayer, x: torch.Tensor, y: torch.Tensor, *, copy: boo
 
 def decoder_prefix(model: PreTrainedModel) -> str:
     """Start of the names of what lies in a model's text decoder: a vision or audio tower beside it is left out."""
-    decoder = model.get_decoder()
-    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    path = path_of(model.get_decoder(), model)
     return f"{path}." if path else ""
+
+
+def path_of(part: nn.Module, model: nn.Module) -> str:
+    """Name of a part of a model; "" for the model itself, and for what is none of its parts."""
+    return next((name for name, module in model.named_modules() if module is part), "")
 
 
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """Gate every linear of a model's text decoder; what can be adapted, by name.
 
     The LM head is left as it is and listed as a `GatedHead`. Routers of a class of their own are left as they are:
-    PEFT cannot adapt one either. Raises UnsupportedModelError for another linear of an unknown kind, which would compute
-    something else under the gate.
+    PEFT cannot adapt one either. Raises UnsupportedModelError for another linear of an unknown kind, which would
+    compute something else under the gate.
     """
     prefix = decoder_prefix(model)
     head = model.get_output_embeddings()

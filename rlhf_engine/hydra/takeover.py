@@ -54,8 +54,8 @@ def base_model(model: PreTrainedModel) -> nn.Module:
     if named is not model:
         return named
     embeddings = model.get_input_embeddings()
-    holders = [x for x in model.modules() if isinstance(x, PreTrainedModel) and any(y is embeddings for y in x.modules())]
-    return holders[-1]  # parents come before their children
+    models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]  # parents come before their children
+    return [x for x in models if any(part is embeddings for part in x.modules())][-1]
 
 
 def give_own_configs(model: nn.Module) -> None:

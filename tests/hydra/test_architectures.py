@@ -7,10 +7,28 @@ import copy
 import pytest
 import torch
 from rlhf_kernels.runtime import testing
-from transformers import AutoModelForCausalLM, DbrxConfig, Gemma3nTextConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DbrxConfig,
+    Gemma3nTextConfig,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
+    PreTrainedConfig,
+)
 
 from rlhf_engine.errors import UnsupportedModelError
-from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, peft_io, save_pretrained
+from rlhf_engine.hydra import (
+    HydraModel,
+    Logprobs,
+    PackedBatch,
+    RoleSpec,
+    SlotConfig,
+    backbone,
+    loading,
+    peft_io,
+    save_pretrained,
+)
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.takeover import base_model
@@ -320,3 +338,94 @@ def test_longrope_serves_its_original_context():
     torch.testing.assert_close(model.score(mixed, ("actor",)).logprobs_M[:5], alone)
     with pytest.raises(ValueError, match=r"batch: expected sequences of at most 16 tokens .*got one of 17"):
         model.score(random_batch(((3, 5), (6, 11))), ("actor",))
+
+
+def one_chunk(limit: int) -> Llama4TextConfig:
+    """A Llama 4 whose chunks are shorter than its context."""
+    config = copy.deepcopy(CONFIGS["llama4_text"])
+    config.attention_chunk_size = limit
+    return config
+
+
+def test_chunked_attention_serves_one_chunk():
+    """Beyond it, a query no longer sees the tokens before its chunk."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(one_chunk(16), attn_implementation="eager").eval()
+    batch = random_batch(((3, 5), (6, 10), (1, 15)))
+    with torch.no_grad():
+        expected = rows_of(plain, batch)
+    model = HydraModel.from_pretrained(plain, roles=ACTOR).eval()
+    assert model.backbone().context_length == 16
+    torch.testing.assert_close(logits(model, batch, None), expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"batch: expected sequences of at most 16 tokens .*got one of 17"):
+        model.score(random_batch(((3, 5), (6, 11))), ("actor",))
+    full = one_chunk(16)
+    full.layer_types = ["full_attention"] * 2
+    assert loading.context_length(full) == full.max_position_embeddings
+
+
+@pytest.mark.parametrize("size", [None, 6])
+def test_chunks_that_no_sequence_fits_are_refused_in_one_line(size):
+    plain = AutoModelForCausalLM.from_config(one_chunk(size))
+    with pytest.raises(UnsupportedModelError, match=r"\(model type 'llama4_text'\)$") as refused:
+        HydraModel.from_pretrained(plain, roles=ACTOR)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(4, True), (16, False)])
+def test_attention_that_counts_positions_is_given_them(steps, refused, monkeypatch):
+    """A packed row is longer than its sequences; steps of the scale that the probe's tokens do not reach stay right."""
+    config = copy.deepcopy(CONFIGS["llama4_text"])
+    config.floor_scale = steps
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    batch = random_batch(((3, 9), (4, 8), (6, 26), (2, 9)))
+    with torch.no_grad():
+        expected = rows_of(plain, batch)
+    model = HydraModel.from_pretrained(copy.deepcopy(plain), roles=ACTOR).eval()
+    torch.testing.assert_close(logits(model, batch, None), expected, rtol=0, atol=1e-5)
+    sampling = SamplingConfig(max_completion_length=30, eos_token_ids=())
+    drawn = generate(model, [[5, 9, 11, 3, 20, 6, 7], [8, 12]], sampling)
+    torch.testing.assert_close(drawn.logprobs_M, model.score(drawn.batch, ("actor",)).logprobs_M, rtol=0, atol=1e-5)
+
+    monkeypatch.setattr(backbone, "give_positions", lambda blocks: None)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match="expected the hidden states of its own attention"):
+            HydraModel.from_pretrained(plain, roles=ACTOR)
+    else:
+        assert not torch.allclose(logits(HydraModel.from_pretrained(plain, roles=ACTOR), batch, None), expected)
+
+
+def test_of_a_conditional_generation_class_the_text_is_served(tmp_path):
+    """Llama 4's, which keeps a causal model of text where others keep a decoder, as a model and as a folder."""
+    from peft import PeftModel
+
+    tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    tower |= {"vision_output_dim": 16, "image_size": 28, "patch_size": 14}
+    tower |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    config = Llama4Config(text_config=copy.deepcopy(CONFIGS["llama4_text"]), vision_config=tower)
+    torch.manual_seed(0)
+    plain = Llama4ForConditionalGeneration(config).eval()
+    plain.set_attn_implementation("eager")
+    plain.save_pretrained(tmp_path / "base")
+    batch = random_batch(LENGTHS)
+    with torch.no_grad():
+        expected = rows_of(plain, batch)
+    for source in (copy.deepcopy(plain), str(tmp_path / "base")):
+        model = HydraModel.from_pretrained(source, roles=ACTOR, slots={"actor": SlotConfig(r=4)}).eval()
+        torch.testing.assert_close(logits(model, batch, None), expected, rtol=0, atol=1e-5)
+        randomise(model, "actor")
+        paths = model.backbone().slot("actor").paths
+        prefix = "" if isinstance(source, str) else "language_model."
+        assert {path.split("layers.")[0] for path in paths} == {f"{prefix}model."}
+        assert len(paths) == 2 * (4 + 3)  # attention, and an MLP or a shared expert; the router has none
+        old = model.score(batch, ("actor",)).logprobs_M
+        (now,) = model.train()(batch, (Logprobs(),))
+        assert torch.equal(now.logprob, old)  # a ratio of exactly 1
+        now.logprob.sum().backward()
+        assert all(pair.A.grad.any() and pair.B.grad.any() for _, pair in model.backbone().slot("actor").items())
+        save_pretrained(model, tmp_path / "adapter")
+        base = copy.deepcopy(plain) if prefix else AutoModelForCausalLM.from_pretrained(source)
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        with torch.no_grad():
+            close(logits(model.eval(), batch, "actor"), rows_of(theirs, batch))
