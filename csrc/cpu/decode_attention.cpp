@@ -2,7 +2,8 @@
 //
 // Contract. Equations: kernels/rlhf_kernels/decode_attention. q, caches and out are float or bfloat16; scores, softmax
 // and sums float, rounded once into out. Only used positions are read, and only their entries of the table; lengths and
-// used entries are checked before anything is computed. A row of length 0 gives zeros. Query heads h G .. h G + G - 1
+// used entries are checked before anything is computed. A row of length 0 gives zeros. A sink is a logit of a query head
+// that the softmax's maximum and sum begin with. Query heads h G .. h G + G - 1
 // share cache head h, G = Hq / Hkv, and read its keys and values together.
 // A row and cache head is one thread's work in a fixed order: the bits do not depend on the other rows or on the number
 // of threads.
@@ -115,7 +116,8 @@ void decode_attention(CacheType type, const DecodeSizes& sizes, const Queries& q
             continue;
         }
         const HeadGroup group{from(q.data, n * q.row + h * q.head), q.head, q.inner, from(k.data, c * k.head),
-                              from(v.data, c * v.head), paging.table + n * paging.table_blocks, first, length, to};
+                              from(v.data, c * v.head), paging.table + n * paging.table_blocks, first, length, to,
+                              options.sinks ? options.sinks + h : nullptr};
         run(call, group, scratch.get() + thread_number() * floats);
     }
 }

@@ -32,6 +32,7 @@ struct ScoreOptions {
     float scale;
     int64_t window;  // 0: none
     float softcap;   // 0: none
+    const float* sinks = nullptr;  // [Hq]; null: none
 };
 
 // out [N, Hq, D] dense, of the caches' type.

@@ -229,9 +229,9 @@ RLHF_INLINE void add_values(const T* const* rows, int64_t count, int64_t feature
 }
 
 // The first `used` of scores become their softmax, the last vector's others (-inf) 0: not by way of their exponentials,
-// because a result that underflows costs a hundred cycles.
-RLHF_INLINE void softmax(float* scores, int64_t used) {
-    f32x16 top = splat(-__builtin_inff());
+// because a result that underflows costs a hundred cycles. Their sum begins with e^sink, which is 0 for -inf.
+RLHF_INLINE void softmax(float* scores, int64_t used, float sink) {
+    f32x16 top = splat(sink);
     for (int64_t i = 0; i < used; i += 16) top = max16(load16(scores + i), top);
     const float largest = lane_max(top);
     f32x16 sum = splat(0.0f);
@@ -241,7 +241,8 @@ RLHF_INLINE void softmax(float* scores, int64_t used) {
         sum += e;
         store16(scores + i, e);
     }
-    const float total = lane_sum(sum);
+    const float start = sink == -__builtin_inff() ? 0.0f : exp16(splat(sink - largest))[0];
+    const float total = lane_sum(sum) + start;
     for (int64_t i = 0; i < used; i += 16) store16(scores + i, load16(scores + i) / total);
 }
 
@@ -275,7 +276,9 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
             }
         };
     for_tiles<T>(call, group, keys, copies, score_tile);
-    for (int64_t h = 0; h < call.group; ++h) softmax(scores + h * step, used);
+    for (int64_t h = 0; h < call.group; ++h) {
+        softmax(scores + h * step, used, group.sinks ? group.sinks[h] : -__builtin_inff());
+    }
     const Pages values{group.v, call.v_block, call.v_position, call.v_inner};
     const auto add_tile = [&](const auto* rows, int64_t at, int64_t count, int64_t features)
         __attribute__((always_inline)) {

@@ -17,6 +17,7 @@ struct HeadGroup {
     const int64_t* table;  // of this row
     int64_t first, length;  // positions [first, length) are used
     void* out;  // [group, D] dense
+    const float* sinks = nullptr;  // [group]; null: none
 };
 
 // Everything that all groups share.

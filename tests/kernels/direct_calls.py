@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         **_named({"q": (N, 4, 8), "k_cache": (9, 4, 2, 8), "v_cache": (9, 4, 2, 8)}),
         "lengths": _rows() + 1,
         "block_table": torch.arange(2 * N).reshape(N, 2) % 9,
-        **{"scale": 1.0, "window": None, "softcap": None},
+        **{"scale": 1.0, "window": None, "softcap": None, "sinks": _x(4)},
     },
     "gae": lambda: {
         **_named({"reward": (N, 5), "value": (N, 5)}),

@@ -144,7 +144,7 @@ EXTENSION = {
     "DecodeStep.bind": f"n n {_CACHES} {_CACHES}",
     "LoraDecoder": f"{_MATRIX} a n n n [{_SLOT}] {_RUNS}",
     "LoraDecoder.__call__": "a s a t",
-    "decode_attention": "c (n n n n) a (s s s) a (s s s s) a (s s s s) a a (n n n) f i f a t",
+    "decode_attention": "c (n n n n) a (s s s) a (s s s s) a (s s s s) a a (n n n) f i f a a t",
     "gae_backward": "a s a s a s n n f f t a a a",
     "gae_forward": "a s a s a s a n n f f t a a",
     "gather_logprob_backward": "a a s s a a f i n n t a a a a a a a a a a s s",

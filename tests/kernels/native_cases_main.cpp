@@ -178,7 +178,8 @@ void attention(Case& c) {
                      cache_of(c, "v"),
                      {c.data<int64_t>("lengths"), c.data<int64_t>("table"), c.size("table", 1), c.size("k", 0),
                       c.size("k", 1)},
-                     {float(c.number("scale")), int64_t(c.number("window")), float(c.number("softcap"))},
+                     {float(c.number("scale")), int64_t(c.number("window")), float(c.number("softcap")),
+                      c.data<float>("sinks")},
                      c.out("out", c.array("q").type), kThreads);
 }
 

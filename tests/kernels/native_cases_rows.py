@@ -55,9 +55,10 @@ def decode_attention_case(g: torch.Generator, dtype: torch.dtype, label: str) ->
             for cache in caches:
                 cache[table[row, s // block_size], s % block_size] = randn(g, kv_heads, dim, dtype=dtype)
     q = randn(g, len(lengths), heads, dim, dtype=dtype)
-    t = {"q": q, "k": caches[0], "v": caches[1], "lengths": torch.tensor(lengths), "table": table}
+    sinks = randn(g, heads, dtype=FP32)
+    t = {"q": q, "k": caches[0], "v": caches[1], "lengths": torch.tensor(lengths), "table": table, "sinks": sinks}
     n = {"scale": dim**-0.5, "window": 13, "softcap": 1.5}
-    rest = (t["lengths"], table, n["scale"], int(n["window"]), n["softcap"])
+    rest = (t["lengths"], table, n["scale"], int(n["window"]), n["softcap"], sinks)
     exact = decode_attention.forward(*(x.double() for x in (q, *caches)), *rest)
     return Case("decode_attention", label, t, n, {"out": rounded(exact, decode_attention.forward(q, *caches, *rest))})
 

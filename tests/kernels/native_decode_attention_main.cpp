@@ -50,12 +50,13 @@ struct Numbers {
 };
 
 void decode_case(int64_t group, int64_t n_kv, int64_t D, int64_t block, std::vector<int64_t> lengths, int64_t window,
-                 float softcap, int64_t inner, CacheType type, int threads) {
+                 float softcap, int64_t inner, CacheType type, int threads, bool sinking = false) {
     const int64_t n = lengths.size(), longest = *std::max_element(lengths.begin(), lengths.end());
     const int64_t per_row = (longest + block - 1) / block + 1, blocks = n * per_row + 1, heads = group * n_kv;
     const std::string name = std::string(rlhf::cpu::name(current_isa())) + " group=" + std::to_string(group) +
                              " heads=" + std::to_string(n_kv) + " D=" + std::to_string(D) + " block=" +
-                             std::to_string(block) + " window=" + std::to_string(window);
+                             std::to_string(block) + " window=" + std::to_string(window) +
+                             (sinking ? " sinks" : "");
     const int64_t head = D * inner, position = n_kv * head, page = block * position, count = blocks * page;
     Numbers q(n * heads * D, type), k(count, type), v(count, type), out(n * heads * D, type);
     for (int64_t i = 0; i < n * heads * D; ++i) q.set(i, 2 * float(random_number()));
@@ -75,9 +76,11 @@ void decode_case(int64_t group, int64_t n_kv, int64_t D, int64_t block, std::vec
             }
         }
     }
+    std::unique_ptr<float[]> sinks(sinking ? new float[heads] : nullptr);
+    for (int64_t h = 0; sinking && h < heads; ++h) sinks[h] = 3 * float(random_number());
     const Cache keys{k.data(), page, position, head, inner}, values{v.data(), page, position, head, inner};
     decode_attention(type, {n, heads, n_kv, D}, {q.data(), heads * D, D, 1}, keys, values,
-                     {rows.get(), table.get(), per_row, blocks, block}, {0.5f, window, softcap}, out.data(), threads);
+                     {rows.get(), table.get(), per_row, blocks, block}, {0.5f, window, softcap, sinks.get()}, out.data(), threads);
     for (int64_t i = 0; i < n; ++i) {
         const int64_t first = window ? std::max<int64_t>(0, lengths[i] - window) : 0;
         for (int64_t h = 0; h < heads; ++h) {
@@ -85,7 +88,7 @@ void decode_case(int64_t group, int64_t n_kv, int64_t D, int64_t block, std::vec
                 return table[i * per_row + s / block] * page + s % block * position + (h / group) * head + d * inner;
             };
             std::vector<double> p;
-            double total = 0;
+            double total = sinking ? std::exp(double(sinks[h])) : 0;
             for (int64_t s = first; s < lengths[i]; ++s) {
                 double z = 0;
                 for (int64_t d = 0; d < D; ++d) z += 0.5 * q.at((i * heads + h) * D + d) * k.at(place(s, d));
@@ -114,10 +117,13 @@ int main() {
                 for (int64_t window : {0, 1, 5}) {
                     decode_case(1, 2, D, 4, {5, 1, 12, 0, 16, 17}, window, 0, 1, type, 1);
                     decode_case(5, 1, D, 16, {33, 15, 16}, window, 1.5f, 1, type, 1);
+                    decode_case(3, 2, D, 16, {33, 0, 16}, window, 1.5f, 1, type, 1, true);
                 }
                 decode_case(2, 3, D, 7, {31, 3}, 0, 0, 2, type, 1);
             }
-            decode_case(4, 4, 64, 32, {200, 150, 97, 260}, 0, 0, 1, type, 2);  // enough for the parallel loop
+            for (bool sinking : {false, true}) {  // enough for the parallel loop
+                decode_case(4, 4, 64, 32, {200, 150, 97, 260}, 0, 0, 1, type, 2, sinking);
+            }
         }
     }
     float x[4] = {};

@@ -122,9 +122,10 @@ def decoding() -> None:
         q, cache = torch.randn(3, 4, 20).to(dtype), torch.randn(6, 8, 2, 20).to(dtype)
         hold(
             "decode_attention",
-            lambda q, c: [decode_attention(q, c, c, lengths, table, scale=0.3, softcap=5.0)],
+            lambda q, c, s: [decode_attention(q, c, c, lengths, table, scale=0.3, softcap=5.0, sinks=s)],
             q,
             cache,
+            torch.randn(4).to(dtype),
             gradients=False,
         )
         slots, decoder = make_adapters(sizes), make_decoder(sizes, dtype)

@@ -49,7 +49,7 @@ def case(heads=SMALL, *, lengths=(5, 1, 12, 9), block=4, dtype=None, seed=0, gar
     return q, k_cache, v_cache, torch.tensor(lengths), table
 
 
-def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=None):
+def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=None, sinks=None):
     """One row at a time on its own positions only, so that nothing unused is ever read."""
     out, block = [], k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
@@ -64,11 +64,13 @@ def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=N
             )
             for cache in (k_cache, v_cache)
         )  # [Hq, L, D]
-        if softcap is None:
+        if softcap is None and sinks is None:
             out.append(F.scaled_dot_product_attention(q[n][:, None], k, v, scale=scale)[:, 0])
         else:
-            z = softcap * torch.tanh(scale * torch.einsum("hd,hsd->hs", q[n], k) / softcap)
-            out.append(torch.einsum("hs,hsd->hd", z.softmax(-1), v))
+            z = scale * torch.einsum("hd,hsd->hs", q[n], k)
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            share = 1.0 if sinks is None else torch.sigmoid(z.logsumexp(-1) - sinks.to(z.dtype))[:, None]
+            out.append(torch.einsum("hs,hsd->hd", z.softmax(-1), v) * share)
     return torch.stack(out)
 
 
@@ -79,6 +81,99 @@ def test_equals_attention_row_by_row(heads, window, softcap):
     args = case(heads)
     options = {"scale": 0.3, "window": window, "softcap": softcap}
     torch.testing.assert_close(decode_attention(*args, **options), by_row(*args, **options))
+
+
+def sinks_of(q, values=(0.7, -3.0, 2.5, 60.0, -60.0)):
+    """A sink for each head of q [N, Hq, D]: near its scores, far above and far below them."""
+    n_heads = q.shape[1]
+    return torch.tensor(values, device=q.device).repeat(-(-n_heads // len(values)))[:n_heads].to(q.dtype)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_join_the_denominator(heads, window, softcap):
+    args = case(heads, lengths=(5, 1, 12, 9, 0, 33))
+    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks_of(args[0])}
+    out = decode_attention(*args, **options)
+    torch.testing.assert_close(out, by_row(*args, **options))
+    assert (out[4] == 0).all()
+    assert not torch.equal(out, decode_attention(*args, **options | {"sinks": None}))
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE, (10, 2, 64)])
+def test_a_sink_of_minus_infinity_is_none(heads):
+    """Bit for bit, in the reference as far as its softmax has one order of sums."""
+    args = case(heads, lengths=(5, 1, 40, 0, 17))
+    none = torch.full(args[0].shape[1:2], -torch.inf)
+    plain = decode_attention(*args, scale=0.3)
+    found = decode_attention(*args, scale=0.3, sinks=none)
+    if registry.default_backend() == "reference":
+        torch.testing.assert_close(found, plain)
+    else:
+        assert torch.equal(found, plain)
+    some = none.index_fill(0, torch.tensor([0]), 1.0)
+    one = decode_attention(*args, scale=0.3, sinks=some)
+    torch.testing.assert_close(one[:, 1:], plain[:, 1:])
+    assert (one[[0, 1, 2, 4], 0] != plain[[0, 1, 2, 4], 0]).any(-1).all()
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@pytest.mark.parametrize("sink", [float("nan"), float("inf")])
+def test_a_sink_that_is_not_finite_stays_in_its_head(heads, sink):
+    args = case(heads, lengths=(5, 1, 0, 9), garbage=0.0)
+    sinks = sinks_of(args[0])
+    want = decode_attention(*args, scale=0.3, sinks=sinks)
+    out = decode_attention(*args, scale=0.3, sinks=sinks.index_fill(0, torch.tensor([1]), sink))
+    assert out[[0, 1, 3], 1].isnan().all()
+    assert (out[2] == 0).all()
+    rest = [0, 2, 3]
+    torch.testing.assert_close(out[:, rest], want[:, rest])
+
+
+def test_a_sink_far_above_all_scores():
+    """The maximum is the sink: scores of −1000 must not overflow, and their weights vanish."""
+    q, k_cache, v_cache, lengths, table = case((2, 1, 16), lengths=(20, 3), garbage=0.0)
+    q[..., 0], k_cache[..., 0] = -100.0, 10.0
+    args = (q, k_cache, v_cache, lengths, table)
+    assert (decode_attention(*args, scale=1.0, sinks=torch.tensor([0.0, 50.0])).abs() < 1e-30).all()
+    near = torch.tensor([-990.0, -1010.0])
+    got = decode_attention(*args, scale=1.0, sinks=near)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, by_row(*args, scale=1.0, sinks=near), rtol=1e-3, atol=1e-3)
+
+
+def test_scores_of_minus_infinity_leave_all_to_the_sink():
+    q, k_cache, v_cache, lengths, table = case((2, 1, 16), lengths=(20,), block=32, garbage=0.0)
+    q[:, :, 0] = 1.0
+    k_cache[table[0, 0], :20, 0, 0] = -float("inf")
+    out = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3, sinks=torch.tensor([0.0, -float("inf")]))
+    assert (out[0, 0].abs() < 1e-30).all()
+    assert out[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_of_either_dtype_and_any_stride(dtype):
+    args = case((5, 1, 20), lengths=(5, 1, 40), dtype=dtype)
+    sinks = sinks_of(args[0])
+    want = decode_attention(*args, scale=0.3, sinks=sinks)
+    spread = torch.stack([sinks, torch.full_like(sinks, float("nan"))], 1)[:, 0]
+    trained = torch.nn.Parameter(sinks.float())
+    assert torch.equal(decode_attention(*args, scale=0.3, sinks=spread), want)
+    with pytest.raises(ValueError, match="inference only"):
+        decode_attention(*args, scale=0.3, sinks=trained)
+    with torch.no_grad():
+        assert torch.equal(decode_attention(*args, scale=0.3, sinks=trained), want)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE, (8, 1, 64)])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_tier1_with_sinks(heads, scale):
+    q, k_cache, v_cache, lengths, table = case(heads, dtype=torch.float32, lengths=(33, 7, 50, 21), block=16)
+    args, sinks = (q * scale, k_cache, v_cache * scale, lengths, table), sinks_of(q, (0.7, -1.0, 2.5))
+    exact = by_row(*(x.double() for x in args[:3]), *args[3:], scale=0.3, sinks=sinks.double())
+    got = decode_attention(*args, scale=0.3, sinks=sinks)
+    testing.assert_ok(testing.tier1(got, exact, by_row(*args, scale=0.3, sinks=sinks)), "decode_attention")
 
 
 @pytest.mark.parametrize("heads", [SMALL, LARGE])
@@ -211,8 +306,9 @@ def test_opcheck(window, backend):
     op = torch.ops.rlhf_kernels.decode_attention.default
     for heads in (SMALL, LARGE):
         args = case(heads, dtype=torch.float32, garbage=0.0)
-        torch.library.opcheck(op, (*args, 0.3, window, None, backend))
-    torch.library.opcheck(op, (*args, 0.3, window, 5.0, backend))
+        torch.library.opcheck(op, (*args, 0.3, window, None, None, backend))
+        torch.library.opcheck(op, (*args, 0.3, window, None, sinks_of(args[0]), backend))
+    torch.library.opcheck(op, (*args, 0.3, window, 5.0, None, backend))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +333,11 @@ def test_opcheck(window, backend):
         ({"block_table": torch.tensor([[-2, 1], [0, 1]])}, ValueError, "block_table: .* indices below 3, got -2"),
         ({"window": 0}, ValueError, "window: expected None or an integer >= 1, got 0"),
         ({"softcap": 0.0}, ValueError, "softcap: expected None or a number > 0, got 0.0"),
+        ({"sinks": torch.zeros(2)}, ValueError, r"sinks: expected shape \[4\], .* head of q, got \(2,\)"),
+        ({"sinks": torch.zeros(1, 4)}, ValueError, r"sinks: expected shape \[4\]"),
+        ({"sinks": torch.zeros(4).double()}, TypeError, r"sinks: expected the dtype of q .*, got torch\.float64"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, r"sinks: expected the dtype of q"),
+        ({"sinks": torch.zeros(4, device="meta")}, ValueError, r"sinks: expected the device of q \(cpu\), got meta"),
         ({"backend": "triton"}, registry.BackendUnavailableError, "cannot serve decode_attention"),
     ],
 )
@@ -328,19 +429,19 @@ def test_threads_and_the_rest_of_the_batch_do_not_change_the_bits(backend):
     q, k_cache, v_cache, lengths, table = case(
         (8, 4, 64), lengths=(300, 20, 177, 256, 1), block=16, dtype=torch.float32
     )
-    previous, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3))
-    finally:
-        torch.set_num_threads(previous)
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    for n in range(5):
-        one = slice(n, n + 1)
-        assert torch.equal(
-            decode_attention(q[one], k_cache, v_cache, lengths[one], table[one], scale=0.3), results[0][one]
-        )
+    for options in ({"scale": 0.3}, {"scale": 0.3, "sinks": sinks_of(q)}):
+        previous, results = torch.get_num_threads(), []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(decode_attention(q, k_cache, v_cache, lengths, table, **options))
+        finally:
+            torch.set_num_threads(previous)
+        assert all(torch.equal(results[0], other) for other in results[1:])
+        for n in range(5):
+            one = slice(n, n + 1)
+            alone = decode_attention(q[one], k_cache, v_cache, lengths[one], table[one], **options)
+            assert torch.equal(alone, results[0][one])
 
 
 def test_a_window_asks_for_its_own_blocks_alone():

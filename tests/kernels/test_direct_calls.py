@@ -73,6 +73,7 @@ def test_wrong_tensors_are_refused(name, backend):
         ("decode_attention", {"lengths": torch.full((6,), 9)}, "lengths: expected"),
         ("decode_attention", {"lengths": torch.full((6,), -1)}, "lengths: expected"),
         ("decode_attention", {"block_table": torch.full((6, 2), 9)}, "block_table: expected"),
+        ("decode_attention", {"sinks": torch.zeros(4).double()}, "sinks: expected the dtype of q .* or float32"),
         ("lora_delta", {"ends": [2, 7]}, r"starts, ends: expected ascending runs within \[2, 6\), got \[3, 7\)"),
         ("lora_delta", {"starts": [-1, 3]}, "starts, ends: expected ascending runs"),
         ("lora_delta", {"starts": [0, 1]}, "starts, ends: expected ascending runs"),
@@ -179,6 +180,12 @@ LANES = LoraCall([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0
             ),
             "lengths: expected shape",
         ),
+        (
+            lambda: attention_native.forward(
+                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 8), X(2).long(), X(2, 1).long(), 1.0, None, None, X(3)
+            ),
+            "sinks: expected shape",
+        ),
     ],
 )
 def test_native_wrappers_refuse_wrong_shapes(run, message):
@@ -233,7 +240,7 @@ HUGE = 2**31
         (
             "decode_attention",
             (False, (0, 2, 1, 2), 0, (0, 0, 0), 0, (0, 0, 0, 0), 0, (0, 0, 0, 0), 0, 0, (HUGE, 1, HUGE), 1.0, 0, 0.0,
-             0, 1),
+             0, 0, 1),
             "paging.table_blocks, paging.block",
         ),
     ],

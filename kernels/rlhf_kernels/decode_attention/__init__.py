@@ -5,19 +5,26 @@ For row n with length L, query head h and its cache head c = h // (Hq / Hkv), ov
     z_s = scale · q_h · k_{c,s};   with softcap: z_s = softcap · tanh(z_s / softcap)
     o_h = Σ_s softmax(z)_s v_{c,s};   lo = 0, or max(0, L − window)
 
+With sinks, one logit per query head joins the softmax's denominator and has no value:
+
+    o_h = Σ_s e^(z_s) v_{c,s} / (e^(sink_h) + Σ_s e^(z_s)) = (o_h without it) · sigmoid(log Σ_s e^(z_s) − sink_h)
+
+A sink of −inf is none. NaN and +inf make NaN of their head, as a score would.
+
 Position s of row n is entry s % block of block `block_table[n, s // block]`. A row of length 0 gives zeros.
 
-Symbols: q [N,Hq,D]; k_cache, v_cache [blocks, block, Hkv, D], any strides (a view will do); lengths [N]
+Symbols: q [N,Hq,D]; k_cache, v_cache [blocks, block, Hkv, D], any strides (a view will do); sinks [Hq]; lengths [N]
 and block_table [N,max_blocks], int32 or int64. What stands in `block_table` past a row's length, and
 in the cache past it or before its window, may be anything, NaN and wild indices included.
 
-dtypes: q and caches of one floating dtype in and out; scores, softmax and sums in fp32 (fp64 for fp64).
-Deterministic. Inference only: there is no backward pass.
+dtypes: q and caches of one floating dtype in and out, sinks of that or fp32; scores, softmax and sums in fp32 (fp64
+for fp64). Deterministic. Inference only: there is no backward pass.
 
 On CPU a length above the table's capacity or a used block index out of range raises ValueError. On a device
 nothing is read back, so such indices are the caller's responsibility there; a longer length counts as the capacity.
 
-Source: Kwon et al. 2023 (paged attention); Shazeer 2019 and Ainslie et al. 2023 (shared key/value heads).
+Source: Kwon et al. 2023 (paged attention); Shazeer 2019 and Ainslie et al. 2023 (shared key/value heads);
+OpenAI 2025 (sinks of gpt-oss).
 """
 
 from __future__ import annotations
@@ -37,10 +44,17 @@ registry.register(
 registry.register("decode_attention", "cpu", native)
 
 
+def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Raise TypeError for sinks of a dtype that is neither q's nor float32."""
+    if sinks is not None and sinks.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"sinks: expected the dtype of q ({q.dtype}) or float32, got {sinks.dtype}")
+
+
 @eager.custom_op(
     "rlhf_kernels::decode_attention",
     "q: D[N, heads, d], k_cache: D[blocks, block, kv_heads, d], v_cache: D[blocks, block, kv_heads, d], "
-    "lengths: int[N], block_table: int[N, most]",
+    "lengths: int[N], block_table: int[N, most], sinks: float[heads]",
+    also=lambda q, *args: _check_sinks(q, args[7]),
 )
 def _decode_attention_op(
     q: Tensor,
@@ -51,10 +65,11 @@ def _decode_attention_op(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
     return registry.implementation("decode_attention", backend).forward(
-        q, k_cache, v_cache, lengths, block_table, scale, window, softcap
+        q, k_cache, v_cache, lengths, block_table, scale, window, softcap, sinks
     )
 
 
@@ -73,6 +88,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention of one query token per row over a paged cache (Kwon et al. 2023); equations: the module's docstring.
@@ -88,6 +104,7 @@ def decode_attention(
         scale: factor of the scores, usually D^−½.
         window: integer ≥ 1, number of last positions that a query sees. None: all.
         softcap: number > 0, the bound of |scores|. None: no bound.
+        sinks: [Hq], of q's dtype or float32; a logit of each head in the softmax's denominator. None: no such logit.
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
@@ -119,15 +136,19 @@ def decode_attention(
             raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
         if index.dim() != dim or index.shape[0] != n:
             raise ValueError(f"{name}: expected {dim} dims with {n} rows like q, got {tuple(index.shape)}")
-    others = {"k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "block_table": block_table}
+    if sinks is not None and sinks.shape != (n_heads,):
+        raise ValueError(f"sinks: expected shape [{n_heads}], one number for each head of q, got {tuple(sinks.shape)}")
+    _check_sinks(q, sinks)
+    others = {"k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "block_table": block_table, "sinks": sinks}
     for name, x in others.items():
-        if x.device != q.device:
+        if x is not None and x.device != q.device:
             raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or an integer >= 1, got {window!r}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a number > 0, got {softcap!r}")
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+    wanted = (x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks))
+    if torch.is_grad_enabled() and any(wanted):
         raise ValueError("requires_grad: expected tensors without it, or torch.no_grad(); this op is inference only")
     return _decode_attention_op(
         q,
@@ -138,5 +159,6 @@ def decode_attention(
         float(scale),
         window,
         None if softcap is None else float(softcap),
+        sinks,
         registry.resolve("decode_attention", backend, q, (d,)),
     )

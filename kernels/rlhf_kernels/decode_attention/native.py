@@ -31,6 +31,7 @@ def forward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output [N, Hq, D], dense."""
     if q.dim() != 3 or k_cache.dim() != 4:
@@ -39,6 +40,7 @@ def forward(
     blocks, block, n_kv, _ = k_cache.shape
     cache = (blocks, block, n_kv, d)
     lengths, block_table = lengths.to(torch.int64).contiguous(), block_table.to(torch.int64).contiguous()
+    sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
     out = torch.empty((n, n_heads, d), dtype=q.dtype)
     native.extension().decode_attention(
         native.type_number("q", q.dtype, _TYPES) == 1,
@@ -55,6 +57,7 @@ def forward(
         scale,
         0 if window is None else window,
         0.0 if softcap is None else softcap,
+        0 if sinks is None else native.dense("sinks", sinks, torch.float32, (n_heads,)),
         out.data_ptr(),
         native.threads(),
     )

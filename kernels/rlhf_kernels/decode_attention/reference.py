@@ -26,6 +26,7 @@ def forward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     n, n_heads, d = q.shape
     block, n_kv = k_cache.shape[1], k_cache.shape[2]
@@ -44,25 +45,28 @@ def forward(
         unused &= limit > 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.reshape(n, n_kv, n_heads // n_kv, d).to(dtype) * scale
+    sinks = None if sinks is None else sinks.to(dtype)
     with autocast.off(q):
         out = None
         if on_cpu and n_kv * d <= _PACKED_FEATURES and k.stride(2) == v.stride(2) == d:  # heads side by side
-            out = _attend_packed(grouped, k.to(dtype), v.to(dtype), unused, softcap)
+            out = _attend_packed(grouped, k.to(dtype), v.to(dtype), unused, softcap, sinks)
         if out is None:
-            out = _attend(grouped, k.to(dtype), v.to(dtype), unused, softcap)
+            out = _attend(grouped, k.to(dtype), v.to(dtype), unused, softcap, sinks)
     if any_empty:
         out = out.masked_fill(limit[:, :, None, None] <= 0, 0.0)
     return out.reshape(n, n_heads, d).to(q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """q [N,Hkv,G,D] (scaled), k and v [N,S,Hkv,D] → [N,Hkv,G,D]."""
     scores = _capped(q @ k.permute(0, 2, 3, 1), softcap)  # [N,Hkv,G,S]
-    weights = scores.masked_fill(unused[:, None, None], float("-inf")).softmax(-1)
+    weights = _softmax(scores.masked_fill(unused[:, None, None], float("-inf")), sinks)
     return weights @ v.permute(0, 2, 1, 3).masked_fill(unused[:, None, :, None], 0.0)
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: float | None) -> Tensor | None:
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor | None:
     """The same through block-diagonal queries [N, Hkv·G, Hkv·D], so that k and v are read where they lie.
 
     None if the result is not finite: NaN may have leaked from unused positions, which `_attend` sorts out.
@@ -73,7 +77,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: flo
     packed.diagonal(dim1=1, dim2=3).copy_(q.permute(0, 2, 3, 1))
     scores = _capped(packed.view(n, n_kv * group, n_kv * d) @ k.flatten(2).transpose(1, 2), softcap)
     bias = torch.zeros(unused.shape, dtype=q.dtype).masked_fill_(unused, float("-inf"))
-    weights = scores.add_(bias[:, None]).softmax(-1)  # [N, Hkv·G, S]
+    weights = _softmax(scores.add_(bias[:, None]), sinks)  # [N, Hkv·G, S]
     every_pair = (weights @ v.flatten(2)).view(n, n_kv, group, n_kv, d)
     out = every_pair.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)  # [N,Hkv,G,D]
     return out if bool(out.sum().isfinite()) else None
@@ -81,6 +85,14 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, unused: Tensor, softcap: flo
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over positions of scores [N, ..., S], whose heads [...] may each have a sink; its weight is dropped."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.view(scores.shape[1:-1])[..., None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 def _used_range(lengths: Tensor, capacity: int, window: int | None) -> tuple[int, int, bool]:

@@ -6,6 +6,8 @@ joined in their order, so a row's bits do not depend on what it is batched with;
 that holds no more than `MAX_SPLITS` splits of `SPLIT` positions (beyond, splits grow). Programs past a row's length, or
 before its window, end at once: the host knows no length. What no row uses is never read.
 
+A sink is no position: where splits are joined, a head's maximum and sum begin with it.
+
 Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as two bf16,
 next to fp16 and fp32 as three TF32 products.
 """
@@ -143,12 +145,14 @@ def join_kernel(
     sum_ptr,  # [N, Hq, splits, D]
     state_ptr,  # [N, Hq, splits, 2]
     length_ptr,
+    sink_ptr,  # [Hq] or None
     out_ptr,  # out [N, Hq, D]
     n_heads,
     n_positions,
     n_splits,
     split_size,
     length_stride,
+    sink_stride,
     window,
     WINDOW: tl.constexpr,
     D: tl.constexpr,
@@ -159,6 +163,9 @@ def join_kernel(
     d = tl.arange(0, BD)
     m = tl.full((1,), float("-inf"), tl.float32)
     s = tl.zeros((1,), tl.float32)
+    if sink_ptr is not None:
+        m = tl.zeros((1,), tl.float32) + tl.load(sink_ptr + head * sink_stride).to(tl.float32)
+        s += 1.0  # e^(sink − m); a sink of −inf loses it at the first split
     total = tl.zeros((1, BD), tl.float32)
     end = (after + split_size - 1) // split_size
     for start in range(first // split_size // JOINED * JOINED, end, JOINED):
@@ -208,6 +215,7 @@ def forward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output [N, Hq, D], dense."""
     n, n_heads, d = q.shape
@@ -256,12 +264,14 @@ def forward(
         sums,
         state,
         lengths,
+        sinks,
         out,
         n_heads,
         n_positions,
         n_splits,
         size,
         lengths.stride(0),
+        0 if sinks is None else sinks.stride(0),
         window,
         WINDOW=windowed,
         D=d,
@@ -272,7 +282,7 @@ def forward(
 
 
 def aot_cases() -> list[AotCase]:
-    """bf16 as models decode: groups and single heads, 64 to 256 features, windows and softcap; then fp16 and fp32."""
+    """bf16 as models decode: groups and single heads, 64 to 256 features, windows, softcap, sinks; then fp16 and fp32."""
     kinds = {"bf16": 2, "fp16": 2, "fp32": 4}
 
     def signature(kernel: Any, dtype: str, constexprs: dict[str, Any]) -> dict[str, str]:
@@ -281,12 +291,16 @@ def aot_cases() -> list[AotCase]:
         kind = {n: known.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
         return {n: t for n, t in kind.items() if n not in constexprs}
 
-    def cases(dtype: str, group: int, d: int, *, window: bool = False, softcap: bool = False) -> list[AotCase]:
-        name = f"{dtype}, {group} heads of {d}" + (", window" if window else "") + (", softcap" if softcap else "")
+    def cases(
+        dtype: str, group: int, d: int, *, window: bool = False, softcap: bool = False, sinks: bool = False
+    ) -> list[AotCase]:
+        options = {"window": window, "softcap": softcap, "sinks": sinks}
+        name = ", ".join([f"{dtype}, {group} heads of {d}", *(option for option, is_on in options.items() if is_on)])
         tile = tile_sizes(group, d, kinds[dtype])
         attend = {"WINDOW": window, "SOFTCAP": softcap, "UPCAST": False, **tile}
         attend |= {"k_inner": 1, "v_inner": 1, "q_inner": 1, "length_stride": 1, "table_column": 1}
-        join = {"WINDOW": window, "D": d, "BD": tile["BD"], "length_stride": 1}
+        join: dict[str, Any] = {"WINDOW": window, "D": d, "BD": tile["BD"], "length_stride": 1}
+        join |= {"sink_stride": 1} if sinks else {"sink_ptr": None}
         found = []
         for kernel, constexprs in ((attend_kernel, attend), (join_kernel, join)):
             types = signature(kernel, dtype, constexprs)
@@ -309,6 +323,7 @@ def aot_cases() -> list[AotCase]:
         *cases("bf16", 7, 64),
         *cases("bf16", 1, 80, window=True),
         *cases("bf16", 2, 256, window=True, softcap=True),
+        *cases("bf16", 8, 64, window=True, sinks=True),
         *cases("fp16", 4, 128),
         *cases("fp32", 4, 128),
     ]

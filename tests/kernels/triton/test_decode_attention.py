@@ -8,7 +8,7 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 
 from tests.kernels import test_decode_attention as definition
 from tests.kernels.cuda_graph import capture
-from tests.kernels.test_decode_attention import LARGE, SMALL, by_row
+from tests.kernels.test_decode_attention import LARGE, SMALL, by_row, sinks_of
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
 NAN, INF = float("nan"), float("inf")
@@ -44,6 +44,46 @@ def test_tier1(device, split, heads, window, softcap):
     options = {"window": window, "softcap": softcap}
     plain = by_row(*args, scale=0.3, **options)
     assert_ok(tier1(run(*args, **options), exact(*args, **options), plain), "decode_attention")
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE, (20, 1, 16)])
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_join_the_denominator(device, split, heads, window, softcap):
+    args = case(device, heads, lengths=(5, 1, 65, 130, 0, 64), block=16)
+    options = {"window": window, "softcap": softcap, "sinks": sinks_of(args[0], (0.7, -3.0, 2.5))}
+    plain, wide = by_row(*args, scale=0.3, **options), exact(*args, **options)
+    assert_ok(tier1(run(*args, **options), wide, plain), "decode_attention")
+
+
+def test_sinks_far_from_the_scores_and_not_finite(device, split):
+    args = case(device, (5, 1, 16), lengths=(5, 0, 130), block=16)
+    far = sinks_of(args[0])
+    torch.testing.assert_close(run(*args, sinks=far).double(), exact(*args, sinks=far), **CLOSE)
+    assert torch.equal(run(*args, sinks=torch.full_like(far, -INF)), run(*args))
+    for sink in (NAN, INF):
+        one = far.clone()
+        one[1] = sink
+        out, want = run(*args, sinks=one), run(*args, sinks=far)
+        assert out[[0, 2], 1].isnan().all()
+        assert (out[1] == 0).all()
+        assert torch.equal(out[:, [0, 2, 3, 4]], want[:, [0, 2, 3, 4]])
+    q, k_cache, v_cache, lengths, table = case(device, (2, 1, 16), lengths=(100,), block=128, garbage=0.0)
+    q[:, :, 0] = 1.0
+    k_cache[table[0, 0], :100, 0, 0] = -INF
+    sinks = torch.tensor([0.0, -INF], device=device)
+    out = run(q, k_cache, v_cache, lengths, table, sinks=sinks)
+    assert (out[0, 0] == 0).all()
+    assert out[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sinks_of_either_dtype_and_any_stride(device, split, dtype):
+    args = case(device, (5, 1, 20), lengths=(5, 1, 100), dtype=dtype, block=16)
+    sinks = sinks_of(args[0], (0.5, -3.0, 2.5))
+    want = run(*args, sinks=sinks)
+    assert torch.equal(run(*args, sinks=torch.stack([sinks, torch.full_like(sinks, NAN)], 1)[:, 0]), want)
+    assert torch.equal(run(*args, sinks=sinks.float()), want)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -178,19 +218,21 @@ def test_the_engine_s_layout(device, split, order):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 90])
-def test_neither_batch_nor_table_change_a_row_s_bits(device, monkeypatch, dtype, window):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_neither_batch_nor_table_change_a_row_s_bits(device, monkeypatch, dtype, window, has_sinks):
     monkeypatch.setattr(ours, "SPLIT", 64)
     lengths = (200, 20, 130, 128, 1, 0)
     q, k_cache, v_cache, lengths, table = case(device, (4, 2, 16), lengths=lengths, block=16, dtype=dtype)
-    whole = run(q, k_cache, v_cache, lengths, table, window=window)
+    sinks = sinks_of(q) if has_sinks else None
+    whole = run(q, k_cache, v_cache, lengths, table, window=window, sinks=sinks)
     for rows in ([0], [4, 2], [5, 0, 1], [3, 3]):
-        got = run(q[rows], k_cache, v_cache, lengths[rows], table[rows], window=window)
+        got = run(q[rows], k_cache, v_cache, lengths[rows], table[rows], window=window, sinks=sinks)
         assert torch.equal(got, whole[rows])
     for n, length in enumerate(lengths.tolist()):  # no wider than it must be, and much wider
         narrow = table[n : n + 1, : max(1, -(-length // 16))]
         wide = torch.cat([table[n : n + 1], torch.full((1, 70), -1, device=device)], 1)
         for own in (narrow, wide):
-            got = run(q[n : n + 1], k_cache, v_cache, lengths[n : n + 1], own, window=window)
+            got = run(q[n : n + 1], k_cache, v_cache, lengths[n : n + 1], own, window=window, sinks=sinks)
             assert torch.equal(got, whole[n : n + 1])
 
 
@@ -213,7 +255,9 @@ def test_a_length_beyond_the_table_reads_no_further(device):
 def test_opcheck(device):
     op = torch.ops.rlhf_kernels.decode_attention.default
     for window, softcap in ((None, None), (3, 5.0)):
-        torch.library.opcheck(op, (*case(device, garbage=0.0), 0.3, window, softcap, "triton"))
+        torch.library.opcheck(op, (*case(device, garbage=0.0), 0.3, window, softcap, None, "triton"))
+    args = case(device, garbage=0.0)
+    torch.library.opcheck(op, (*args, 0.3, None, None, sinks_of(args[0]), "triton"))
 
 
 def big(n=32, longest=4096, heads=(32, 8, 128), dtype=torch.bfloat16):

@@ -73,7 +73,7 @@ def attention():
     cache = torch.randn(20, 16, 2, 16)
     lengths = torch.tensor([150, 90])
     table = torch.arange(20).view(2, 10)
-    decode_attention(torch.randn(2, 4, 16), cache, cache, lengths, table, scale=0.25, **ON)
+    decode_attention(torch.randn(2, 4, 16), cache, cache, lengths, table, scale=0.25, sinks=torch.zeros(4), **ON)
 
 
 def test_every_launch_has_its_tensors_device(monkeypatch):
