@@ -11,8 +11,9 @@ how they attend:
 
 In SDPA, a sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long
 sequences go in blocks of queries. A softcap on the scores (Gemma 2) then runs in plain torch, block by block, in the
-order of operations of transformers' eager attention: SDPA cannot express it. A keyword that is not served is refused
-by name.
+order of operations of transformers' eager attention: SDPA cannot express it. So do sinks (gpt-oss), one logit per head
+that joins the softmax's denominator and has no value, except on a CPU, see `attention_cpu`. A keyword that is not
+served is refused by name.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, S cache length.
 """
@@ -41,8 +42,8 @@ ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
 _WINDOW_BLOCK = 1024
 """Queries per SDPA call of a sequence that is longer than twice its window (and than twice this)."""
-_SOFTCAP_BLOCK = 512
-"""Queries whose capped scores exist at a time."""
+_PLAIN_BLOCK = 512
+"""Queries whose scores exist at a time in plain torch."""
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "cache_position", "return_dict", "output_router_logits", "logits_to_keep"}
 )
@@ -192,11 +193,12 @@ def packed_attention(
     plan = call.attention
     longest = plan.max_length
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux") if _is_per_head(kwargs.get("s_aux"), query) else None
     if call.windows is not None:
         call.windows.append(window)
     _refuse_unserved(kwargs, attention_mask, dropout)
     bites = window is not None and window < longest
-    rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap)
+    rule = ScoreRule(scaling=scaling, window=window if bites else None, softcap=softcap, sinks=sinks)
     if isinstance(plan, DecodePlan):
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
@@ -205,7 +207,8 @@ def packed_attention(
     if packed is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None
-    attend = _sdpa if softcap is None else _capped
+    has_plain_scores = softcap is None and (sinks is None or attention_cpu.serves_sinks(query, value))
+    attend = _sdpa if has_plain_scores else _plain
     buckets = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)
     parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in buckets]  # each [n · length, H, D]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -254,6 +257,9 @@ def _sdpa(
     for first, end, begin in _query_blocks(length, window, block):
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
         rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
+        if rule.sinks is not None:
+            parts.append(attention_cpu.attention_with_sinks(*rows, band, rule.scaling, rule.sinks))
+            continue
         if attention_cpu.serves(*rows):
             parts.append(attention_cpu.attention(*rows, band, rule.scaling))
             continue
@@ -269,24 +275,33 @@ def _sdpa(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _capped(
+def _plain(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: PackedPlan
 ) -> torch.Tensor:
-    """[n, length, H, D] with capped scores: transformers' eager attention, a block of queries at a time."""
+    """[n, length, H, D] with a softcap or sinks: transformers' eager attention, a block of queries at a time."""
     n_groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, n_groups), repeat_kv(value, n_groups)
     scaling = rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5
-    assert rule.softcap is not None
     length = query.shape[2]
     parts = []
-    for first, end, begin in _query_blocks(length, rule.window, min(length, _SOFTCAP_BLOCK)):
+    for first, end, begin in _query_blocks(length, rule.window, min(length, _PLAIN_BLOCK)):
         seen = _band(plan, first, end, begin, rule.window or length, query.device)
         score = torch.matmul(query[:, :, first:end], key[:, :, begin:end].transpose(2, 3)) * scaling
-        score = torch.tanh(score / rule.softcap) * rule.softcap
+        if rule.softcap is not None:
+            score = torch.tanh(score / rule.softcap) * rule.softcap
         score = score.masked_fill(~seen, torch.finfo(score.dtype).min)
-        weight = torch.softmax(score, dim=-1, dtype=torch.float32).to(query.dtype)
+        weight = _softmax(score, rule.sinks).to(query.dtype)
         parts.append(torch.matmul(weight, value[:, :, begin:end]).transpose(1, 2))
     return torch.cat(parts, dim=1)
+
+
+def _softmax(score: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of the keys for scores [n, H, queries, keys]; with sinks [H] in gpt-oss's order of operations."""
+    if sinks is None:
+        return torch.softmax(score, dim=-1, dtype=torch.float32)
+    score = torch.cat([score, sinks.view(1, -1, 1, 1).expand(*score.shape[:-1], 1)], dim=-1)
+    score = score - score.max(dim=-1, keepdim=True).values
+    return torch.softmax(score, dim=-1)[..., :-1]
 
 
 def _query_blocks(length: int, window: int | None, block: int) -> Iterator[tuple[int, int, int]]:
@@ -326,8 +341,13 @@ def _decode(
         scale=rule.scaling if rule.scaling is not None else query.shape[-1] ** -0.5,
         window=rule.window,
         softcap=rule.softcap,
+        sinks=rule.sinks,
     )
     return out[None, :, :, : value.shape[3]]
+
+
+def _is_per_head(value: Any, query: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == query.shape[1:2]
 
 
 def _layer_index(module: nn.Module) -> int:

@@ -4,7 +4,9 @@
 
     flash-attn 3    capability 9                     flash-attn 2   from capability 8 on
     flash-attn 4    capability 9, 10, 11             torch varlen   from capability 8 on, without a softcap
-    FlexAttention   what has a window or a softcap and none of the others serves; compiled on its first call
+    FlexAttention   what has a window, a softcap or sinks and none of the others serves; compiled on its first call
+
+Sinks go through FlexAttention alone: with ℓ the log-sum-exp of a row's scores, its output is scaled by σ(ℓ − sink).
 
 All of them work in bf16 and fp16 and give a sequence the same bits whatever it is packed with: each is asked for one
 pass over the keys and, where it has such an option, for a backward pass in a fixed order. Elsewhere `choose` gives None
@@ -44,6 +46,8 @@ class ScoreRule:
     """Keys that a query sees, itself included; None: all before it."""
     softcap: float | None
     """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
+    sinks: torch.Tensor | None
+    """[H], a logit of each query head that joins the softmax's denominator and has no value; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +72,7 @@ class Layer:
     value_size: int
     windowed: bool
     softcapped: bool
+    sinks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,7 @@ def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> Attend 
         value_size=value.shape[-1],
         windowed=rule.window is not None,
         softcapped=rule.softcap is not None,
+        sinks=rule.sinks is not None,
     )
     return _chosen(layer)[1]
 
@@ -104,7 +110,7 @@ def _chosen(layer: Layer) -> tuple[str, Attend | None]:
 
 
 def report() -> dict[str, str]:
-    """Return who serves attention of 64-wide heads in bf16, plain, with a window or a softcap, and why others do not.
+    """Return who serves attention of 64-wide heads in bf16, plain, with a window, sinks or a softcap, and who does not.
 
     For `doctor`, `plan` and the records of runs.
     """
@@ -114,14 +120,15 @@ def report() -> dict[str, str]:
         return {"attention": SDPA, "why": "there is no CUDA device"}
     found = {}
     at = capability(torch.device(DEVICE_TYPE))
-    for name, windowed, softcapped in (("attention", False, False), ("window", True, False), ("softcap", False, True)):
+    for name in ("attention", "window", "sinks", "softcap"):
         layer = Layer(
             capability=at,
             dtype=torch.bfloat16,
             head_size=64,
             value_size=64,
-            windowed=windowed,
-            softcapped=softcapped,
+            windowed=name == "window",
+            softcapped=name == "softcap",
+            sinks=name == "sinks",
         )
         found[name] = _chosen(layer)[0]
     reasons = {path.name: path.unsupported(layer) for path in PATHS}
@@ -155,6 +162,7 @@ def _flash_2(layer: Layer) -> str | None:
         _absent("flash-attn", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'")
         or _needs_capability(layer, 8, 99)
         or _needs_equal_heads(layer)
+        or _needs_no_sinks(layer)
     )
 
 
@@ -163,12 +171,13 @@ def _flash_3(layer: Layer) -> str | None:
         _absent("flash-attn-3", "flash_attn_interface", "built from its sources")
         or _needs_capability(layer, 9, 9)
         or _needs_equal_heads(layer)
+        or _needs_no_sinks(layer)
     )
 
 
 def _flash_4(layer: Layer) -> str | None:
     found = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
-    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer)
+    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_no_sinks(layer)
     if found is None and layer.capability[0] > 9 and layer.head_size > 128:
         whole = layer.head_size == 256 and not layer.softcapped
         return None if whole else f"it does not serve heads of {layer.head_size} like these"
@@ -186,6 +195,10 @@ def _needs_equal_heads(layer: Layer) -> str | None:
     if sizes[0] == sizes[1] and sizes[0] <= 256 and sizes[0] % 8 == 0:
         return None
     return f"it serves keys and values of one size, a multiple of 8 up to 256, not {sizes[0]} and {sizes[1]}"
+
+
+def _needs_no_sinks(layer: Layer) -> str | None:
+    return "its gradient does not go through the log-sum-exp that sinks need" if layer.sinks else None
 
 
 def _load_flash(module: str) -> Attend:
@@ -221,7 +234,7 @@ def _load_flash(module: str) -> Attend:
 def _varlen(layer: Layer) -> str | None:
     if layer.softcapped:
         return "it has no softcap"
-    return _needs_capability(layer, 8, 99) or _needs_equal_heads(layer)
+    return _needs_capability(layer, 8, 99) or _needs_equal_heads(layer) or _needs_no_sinks(layer)
 
 
 def _load_varlen() -> Attend:
@@ -260,8 +273,8 @@ def _load_varlen() -> Attend:
 
 
 def _flex(layer: Layer) -> str | None:
-    if not (layer.windowed or layer.softcapped):
-        return "SDPA serves what has neither a window nor a softcap"
+    if not (layer.windowed or layer.softcapped or layer.sinks):
+        return "SDPA serves what has no window, softcap or sinks"
     return None
 
 
@@ -285,14 +298,27 @@ def _attend_flex(
     if rule.window not in sequences.masks:
         seen = _visible(sequences.starts, T, rule.window)
         sequences.masks[rule.window] = create_block_mask(seen, None, None, T, T, device=str(query.device))
-    out: torch.Tensor = flex_attention(
+    found = flex_attention(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         score_mod=None if rule.softcap is None else _capped(rule.softcap),
         block_mask=sequences.masks[rule.window],
         scale=rule.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        **({} if rule.sinks is None else {"return_aux": _log_sum_exp()}),
     )
-    return out[0].transpose(0, 1)
+    if rule.sinks is None:
+        out: torch.Tensor = found
+        return out[0].transpose(0, 1)
+    out, lse = found[0], found[1].lse
+    share = torch.sigmoid(lse.float() - rule.sinks.float()[None, :, None])  # of the keys in the softmax
+    return (out.float() * share[..., None]).to(query.dtype)[0].transpose(0, 1)
+
+
+def _log_sum_exp() -> Any:
+    """The request for the log-sum-exp of each row's scores."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def _visible(starts: torch.Tensor, T: int, window: int | None) -> Callable[..., torch.Tensor]:

@@ -79,6 +79,9 @@ CONFIGS = {
     "deepseek_v3": hf.DeepseekV3Config(**{**_SHAPE, **_BESIDE, **_LATENT}),
     "minicpm3": hf.MiniCPM3Config(**{**_SHAPE, **_LATENT}, scale_emb=2, dim_model_base=12),
     "glm4_moe": hf.Glm4MoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
+    "gpt_oss": hf.GptOssConfig(  # sinks; every other layer slides
+        **_SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
     "smollm3": hf.SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # the second layer has no positions
     "llama4_text": hf.Llama4TextConfig(  # a dense layer, then routed experts without positions but with scaled queries
         **_SHAPE,
@@ -138,7 +141,7 @@ REFUSED = {
         ),
         "a sequence packed beside another",
     ),
-    "gpt_oss": (hf.GptOssConfig(**_SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2), "keyword s_aux="),
+    "inkling_text": (hf.InklingTextConfig(**{**_SHAPE, **_BESIDE}, head_dim=8), "keyword position_bias="),
     "qwen3_next": (hf.Qwen3NextConfig(**_SHAPE, **_EXPERTS, head_dim=8), "run in each of its 2 layers, it ran"),
     "bloom": (
         hf.BloomConfig(**_TOKENS, hidden_size=24, n_layer=2, n_head=4),
@@ -149,6 +152,10 @@ REFUSED = {
 """Models that would be silently wrong, or whose code needs what packed rows do not have, and what is said of them."""
 
 
+EAGER = {"gemma2", "gpt_oss"}
+"""Those whose softcap or sinks SDPA cannot express."""
+
+
 def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The architecture as transformers runs it, under the attention that serves all of its keywords."""
     torch.manual_seed(seed)
@@ -157,5 +164,5 @@ def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.set_attn_implementation("eager" if name == "gemma2" else "sdpa")
+    model.set_attn_implementation("eager" if name in EAGER else "sdpa")
     return model

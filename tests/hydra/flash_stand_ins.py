@@ -36,6 +36,23 @@ def attention(q, k, v, starts, longest, scale, left, softcap):
     return torch.cat(out).to(q.dtype)
 
 
+def with_sinks(q, k, v, sinks, starts, scale, window, softcap):
+    """The same with a column of scores more, sinks [H], which has no value; in the inputs' own dtype."""
+    groups = q.shape[1] // k.shape[1]
+    out = []
+    for a, b in itertools.pairwise(starts.tolist()):
+        query, key, value = (x[a:b].transpose(0, 1) for x in (q, k, v))
+        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+        score = query @ key.transpose(1, 2) * scale
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        distance = torch.arange(b - a)[:, None] - torch.arange(b - a)[None, :]
+        score = score.masked_fill((distance < 0) | (distance >= (window or b - a)), -torch.inf)
+        score = torch.cat([score, sinks[:, None, None].expand(-1, b - a, 1)], -1)
+        out.append((score.softmax(-1)[..., :-1] @ value).transpose(0, 1))
+    return torch.cat(out)
+
+
 def _left(window_size):
     left, right = window_size
     assert right in (-1, None, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf_kernels.runtime import registry
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -139,7 +140,7 @@ def attend(max_length: int = 4, **options):
     return out.detach(), query.grad, key.grad, value.grad
 
 
-def expected_attention(max_length: int, window: int, softcap: float | None):
+def expected_attention(max_length: int, window: int, softcap: float | None, sinks: torch.Tensor | None = None):
     """The definition, in float64 on the whole score matrix."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -150,7 +151,9 @@ def expected_attention(max_length: int, window: int, softcap: float | None):
         score = softcap * torch.tanh(score / softcap)
     distance = torch.arange(max_length)[:, None] - torch.arange(max_length)[None, :]
     score = score.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    out = (score.softmax(-1) @ value).transpose(1, 2)
+    if sinks is not None:
+        score = torch.cat([score, sinks.view(1, -1, 1, 1).expand(*score.shape[:3], 1)], -1)
+    out = (score.softmax(-1)[..., :max_length] @ value).transpose(1, 2)
     out.square().sum().backward()
     return out.detach(), query.grad, key.grad, value.grad
 
@@ -174,6 +177,57 @@ def test_windows_and_softcaps_are_what_they_say(length, window, softcap):
     ours = attend(length, sliding_window=window, softcap=softcap)
     for name, found, expected in zip("oqkv", ours, expected_attention(length, window, softcap), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "softcap"),
+    [(1, 1, None), (4, 4, None), (30, 30, None), (30, 7, None), (2100, 100, None), (30, 7, 1.5), (1030, 90, 1.5)],
+)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("values", [(0.5, -2.0), (30.0, -30.0), (-torch.inf, 1.0)], ids=str)
+def test_sinks_join_the_denominator_and_have_a_gradient(length, window, softcap, backend, values):
+    """Through SDPA's kernel, and where softcaps or the reference kernels rule it out in plain torch."""
+    sinks = torch.tensor(values).requires_grad_()
+    with registry.use_backend(backend):
+        ours = attend(length, sliding_window=window, softcap=softcap, s_aux=sinks)
+    exact = torch.tensor(values, dtype=torch.float64).requires_grad_()
+    for name, found, expected in zip("oqkv", ours, expected_attention(length, window, softcap, exact), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5, msg=name)
+    torch.testing.assert_close(sinks.grad.double(), exact.grad, rtol=1e-4, atol=2e-5)
+
+
+def test_frozen_sinks_have_no_gradient():
+    sinks = torch.tensor([0.5, -2.0])
+    assert all(x.any() for x in attend(12, s_aux=sinks))
+    assert sinks.grad is None
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("length", [40, 300])  # whose backward pass is in fp32, and in bf16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_in_bf16_are_as_close_as_in_plain_torch(window, length, dtype):
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn(1, h, 2 * length, 16, generator=generator).bfloat16() for h in (4, 2, 2)]
+    weight = torch.randn(1, 2 * length, 4, 16, generator=generator)
+    values = torch.tensor([0.5, -2.0, 3.0, 1.0])
+    module = torch.nn.Module()
+    plan = plan_packed([length, length], torch.device("cpu"))
+
+    def run(of: torch.dtype, sinks_of: torch.dtype, backend: str) -> list[torch.Tensor]:
+        inputs = [x.to(of).detach().requires_grad_() for x in wide]
+        sinks = values.to(sinks_of).clone().requires_grad_()
+        with registry.use_backend(backend), enter(BackboneCall(table=SlotTable.uniform(None, 600), attention=plan)):
+            out, _ = packed_attention(module, *inputs, None, scaling=0.3, sliding_window=window, s_aux=sinks)
+        assert out.dtype == of
+        (out.to(torch.promote_types(of, torch.float32)) * weight).sum().backward()
+        return [out.detach(), *(x.grad for x in inputs), sinks.grad]
+
+    truth = run(torch.float64, torch.float64, "reference")
+    ours, plain = (run(torch.bfloat16, dtype, backend) for backend in ("auto", "reference"))
+    for found, eager, exact in zip(ours, plain, truth, strict=True):
+        error = (found.double() - exact).norm() / exact.norm()
+        allowed = (eager.double() - exact).norm() / exact.norm()
+        assert error <= 1.1 * allowed + 2.0**-8 < 0.03
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -211,8 +265,9 @@ def test_what_would_be_ignored_is_refused():
     attend(sliding_window=4, softcap=None, dropout=0.0, is_causal=True, output_attentions=False, position_bias=None)
     with pytest.raises(ValueError, match=r"attention keyword position_bias=.* is not served"):
         attend(position_bias=torch.ones(1))
-    with pytest.raises(ValueError, match="attention keyword s_aux="):
-        attend(s_aux=1.0)
+    for sinks in (1.0, torch.zeros(3), torch.zeros(2, 1)):  # attention here has two heads
+        with pytest.raises(ValueError, match="attention keyword s_aux="):
+            attend(s_aux=sinks)
     with pytest.raises(ValueError, match="attention keyword is_causal=False"):
         attend(is_causal=False)
     with pytest.raises(ValueError, match="attention keyword something_new=3"):  # what nobody knows yet

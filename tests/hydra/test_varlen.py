@@ -58,8 +58,9 @@ def site(monkeypatch, tmp_path) -> Iterator[object]:
 
 
 def layer(**changes: object) -> Layer:
-    found = {"dtype": torch.bfloat16, "head_size": 64, "value_size": 64, "windowed": False, "softcapped": False}
-    return Layer(**{"capability": HOPPER, **found, **changes})
+    found = {"dtype": torch.bfloat16, "head_size": 64, "value_size": 64}
+    kinds = dict.fromkeys(("windowed", "softcapped", "sinks"), False)
+    return Layer(**{"capability": HOPPER, **found, **kinds, **changes})
 
 
 def chosen(**changes: object) -> str:
@@ -109,7 +110,7 @@ def test_a_package_that_does_not_load_is_named_and_left_out(site):
 
 
 def test_sdpa_keeps_fp32_and_the_reference_kernels(site):
-    rows, rule = torch.zeros(1, 2, 4, 8), ScoreRule(scaling=None, window=None, softcap=None)
+    rows, rule = torch.zeros(1, 2, 4, 8), ScoreRule(scaling=None, window=None, softcap=None, sinks=None)
     assert varlen.choose(rows, rows, rule) is None
     half = rows.bfloat16()
     assert varlen.choose(half, half, rule) is not None
@@ -120,9 +121,18 @@ def test_sdpa_keeps_fp32_and_the_reference_kernels(site):
 
 def test_a_cpu_has_none(monkeypatch):
     half = torch.zeros(1, 2, 4, 8).bfloat16()
-    assert varlen.choose(half, half, ScoreRule(scaling=None, window=None, softcap=None)) is None
+    assert varlen.choose(half, half, ScoreRule(scaling=None, window=None, softcap=None, sinks=None)) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert varlen.report() == {"attention": varlen.SDPA, "why": "there is no CUDA device"}
+
+
+def test_sinks_go_through_flex_attention_alone(site):
+    for name in FLASH:
+        stand_ins.install(name, site)
+    importlib.invalidate_caches()
+    assert chosen(sinks=True) == chosen(sinks=True, windowed=True) == "FlexAttention"
+    assert chosen(capability=AMPERE, sinks=True, softcapped=True) == "FlexAttention"
+    assert varlen.report()["sinks"] == "FlexAttention"
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -183,13 +193,37 @@ def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(40, h, 16, generator=generator) for h in (4, kv_heads, kv_heads))
     sequences = plan_packed([9, 1, 25, 5], torch.device("cpu")).sequences
-    rule = ScoreRule(scaling=0.3, window=window, softcap=softcap)
+    rule = ScoreRule(scaling=0.3, window=window, softcap=softcap, sinks=None)
     left = None if window is None else window - 1
     expected = stand_ins.attention(query, key, value, sequences.starts, sequences.longest, 0.3, left, softcap)
     for _ in range(2):  # the second layer has the first one's mask
         out = varlen._attend_flex(query, key, value, sequences, rule)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert list(sequences.masks) == [window]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 1.5)])
+def test_flex_attention_with_sinks_is_the_definition(monkeypatch, window, softcap):
+    monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(40, h, 16, generator=generator) for h in (4, 2, 2)]
+    sinks, weight = torch.tensor([0.5, -2.0, 3.0, -torch.inf]), torch.randn(40, 4, 16, generator=generator)
+    sequences = plan_packed([9, 1, 25, 5], torch.device("cpu")).sequences
+
+    def run(dtype: torch.dtype, attend) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (*rows, sinks)]
+        out = attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    def ours(query, key, value, sinks):
+        rule = ScoreRule(scaling=0.3, window=window, softcap=softcap, sinks=sinks)
+        return varlen._attend_flex(query, key, value, sequences, rule)
+
+    def definition(query, key, value, sinks):
+        return stand_ins.with_sinks(query, key, value, sinks, sequences.starts, 0.3, window, softcap)
+
+    for found, expected in zip(run(torch.float32, ours), run(torch.float64, definition), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_neighbours_do_not_change_a_sequence(site):
@@ -234,6 +268,25 @@ def test_installed_flash_attn_has_the_arguments_that_it_is_given(module, distrib
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_flex_attention_with_sinks_is_the_definition(dtype, window):
+    sequences = plan_packed([700, 1, 1029, 64], torch.device("cuda")).sequences
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(1794, h, 64, generator=generator).to("cuda", dtype) for h in (8, 2, 2)]
+    leaves = [x.requires_grad_() for x in (*rows, torch.linspace(-3.0, 3.0, 8, device="cuda"))]
+    weight = torch.randn(1794, 8, 64, generator=generator).to("cuda", dtype)
+    rule = ScoreRule(scaling=0.1, window=window, softcap=None, sinks=leaves[3])
+    out = varlen._attend_flex(*leaves[:3], sequences, rule)
+    found = [out, *torch.autograd.grad(out, leaves, weight)]
+    host = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    exact = stand_ins.with_sinks(*host, sequences.starts.cpu(), 0.1, window, None)
+    expected = [exact, *torch.autograd.grad(exact, host, weight.cpu().double())]
+    for ours, truth in zip(found, expected, strict=True):
+        assert (ours.cpu().double() - truth).norm() <= 0.02 * truth.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (None, 20.0), (300, 20.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", varlen.PATHS, ids=lambda path: path.name)
@@ -245,7 +298,7 @@ def test_on_a_gpu_each_path_is_the_definition_and_keeps_a_sequence_s_bits(path, 
     if reason:
         pytest.skip(reason)
     lengths, attend = [700, 1, 1029, 64, 513], path.load()
-    rule = ScoreRule(scaling=0.1, window=window, softcap=softcap)
+    rule = ScoreRule(scaling=0.1, window=window, softcap=softcap, sinks=None)
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
     rows = [torch.randn(total, h, 64, generator=generator).to("cuda", dtype).requires_grad_() for h in (8, 2, 2)]

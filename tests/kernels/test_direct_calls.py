@@ -73,7 +73,6 @@ def test_wrong_tensors_are_refused(name, backend):
         ("decode_attention", {"lengths": torch.full((6,), 9)}, "lengths: expected"),
         ("decode_attention", {"lengths": torch.full((6,), -1)}, "lengths: expected"),
         ("decode_attention", {"block_table": torch.full((6, 2), 9)}, "block_table: expected"),
-        ("decode_attention", {"sinks": torch.zeros(4).double()}, "sinks: expected the dtype of q .* or float32"),
         ("lora_delta", {"ends": [2, 7]}, r"starts, ends: expected ascending runs within \[2, 6\), got \[3, 7\)"),
         ("lora_delta", {"starts": [-1, 3]}, "starts, ends: expected ascending runs"),
         ("lora_delta", {"starts": [0, 1]}, "starts, ends: expected ascending runs"),

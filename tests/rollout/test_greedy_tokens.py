@@ -99,6 +99,37 @@ def test_other_architectures_are_known_by_their_parts(name):
 
 
 @needs_native
+def test_a_layer_with_parameters_of_its_own_is_not_served():
+    """Parts that are a Llama's, and a sink per head beside them."""
+    plain = plain_model("llama")
+    plain.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    backbone = hydra(plain).backbone()
+    assert native_step.unsupported(backbone) == "layer 1 has parameters beside its linears and norms: ['sinks']"
+    assert not native_step.looks_servable(backbone, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_has_the_sinks(dtype):
+    config = transformers.GraniteSWAConfig(**{**SMALL, "sliding_window": 8})
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for layer in plain.model.layers:
+            layer.self_attn.sinks.copy_(torch.linspace(-1.0, 3.0, config.num_attention_heads))
+    model = hydra(plain)
+    rollout = generate(model, [[5, 9, 11], [8]], SamplingConfig(max_completion_length=20, eos_token_ids=()))
+    assert rollout.stats.step == "transformers"
+    again = model.score(rollout.batch, ("actor",)).logprobs_M
+    gap = (rollout.logprobs_M - again).abs().mean()
+    with torch.no_grad():
+        for layer in model.backbone().model.model.layers:
+            layer.self_attn.sinks.fill_(-torch.inf)
+    without = (model.score(rollout.batch, ("actor",)).logprobs_M - again).abs().mean()
+    assert gap <= (1e-5 if dtype == torch.float32 else 2e-3)
+    assert without > 5 * gap, (gap, without)
+
+
+@needs_native
 @pytest.mark.parametrize(
     ("change", "message"),
     [

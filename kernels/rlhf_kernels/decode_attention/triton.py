@@ -282,7 +282,7 @@ def forward(
 
 
 def aot_cases() -> list[AotCase]:
-    """bf16 as models decode: groups and single heads, 64 to 256 features, windows, softcap, sinks; then fp16 and fp32."""
+    """bf16 as models decode: groups and single heads of 64 to 256, windows, softcap, sinks; then fp16 and fp32."""
     kinds = {"bf16": 2, "fp16": 2, "fp32": 4}
 
     def signature(kernel: Any, dtype: str, constexprs: dict[str, Any]) -> dict[str, str]:

@@ -245,6 +245,9 @@ def _differs(backbone: Backbone) -> str | None:
         missing = set(_LINEARS.values()) - inside
         if others or missing:
             return f"layer {i} has {sorted(others)} and lacks {sorted(missing)}"
+        own = [name for part in (layer, layer.self_attn, layer.mlp) for name, _ in part.named_parameters(recurse=False)]
+        if own:
+            return f"layer {i} has parameters beside its linears and norms: {sorted(own)}"
         if any(type(layer.get_submodule(path)) is not GatedLinear for path in _LINEARS.values()):
             return f"linears of layer {i} are not plain ones"
         if not isinstance(getattr(layer.self_attn, "head_dim", None), int):
