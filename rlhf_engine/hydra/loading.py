@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -27,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationMethod
 
 from rlhf_engine.manifest import check_model
 
@@ -182,8 +184,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same backbone.
 
+    Weights that are stored in MXFP4 (gpt-oss) are dequantised. Nothing is fetched from a network.
+
     Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
-    Nothing is fetched from a network.
     """
     config = read_config(path)
     check_model(path)
@@ -204,6 +207,12 @@ def load_model(
                 f"{config.num_labels}"
             )
         options["num_labels"] = 1
+    if _holds_mxfp4(config):
+        if quantization != "none":
+            raise ValueError(
+                f"quantization: expected 'none' for weights in MXFP4, which load dequantised, got {quantization!r}"
+            )
+        options["quantization_config"] = Mxfp4Config(dequantize=True)  # its own kernels give experts no gradient
     if quantization != "none":
         options |= _quantized(quantization, dtype, device)
     loader = AutoModelForSequenceClassification if headless else AutoModelForCausalLM
@@ -240,6 +249,13 @@ def quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _holds_mxfp4(config: PreTrainedConfig) -> bool:
+    """Whether the weights of a folder are stored in MXFP4, as gpt-oss's experts are."""
+    stored = getattr(config, "quantization_config", None)
+    kind = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
+    return kind == QuantizationMethod.MXFP4
 
 
 def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:

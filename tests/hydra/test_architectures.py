@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 
 import pytest
 import torch
 from rlhf_kernels.runtime import registry, testing
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
     Gemma3nTextConfig,
+    GptOssConfig,
     Llama4Config,
     Llama4ForConditionalGeneration,
     Llama4TextConfig,
@@ -235,8 +238,45 @@ def test_experts_of_gpt_oss_have_no_adapters():
     model = hydra("gpt_oss")
     names = {path.rpartition(".")[2] for path, _ in model.backbone().slot("actor").items()}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ValueError, match="target_modules: expected name endings among .* got .*gate_up_proj"):
+    with pytest.raises(ValueError, match=r"target_modules: expected name endings among .* got .*gate_up_proj"):
         hydra("gpt_oss", target_modules=("q_proj", "gate_up_proj"))
+
+
+def test_experts_in_mxfp4_are_loaded_dequantised(tmp_path, monkeypatch):
+    """As gpt-oss is published: four-bit blocks with a scale each, which transformers would run without a gradient."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4}
+    config = GptOssConfig(**{**architectures._SHAPE, **sizes}, num_experts_per_tok=2, sliding_window=WINDOW)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        for name, (rows, columns) in {"gate_up_proj": (64, 64), "down_proj": (64, 32)}.items():
+            path, blocks = f"model.layers.{layer}.mlp.experts.{name}", (4, rows, columns // 32)
+            del weights[path]
+            for part, low, high, shape in (("blocks", 0, 256, (*blocks, 16)), ("scales", 122, 126, blocks)):
+                numbers = torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+                weights[f"{path}_{part}"] = numbers
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+
+    given, load = {}, AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *paths, **options: given.update(options) or load(*paths, **options),
+    )
+    model = HydraModel.from_pretrained(tmp_path, roles=ACTOR).eval()
+    assert given["quantization_config"].dequantize
+    experts = model.backbone().model.model.layers[0].mlp.experts
+    assert type(experts).__name__ == "GptOssExperts"
+    assert experts.gate_up_proj.is_floating_point()
+    assert not model.backbone().quantized
+    model.score(random_batch(LENGTHS), ("actor",))
+    with pytest.raises(ValueError, match="quantization: expected 'none' for weights in MXFP4") as refused:
+        HydraModel.from_pretrained(tmp_path, roles=ACTOR, quantization="4bit")
+    assert "\n" not in str(refused.value)
 
 
 def state_of(model: torch.nn.Module) -> list[object]:

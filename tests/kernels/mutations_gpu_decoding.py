@@ -253,6 +253,30 @@ DECODE_ATTENTION = [
         "tl.sum(total / s[:, None], 0)",
         (_ATTENTION_TESTS + "empty_rows_batches_and_tables",),
     ),
+    Mutation(
+        "sink not in the sum",
+        TRITON,
+        _ATTENTION,
+        "s += 1.0  #",
+        "s += 0.0  #",
+        (_ATTENTION_TESTS + "sinks_join_the_denominator",),
+    ),
+    Mutation(
+        "every head the first one's sink",
+        TRITON,
+        _ATTENTION,
+        "tl.load(sink_ptr + head * sink_stride)",
+        "tl.load(sink_ptr)",
+        (_ATTENTION_TESTS + "sinks_join_the_denominator",),
+    ),
+    Mutation(
+        "sinks read as if dense",
+        TRITON,
+        _ATTENTION,
+        "tl.load(sink_ptr + head * sink_stride)",
+        "tl.load(sink_ptr + head)",
+        (_ATTENTION_TESTS + "sinks_of_either_dtype_and_any_stride",),
+    ),
 ]
 
 _LORA = "csrc/cuda/lora_decode.cu"

@@ -313,7 +313,9 @@ def test_opcheck(window, backend):
 
 def test_the_op_itself_refuses_sinks_of_another_dtype(backend):
     args = case(dtype=torch.float32, garbage=0.0)
-    with pytest.raises(TypeError, match=r"sinks: expected the dtype of q \(torch.float32\) or float32, got torch.float64"):
+    with pytest.raises(
+        TypeError, match=r"sinks: expected the dtype of q \(torch.float32\) or float32, got torch.float64"
+    ):
         torch.ops.rlhf_kernels.decode_attention(*args, 0.3, None, None, sinks_of(args[0]).double(), backend)
 
 

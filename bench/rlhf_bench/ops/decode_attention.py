@@ -1,7 +1,8 @@
 """`decode_attention`: one query per row against a cache, all rows full or of ragged lengths.
 
 A full or ragged case has one block per row. A paged one has blocks of 32 positions, as the rollout engine keeps them:
-ragged rows, room for all their positions, and the blocks in the order that a pool has after long use.
+ragged rows, room for all their positions, and the blocks in the order that a pool has after long use. One with sinks is
+ragged, and has a logit per head in the softmax's denominator.
 
 Floor: a bare copy of as many bytes as the used keys and values have.
 """
@@ -51,9 +52,12 @@ _CUDA = {
 
 
 def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
-    """Full and ragged rows at every size; paged ones, too, but for the CPU's quick and default sizes."""
+    """Full and ragged rows at every size; paged ones except at the CPU's quick and default sizes; sinks at the others."""
     sizes = (_CUDA if device_type == "cuda" else _CPU)[size]
-    kinds = ("full", "ragged") if device_type == "cpu" and size in ("quick", "default") else ("full", "ragged", "paged")
+    is_short = size in ("quick", "default")
+    kinds = ["full", "ragged"]
+    kinds += [] if is_short and device_type == "cpu" else ["paged"]
+    kinds += [] if is_short else ["sinks"]
     return [_case(CacheSize(*s), dtype, kind) for s in sizes for kind in kinds]
 
 
@@ -71,17 +75,19 @@ def _case(s: CacheSize, dtype: torch.dtype, kind: str) -> Case:
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(dtype)
 
+        sinks = {"sinks": numbers(s.Hq)} if kind == "sinks" else {}
         return {
             "q": numbers(s.N, s.Hq, s.D),
             "k_cache": numbers(blocks, s.Hkv, block, s.D).transpose(1, 2),  # as rollouts lay it out
             "v_cache": numbers(blocks, s.Hkv, block, s.D).transpose(1, 2),
             "lengths": torch.tensor(lengths, device=device),
             "block_table": order(blocks, generator=generator, device=device).view(s.N, -1),
+            **sinks,
         }
 
     def run(inputs: Tensors, backend: str) -> Tensors:
         arguments = (inputs[name] for name in ("q", "k_cache", "v_cache", "lengths", "block_table"))
-        return {"out": decode_attention(*arguments, scale=s.D**-0.5, backend=backend)}
+        return {"out": decode_attention(*arguments, scale=s.D**-0.5, sinks=inputs.get("sinks"), backend=backend)}
 
     moved = 2 * sum(lengths) * s.Hkv * s.D * dtype.itemsize
     return Case(
@@ -128,11 +134,19 @@ def _eager(inputs: Tensors) -> Tensors:
     seen = _seen(inputs)
     if seen is not None:
         score = score.masked_fill(~seen, -torch.inf)
-    return {"out": (score.softmax(-1) @ v)[:, :, 0]}
+    if "sinks" in inputs:
+        score = torch.cat([score, inputs["sinks"][None, :, None, None].expand(*score.shape[:-1], 1)], -1)
+    return {"out": (score.softmax(-1)[..., : k.shape[2]] @ v)[:, :, 0]}
+
+
+def _without_sinks(inputs: Tensors) -> None:
+    if "sinks" in inputs:
+        raise NotHereError("takes no sinks")
 
 
 def _sdpa(inputs: Tensors) -> Callable[[], Tensors]:
     """Attention by SDPA, which takes no table: every call copies the rows of a paged cache."""
+    _without_sinks(inputs)
     q, seen = inputs["q"][:, :, None], _seen(inputs)
 
     def run() -> Tensors:
@@ -146,6 +160,7 @@ def _flex(inputs: Tensors) -> Callable[[], Tensors]:
     """Compiled flex_attention, held to its decoding kernel: its own choice may be the one for long queries."""
     if inputs["q"].device.type != "cuda":
         raise NotHereError("has its decoding kernel on a CUDA device only")
+    _without_sinks(inputs)
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_run(inputs, torch.compile(flex_attention, dynamic=False), {"BACKEND": "TRITON_DECODE"})
@@ -189,6 +204,7 @@ def _flash(inputs: Tensors) -> Callable[[], Tensors]:
         raise NotHereError("takes bf16 and fp16 on a CUDA device")
     if inputs["block_table"].shape[1] > 1:
         raise NotHereError(f"takes blocks of 256 positions or more, not of {PAGE}")
+    _without_sinks(inputs)
     require("flash-attn")
     from flash_attn import flash_attn_with_kvcache
 
