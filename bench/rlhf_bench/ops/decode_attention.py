@@ -52,7 +52,7 @@ _CUDA = {
 
 
 def cases(size: str, device_type: str, dtype: torch.dtype) -> list[Case]:
-    """Full and ragged rows at every size; paged ones except at the CPU's quick and default sizes; sinks at the others."""
+    """Full and ragged rows; paged ones except at the CPU's quick and default sizes; sinks at tiny and full ones."""
     sizes = (_CUDA if device_type == "cuda" else _CPU)[size]
     is_short = size in ("quick", "default")
     kinds = ["full", "ragged"]
