@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils import logging
-from transformers.utils.quantization_config import QuantizationMethod
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
 
 from rlhf_engine.manifest import check_model
 
