@@ -257,7 +257,7 @@ def test_it_learns_and_the_best_step_is_the_final_model(trained, base):
         {k.removeprefix("reward."): t for k, t in load_file(trained.output / "final" / "heads.safetensors").items()}
     )
     again = RewardTrainer(dataclasses.replace(trained.config, output_dir=str(trained.output.parent / "again")))
-    again.model = ours
+    again.policy.model = ours
     assert {k: v for k, v in best.items() if k.startswith("eval/")} == again.evaluate()
     assert (trained.output / "curves.png").stat().st_size > 10_000
     assert trained.finished()
