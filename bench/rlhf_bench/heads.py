@@ -249,5 +249,5 @@ SCORERS = (
 
 
 def scorers(device_type: str) -> list[Scorer]:
-    """Whoever is for a device type."""
+    """Scorers for a device type."""
     return [scorer for scorer in SCORERS if scorer.only in (None, device_type)]

@@ -257,11 +257,8 @@ def _sdpa(
     for first, end, begin in _query_blocks(length, window, block):
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
         rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
-        if rule.sinks is not None:
-            parts.append(attention_cpu.attention_with_sinks(*rows, band, rule.scaling, rule.sinks))
-            continue
-        if attention_cpu.serves(*rows):
-            parts.append(attention_cpu.attention(*rows, band, rule.scaling))
+        if rule.sinks is not None or attention_cpu.serves(*rows):
+            parts.append(attention_cpu.attention(*rows, band, rule.scaling, rule.sinks))
             continue
         out, _ = sdpa_attention_forward(
             module,

@@ -41,42 +41,6 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: torch.Tensor | None, scale: float | None
-) -> torch.Tensor:
-    """[n, L, H, D] bf16 for query [n, H, L, D], key and value [n, K, S, D]; causal, or under a bool mask."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    mask = None if band is None else torch.zeros_like(band, dtype=query.dtype).masked_fill_(~band, -torch.inf)
-    out: torch.Tensor = _Attention.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2).contiguous()
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-    ) -> torch.Tensor:
-        out, lse = _forward(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        ctx.scale = scale
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *tensors, mask, out, lse = ctx.saved_tensors
-        query, key, value, out = (x.float() for x in (*tensors, out))
-        mask = None if mask is None else mask.float()
-        found = _backward(grad.float(), query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
-        return (*(x.to(grad.dtype) for x in found), None, None)
-
-
 def serves_sinks(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's kernel is there for such heads: on the CPU, not in place of the `reference` kernels."""
     return (
@@ -88,40 +52,42 @@ def serves_sinks(query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def attention_with_sinks(
+def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     band: torch.Tensor | None,
     scale: float | None,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[n, L, H, D] for query [n, H, L, D], key and value [n, K, S, D], sinks [H]; causal, or under a bool mask."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     mask = None if band is None else torch.zeros_like(band, dtype=query.dtype).masked_fill_(~band, -torch.inf)
-    out: torch.Tensor = _WithSinks.apply(query, key, value, sinks, mask, scale)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(query, key, value, sinks, mask, scale)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2).contiguous()
 
 
-class _WithSinks(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        sinks: torch.Tensor,
+        sinks: torch.Tensor | None,
         mask: torch.Tensor | None,
         scale: float | None,
     ) -> torch.Tensor:
         out, lse = _forward(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
-        sink = sinks.to(lse.dtype)[None, :, None]
-        out = (out * torch.sigmoid(lse - sink)[..., None]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, torch.logaddexp(lse, sink), sinks)
+        if sinks is not None:
+            sink = sinks.to(lse.dtype)[None, :, None]
+            out = (out * torch.sigmoid(lse - sink)[..., None]).to(query.dtype)
+            lse = torch.logaddexp(lse, sink)
+        ctx.save_for_backward(query, key, value, mask, out, lse, sinks)
         ctx.scale = scale
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
