@@ -87,8 +87,7 @@ class PackedPlan:
     @cached_property
     def sequences(self) -> Sequences:
         """Bounds of the sequences, for attention without padding."""
-        starts = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32)
-        return Sequences(starts=starts.to(self.device), longest=self.max_length)
+        return Sequences(lengths=self.lengths, device=self.device)
 
     @cached_property
     def layout(self) -> tuple[tuple[Bucket, ...], Grid | None]:

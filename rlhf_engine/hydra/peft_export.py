@@ -144,6 +144,7 @@ def write_adapter(
 def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedModel:
     """The plain model of a backbone, every weight one number that fills its shape.
 
+    Its weights are float32, as adapters are: PEFT rounds an adapter to the dtype of what it is put on.
     classifier: the sequence classifier with one label on the same backbone instead.
     """
     config = copy.deepcopy(backbone.model.config)
@@ -157,7 +158,7 @@ def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedMo
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                filled = torch.zeros((), dtype=p.dtype).expand(p.shape)
+                filled = torch.zeros((), dtype=torch.float32).expand(p.shape)
                 module._parameters[name] = nn.Parameter(filled, requires_grad=False)
     return model
 

@@ -23,8 +23,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ from rlhf_kernels.runtime import registry
 
 DEVICE_TYPE = "cuda"
 _HALF = (torch.bfloat16, torch.float16)
+_BLOCK = 128
+"""Rows of FlexAttention's blocks; its own default."""
+_FLEX_HEAD = 16
+"""Least head size that FlexAttention compiles for a GPU."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "ScoreRule"], torch.Tensor]
 """query [T, H, D], key [T, K, D], value [T, K, E], where sequences lie, the layer's scores → [T, H, E]."""
 
@@ -54,12 +60,36 @@ class ScoreRule:
 class Sequences:
     """Bounds of packed sequences."""
 
-    starts: torch.Tensor
-    """int32 [N + 1], the first row of each sequence, and T."""
-    longest: int
-    """Rows of the longest sequence."""
+    lengths: tuple[int, ...]
+    device: torch.device
     masks: dict[int | None, Any] = field(default_factory=dict)
     """FlexAttention's block masks by window, made once for all layers."""
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sequence."""
+        return max(self.lengths)
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """int32 [N + 1], the first row of each sequence, and T."""
+        return _bounds(self.lengths, self.device)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """int32 [N + 1], the same where every sequence begins with a block of FlexAttention and ends with one."""
+        return _bounds([-(-length // _BLOCK) * _BLOCK for length in self.lengths], self.device)
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """int64 [T], the row of each token in `blocks`."""
+        lengths = torch.tensor(self.lengths, device=self.device)
+        moved = (self.blocks - self.starts)[:-1].repeat_interleave(lengths, output_size=sum(self.lengths))
+        return torch.arange(len(moved), device=self.device) + moved
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +305,8 @@ def _load_varlen() -> Attend:
 def _flex(layer: Layer) -> str | None:
     if not (layer.windowed or layer.softcapped or layer.sinks):
         return "SDPA serves what has no window, softcap or sinks"
+    if min(layer.head_size, layer.value_size) < _FLEX_HEAD:
+        return f"it serves heads of {_FLEX_HEAD} and more, not of {layer.head_size} and {layer.value_size}"
     return None
 
 
@@ -294,24 +326,25 @@ def _attend_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
 ) -> torch.Tensor:
     flex_attention, create_block_mask = _flex_compiled()
-    T = query.shape[0]
+    # A sequence that begins within a block is summed in other parts than one that begins with it
+    rows = sum(-(-length // _BLOCK) * _BLOCK for length in sequences.lengths)
+    padded = (x.new_zeros(rows, *x.shape[1:]).index_copy(0, sequences.places, x) for x in (query, key, value))
     if rule.window not in sequences.masks:
-        seen = _visible(sequences.starts, T, rule.window)
-        sequences.masks[rule.window] = create_block_mask(seen, None, None, T, T, device=str(query.device))
+        seen = _visible(sequences.blocks, rows, rule.window)
+        sequences.masks[rule.window] = create_block_mask(seen, None, None, rows, rows, device=str(query.device))
     found = flex_attention(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
-        score_mod=None if rule.softcap is None else _capped(rule.softcap),
+        *(x.transpose(0, 1)[None] for x in padded),
+        score_mod=None if rule.softcap is None else _capped(rule.softcap, query.device),
         block_mask=sequences.masks[rule.window],
         scale=rule.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         **({} if rule.sinks is None else {"return_aux": _log_sum_exp()}),
     )
-    if rule.sinks is None:
-        out: torch.Tensor = found
-        return out[0].transpose(0, 1)
-    out, lse = found[0], found[1].lse
-    share = torch.sigmoid(lse.float() - rule.sinks.float()[None, :, None])  # of the keys in the softmax
-    return (out.float() * share[..., None]).to(query.dtype)[0].transpose(0, 1)
+    out: torch.Tensor = found if rule.sinks is None else found[0]
+    if rule.sinks is not None:
+        share = torch.sigmoid(found[1].lse.float() - rule.sinks.float()[None, :, None])  # of the keys in the softmax
+        out = (out.float() * share[..., None]).to(query.dtype)
+    return out[0].transpose(0, 1).index_select(0, sequences.places)
 
 
 def _log_sum_exp() -> Any:
@@ -333,11 +366,12 @@ def _visible(starts: torch.Tensor, T: int, window: int | None) -> Callable[..., 
 
 
 @functools.cache
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    """One function per softcap: another one would be compiled anew."""
+def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
+    """One function per softcap: another one would be compiled anew. Compiled code takes a tensor, not a float."""
+    cap = torch.tensor(softcap, device=device)
 
     def capped(score: torch.Tensor, batch: Any, head: Any, i: Any, j: Any) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     return capped
 

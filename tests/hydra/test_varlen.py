@@ -75,6 +75,7 @@ def test_without_flash_attn_torch_serves_all_but_softcaps(site):
     assert chosen(softcapped=True) == chosen(softcapped=True, windowed=True) == "FlexAttention"
     assert chosen(capability=(7, 5)) == chosen(value_size=32) == chosen(head_size=512, value_size=512) == varlen.SDPA
     assert chosen(value_size=32, windowed=True) == "FlexAttention"
+    assert chosen(head_size=8, value_size=8, softcapped=True) == varlen.SDPA
 
 
 @pytest.mark.parametrize("name", FLASH)
@@ -225,7 +226,7 @@ def test_flex_attention_with_sinks_is_the_definition(monkeypatch, window, softca
     rows = [torch.randn(40, h, 16, generator=generator) for h in (4, 2, 2)]
     sinks, weight = torch.tensor([0.5, -2.0, 3.0, -torch.inf]), torch.randn(40, 4, 16, generator=generator)
     sequences = plan_packed([9, 1, 25, 5], torch.device("cpu")).sequences
-    function = flex_with_gradient(sequences.starts, window, softcap) if backward else flex.flex_attention
+    function = flex_with_gradient(sequences.blocks, window, softcap) if backward else flex.flex_attention
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (function, flex.create_block_mask))
 
     def run(dtype: torch.dtype, attend) -> list[torch.Tensor]:
@@ -337,5 +338,5 @@ def test_on_a_gpu_each_path_is_the_definition_and_keeps_a_sequence_s_bits(path, 
             assert torch.equal(one, other)
     starts = sequences.starts.tolist()
     alone = [x.detach()[starts[2] : starts[3]] for x in rows]
-    only = Sequences(starts=torch.tensor([0, lengths[2]], dtype=torch.int32, device="cuda"), longest=lengths[2])
+    only = Sequences(lengths=(lengths[2],), device=torch.device("cuda"))
     assert torch.equal(attend(*alone, only, rule), out[starts[2] : starts[3]])

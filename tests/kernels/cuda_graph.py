@@ -19,3 +19,8 @@ def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
+
+
+def detached(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors without their history: a leaf's node in it would bind a later capture to the stream of this step."""
+    return tuple(tensor.detach() for tensor in tensors)

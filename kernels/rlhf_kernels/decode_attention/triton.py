@@ -8,7 +8,7 @@ before its window, end at once: the host knows no length. What no row uses is ne
 
 A sink is no position: where splits are joined, a head's maximum and sum begin with it.
 
-Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as two bf16,
+Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as three bf16,
 next to fp16 and fp32 as three TF32 products.
 """
 

@@ -15,8 +15,8 @@ whose sums the next kernel adds. A program of columns owns a tile of columns and
 tile's share of dh from the same read of dy. (Above that rank the shares cost more traffic than a second read.)
 
 Dtypes: x, y, dy and adapters fp32, fp16 or bf16, in any mix; h, dh and all sums fp32. Products of two tensors of one
-half type are exact; next to bf16, an fp32 operand is taken as the sum of two bf16 (17 bits); everything else runs as
-three TF32 products, which keeps fp32's accuracy. Dropout draws `philox.keep_mask`'s words, in forward and backward.
+half type are exact, and so are those of bf16 and fp32, the sum of three bf16; everything else runs as three TF32
+products, which keeps fp32's accuracy. Dropout draws `philox.keep_mask`'s words, in forward and backward.
 Launches: two forward; five to seven backward for any number of runs and slots that need the same gradients.
 """
 

@@ -76,7 +76,7 @@ def compile_case(op: str, case: AotCase, arch: int) -> Resources:
     signature = {n: case.signature.get(n, "constexpr") for n in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in case.divisible_by_16}
     source = ASTSource(case.kernel, signature, {(names.index(n),): v for n, v in case.constexprs.items()}, attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {n: getattr(case, n) for n in ("num_warps", "num_stages", "enable_fp_fusion")}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(

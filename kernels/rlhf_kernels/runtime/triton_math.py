@@ -44,8 +44,8 @@ def expm1(d):
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """acc + a @ b; UPCAST: the interpreter's bf16 is wrong.
 
-    Products of one half type are exact; next to bf16, an fp32 operand is the sum of two bf16 (17 bits); everything else
-    runs as three TF32 products, which keeps fp32's accuracy.
+    Products of one half type are exact; next to bf16, an fp32 operand is the sum of three bf16, which is exact, too;
+    everything else runs as three TF32 products, which keeps fp32's accuracy.
     """
     if UPCAST:
         acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -53,12 +53,18 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
         acc = tl.dot(a, b, acc)
     elif (a.dtype == tl.bfloat16) & (b.dtype == tl.float32):
         high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        acc = tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16), acc)
+        acc = tl.dot(a, middle, acc)
         acc = tl.dot(a, high, acc)
-        acc = tl.dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), acc)
     elif (a.dtype == tl.float32) & (b.dtype == tl.bfloat16):
         high = a.to(tl.bfloat16)
+        rest = a - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        acc = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), b, acc)
+        acc = tl.dot(middle, b, acc)
         acc = tl.dot(high, b, acc)
-        acc = tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, acc)
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc

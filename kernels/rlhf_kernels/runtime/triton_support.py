@@ -44,4 +44,5 @@ class AotCase:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    enable_fp_fusion: bool = True  # of a product and a sum
     divisible_by_16: tuple[str, ...] = ()  # arguments that are known to be (pointers, strides): wider loads

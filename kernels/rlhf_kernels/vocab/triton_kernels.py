@@ -25,6 +25,8 @@ from rlhf_kernels.vocab.triton_logits import (
 )
 
 FIELDS = 12
+SAME_ROUNDING = {"enable_fp_fusion": False}
+"""Launch options of kernels that sum a row: one binary fuses a product and a sum that another one rounds twice."""
 SCALE_BLOCK = tl.constexpr(1024)
 RANK_TILE = tl.constexpr(16)  # the least that a product takes; more columns of B at once leave the registers
 

@@ -274,6 +274,7 @@ class Sweep(HeadInputs):
             RANKS=kernels.padded_rank(rank),
             num_warps=fused_warps(block_n, self.dtype),
             num_stages=chosen["num_stages"],
+            **kernels.SAME_ROUNDING,
         )
         return state
 
@@ -319,6 +320,7 @@ class Sweep(HeadInputs):
                     R=FOLD_ROWS,
                     BLOCK=self.tile_columns,
                     num_warps=self.fold_warps,
+                    **kernels.SAME_ROUNDING,
                 )
                 for factor, total in zip(factors, sums, strict=True):
                     if factor is not None and total is not None:
@@ -544,4 +546,5 @@ def finish(state: Tensor, index: Tensor, inverse: Tensor | None, values: dict[st
         n_vocab,
         SPLITS=splits,
         R=per_program,
+        **kernels.SAME_ROUNDING,
     )

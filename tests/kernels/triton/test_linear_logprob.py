@@ -12,6 +12,7 @@ from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_sweep as sweep
 from rlhf_kernels.vocab.logits import OUTPUTS
 
+from tests.kernels.cuda_graph import capture, detached
 from tests.kernels.test_linear_logprob import dense, double
 
 OPS = torch.ops.rlhf_kernels
@@ -221,8 +222,8 @@ def test_hostile_rows(device, path, rows):
             hidden.zero_()
             hidden[:, 0] = {"uniform": 0.0, "all_minus_200": -200.0, "all_equal_plus": 500.0}[rows]
             weight[:, 0] = 1.0
-    for detached in (False, True):  # the gradient made again, and made in the forward
-        frozen = weight.detach().requires_grad_(not detached)
+    for ahead in (False, True):  # the gradient made again, and made in the forward
+        frozen = weight.detach().requires_grad_(not ahead)
         out = linear_logprob(hidden, frozen, target, outputs=OUTPUTS, detach=DIFFERENTIABLE[1:], backend="triton")
         exact64 = double(hidden, frozen)
         exact, plain = dense(*exact64, target), dense(hidden, frozen, target)
@@ -231,8 +232,8 @@ def test_hostile_rows(device, path, rows):
         g64 = torch.autograd.grad(exact["logprob"].sum(), exact64[0])[0]
         g32 = torch.autograd.grad(plain["logprob"].sum(), hidden)[0]
         # p cancels against 1[v = t] where a row is peaked: judged on the scale of a row of W. Made again, p is
-        # e^(z − lse) with an lse that was rounded to fp32, which matters at lse = 500
-        rounding = 0.0 if detached else 2**-24 * out.lse.abs().max().item()
+        # e^(z − lse) with a z and an lse that were rounded to fp32, which matters at lse = 500
+        rounding = 0.0 if ahead else 2 * 2**-24 * out.lse.abs().max().item()
         got = torch.autograd.grad(out.logprob.sum(), hidden)[0]
         error, other = (got.double() - g64).abs().max().item(), (g32.double() - g64).abs().max().item()
         assert error <= 4 * other + (1e-6 + rounding) * weight.abs().max().item()
@@ -433,17 +434,10 @@ def test_cuda_graph(n):
         out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"), backend="triton")
         ahead = linear_logprob(hidden, weight.detach(), target, backend="triton").logprob
         grads = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (hidden, weight))
-        return (*out[:2], *grads, *torch.autograd.grad(ahead.sum(), hidden))
+        return detached(*out[:2], *grads, *torch.autograd.grad(ahead.sum(), hidden))
 
     expected = step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

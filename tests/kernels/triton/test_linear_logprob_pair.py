@@ -6,6 +6,7 @@ from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
+from tests.kernels.cuda_graph import capture, detached
 from tests.kernels.test_linear_logprob_pair import dense
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
 
@@ -232,7 +233,7 @@ def test_ragged_vocabularies_bits_and_capture_in_bf16(n, vocab):
     cotangent = torch.randn(2, n, device="cuda")
 
     def step():
-        return run(linear_logprob_pair, cotangent, *inputs, detach=("entropy",), backend="triton")
+        return detached(*run(linear_logprob_pair, cotangent, *inputs, detach=("entropy",), backend="triton"))
 
     got, exact, plain = step(), run(dense, cotangent, *double(*inputs)), run(dense, cotangent, *floats)
     judge((*got[:4], plain[4]), exact, plain)
@@ -243,14 +244,7 @@ def test_ragged_vocabularies_bits_and_capture_in_bf16(n, vocab):
     assert torch.equal(one.entropy, got[3])
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(step(), got, strict=True))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, got, strict=True))

@@ -1,5 +1,7 @@
 """The Triton `linear_ppo_loss`: against dense fp64, exact ratios, rows left out of the products, hostile rows."""
 
+import math
+
 import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
@@ -9,6 +11,7 @@ from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab import triton_sweep as sweep
 
+from tests.kernels.cuda_graph import capture, detached
 from tests.kernels.test_linear_logprob import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense
 from tests.kernels.test_linear_ppo_loss import make as make_batch
@@ -53,13 +56,16 @@ def ours(*args, **options):
     return linear_ppo_loss(*args, backend="triton", **options)
 
 
-def judge(got, exact, plain):
+def judge(got, exact, plain, largest=0.0):
+    """largest: magnitude of a log-sum-exp. Backward makes p again as e^(z − lse), with an lse that was rounded."""
     for name in ("loss", *PpoLossOutputs.NAMES):
         # Sums over rows in another order: judged on the scale of their terms, hence the absolute slack
         error, other = (abs(getattr(x, name).item() - getattr(exact[0], name).item()) for x in (got[0], plain[0]))
         assert error <= 4 * other + 2e-6 * (1 + abs(getattr(exact[0], name).item())), name
     for name, g, g64, g32 in zip(("hidden", "weight"), got[1], exact[1], plain[1], strict=False):
-        assert_ok(tier1(g, g64, g32), f"d_{name}")
+        rounding = 2**-24 * largest * g64.abs().max().item()
+        report = tier1(g, g64, g32)
+        assert report.error <= report.bound + rounding, (f"d_{name}", report)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -74,7 +80,7 @@ def test_tier1(device, path, scale, trained, loss):
         run(f, dtype, batch, ref, trained, **options)
         for f, dtype in ((ours, torch.float32), (dense, torch.float64), (dense, torch.float32))
     )
-    judge(got, exact, plain)
+    judge(got, exact, plain, largest=6.0 / 0.5 + math.log(517))
     if not loss["entropy_coef"] and not loss["kl_coef"]:
         assert (got[1][0][10:20] == 0).all()
 
@@ -296,23 +302,17 @@ def test_bits_capture_and_values_in_bf16(n):
 
     def step():
         out = ours(hidden, weight, target, *tokens, ref_logprob=ref, **options)
-        return (*out, torch.autograd.grad(out.loss, hidden)[0])
+        return detached(*out, torch.autograd.grad(out.loss, hidden)[0])
 
     got = step()
     exact, _ = run(dense, torch.float64, batch, ref, **options)
     plain, _ = run(dense, torch.float32, batch, ref, **options)
-    assert abs(got[0].item() - exact.loss.item()) <= 4 * abs(plain.loss.item() - exact.loss.item()) + 2e-6
+    slack = 2e-6 + 5e-7 * n / options["denom"]  # on the scale of a sum's terms, as in `judge`
+    assert abs(got[0].item() - exact.loss.item()) <= 4 * abs(plain.loss.item() - exact.loss.item()) + slack
     assert_ok(tier3(got[-1], *exact_and_eager(batch, ref, **options)), "d_hidden")
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(step(), got, strict=True))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, got, strict=True))

@@ -11,6 +11,8 @@ from rlhf_kernels.runtime import philox
 from rlhf_kernels.runtime.testing import NumericReport, assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
+from tests.kernels.cuda_graph import capture, detached
+
 NAN = float("nan")
 SCALES = (0.5, 2.0, 1.5)
 
@@ -370,19 +372,12 @@ def test_in_a_graph(device):
 
     def step():
         y = lora_linear(x, weight, None, A, B, SCALES, case.segments, dropout=drop, backend="triton")
-        return y, *torch.autograd.grad(y, [x, A[0], A[2], B[0], B[2]], dy)
+        return detached(y, *torch.autograd.grad(y, [x, A[0], A[2], B[0], B[2]], dy))
 
     expected = [t.clone() for t in step()]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for t in captured:
-        t.detach().zero_()
+        t.zero_()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
     fresh = Segments(starts=(3,), ends=(500,), slots=(1,))
