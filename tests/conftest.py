@@ -112,6 +112,14 @@ def _native_where_it_serves() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu_memory_kept() -> Iterator[None]:
+    """A test gives its GPU memory back: several processes test on one GPU."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def package_table() -> Iterator[None]:
     """`auto` decides as in the processes that a module's tests start, which have the package's kernel table."""

@@ -65,6 +65,7 @@ class Case(Subject):
     floor: Callable[[Tensors], Floors]  # bare products of the same sizes, or a bare copy of the bytes that must move
     baselines: tuple[Baseline, ...]
     tiers: Mapping[str, str] = field(default_factory=dict)  # result → T1, T2, T3 where not the dtype's own
+    replayed: bool = False  # on a GPU every candidate is timed as a CUDA graph, as a rollout runs it
 
     def tier(self, result: str) -> str:
         """T1 for float32, T3 for rounded dtypes, unless the case says otherwise."""

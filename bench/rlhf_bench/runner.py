@@ -211,8 +211,10 @@ def run_case(
     candidates.leave_reference_untimed(found.backends, found.missing, device.type)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    candidates_here = found.backends | found.baselines
-    functions: dict[str, Run] = {**timed_floors(case.floor(inputs)), **candidates_here}
+    functions: dict[str, Run] = {**timed_floors(case.floor(inputs)), **found.backends, **found.baselines}
+    if case.replayed and device.type == "cuda":
+        functions = _replayed(functions, found)
+    candidates_here = {label: functions[label] for label in functions if label in found.backends | found.baselines}
     ms = timing.medians(timing.interleaved(functions, rounds, device))
     peaks = _peaks(case, found, size, device, server, ms)
     floor, floor_ms = fastest_floor(ms)
@@ -237,6 +239,20 @@ def run_case(
         rows=rows,
         missing=found.missing,
     )
+
+
+def _replayed(functions: dict[str, Run], found: Candidates) -> dict[str, Run]:
+    """Graphs of all functions; a baseline that cannot be captured is missing."""
+    graphs: dict[str, Run] = {}
+    for label, function in functions.items():
+        try:
+            graphs[label] = timing.replay_of(function)
+        except _expected(label not in found.baselines) as error:
+            if label not in found.baselines:
+                raise
+            found.missing[label] = f"cannot be captured in a CUDA graph: {one_line(error)}"
+            del found.baselines[label]
+    return graphs
 
 
 def _expected(ours: bool) -> tuple[type[Exception], ...]:

@@ -1,8 +1,10 @@
 """Interleaved timing: A/B/C, A/B/C, …, the median of each, so that a busy moment of the machine meets all of them.
 
 CUDA: events around every call; before each, a buffer larger than the L2 cache is overwritten, so no candidate finds its
-inputs there. CPU: wall clock of one call; freeing the results is not timed. The garbage collector is off meanwhile.
-A rehearsal of a GPU's measurement takes one round, and a clock stands in for the events.
+inputs there. What a rollout captures is timed as the replay of a CUDA graph: kernels of microseconds, launched one by
+one from Python, would be timed by their launches. CPU: wall clock of one call; freeing the results is not timed. The
+garbage collector is off meanwhile. A rehearsal of a measurement on a GPU takes one round, and a clock stands in for the
+events.
 """
 
 from __future__ import annotations
@@ -36,6 +38,24 @@ def interleaved(functions: Mapping[str, Run], rounds: int, device: torch.device)
     finally:
         if enabled:
             gc.enable()
+
+
+def replay_of(function: Run) -> Run:
+    """Replay of a CUDA graph of `function`, which has run before. Raises RuntimeError where it cannot be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:

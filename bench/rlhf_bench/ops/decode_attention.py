@@ -95,6 +95,7 @@ def _case(s: CacheSize, dtype: torch.dtype, kind: str) -> Case:
         name=f"{kind}/{s}",
         dtype=dtype,
         kernels=("decode_attention",),
+        replayed=True,
         shape=(s.D,),
         make=make,
         run=run,

@@ -181,6 +181,7 @@ def _case(shape: LoraShape, dtype: torch.dtype) -> Case:
         name=shape.name,
         dtype=dtype,
         kernels=("lora",) if shape.backward else ("lora_decode",),
+        replayed=not shape.backward,
         shape=(shape.M, shape.K),
         make=make,
         run=run,

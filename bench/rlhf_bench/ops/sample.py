@@ -80,6 +80,7 @@ def _case(s: HeadSize, dtype: torch.dtype, kind: str) -> Case:
         name=f"{kind}/{s}",
         dtype=dtype,
         kernels=("sample",),
+        replayed=kind != "filtered",  # which no kernel serves
         shape=(s.V, s.H),
         make=make,
         run=run,
