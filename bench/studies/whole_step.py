@@ -5,14 +5,15 @@
         [--out DIR]
 
 A step is what the training loop computes: answers of full length, scores of all roles, one epoch of updates. It runs
-once to compile and capture, once by the clock, and once under torch's profiler. Beside it `transformers.generate`
-draws as many tokens for the same prompts. Writes SHAPE-ALGORITHM.json and .png:
+once to compile and capture, once by the clock, and once, with short answers, under torch's profiler. Beside it
+`transformers.generate` draws as many tokens for the same prompts. Writes SHAPE-ALGORITHM.json and .png:
 
     seconds              by phase, of the step by the clock
     first_seconds        by phase, of the step that compiles and captures
     capture_seconds      of CUDA graphs in that step; null without a GPU
     launches_per_layer   kernels and graphs launched by phase, over the number of layers; null without a GPU
     kernels              the twenty with most seconds, by phase: on the GPU, or of torch's operators on a CPU
+    profiled_tokens      of each answer in these two: the profiler takes minutes over long ones
     peak_bytes           of the step by the clock; null without a GPU
     tokens_per_second    of the rollout, and of transformers.generate
 """
@@ -25,6 +26,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ from rlhf_engine.training.update import Schedule, update
 ROLES = {"ppo": ("actor", "reference", "critic", "reward"), "grpo": ("actor", "reference")}
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 KERNELS = 20
+PROFILED_TOKENS = 32
 
 
 def make_plain(arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
@@ -91,8 +94,8 @@ class Step:
             "update": self._update,
         }
 
-    def _generation(self) -> None:
-        sampling = SamplingConfig(max_completion_length=self._arguments.answer, eos_token_ids=())
+    def _generation(self, tokens: int | None = None) -> None:
+        sampling = SamplingConfig(max_completion_length=tokens or self._arguments.answer, eos_token_ids=())
         self.model.eval()
         self._batch = generate(self.model, self._prompts, sampling).batch
 
@@ -128,7 +131,8 @@ class Step:
         layers = find_config(self._arguments.shape).get_text_config().num_hidden_layers
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         launches, kernels = {}, []
-        for phase, run in self.phases.items():
+        shorter = partial(self._generation, min(self._arguments.answer, PROFILED_TOKENS))
+        for phase, run in (self.phases | {"generation": shorter}).items():
             with profile(activities=activities) as found:
                 clocked(run, self._device)
             events = found.key_averages()
@@ -223,6 +227,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "capture_seconds": in_captures if on_gpu else None,
         "launches_per_layer": launches,
         "kernels": kernels,
+        "profiled_tokens": min(arguments.answer, PROFILED_TOKENS),
         "peak_bytes": peak,
         "tokens_per_second": {
             "rollout": tokens / seconds["generation"],

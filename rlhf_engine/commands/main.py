@@ -80,7 +80,8 @@ def run_and_exit() -> NoReturn:
     def end() -> None:
         own = (threading.main_thread(), threading.current_thread())
         left = sorted(t.name for t in threading.enumerate() if not t.daemon and t not in own)
-        print(f"rlhf-engine: done, but {', '.join(left)} still ran and was left behind", file=sys.stderr)
+        still = ", ".join(left) or "what the libraries do at the end"
+        print(f"rlhf-engine: done, but {still} still ran and was left behind", file=sys.stderr)
         sys.stdout.flush()
         os._exit(code)
 

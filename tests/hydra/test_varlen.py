@@ -203,6 +203,30 @@ def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads
     assert list(sequences.masks) == [window]
 
 
+@pytest.mark.long
+def test_a_softcap_is_compiled():
+    """With a mask of its own: inductor's code for ours does not compile on a CPU."""
+    compiled, mask = torch.compile(flex.flex_attention, dynamic=True), lambda b, h, i, j: j <= i
+    generator = torch.Generator().manual_seed(0)
+    for length in (128, 300):
+        rows = [torch.randn(length, h, 16, generator=generator) for h in (4, 2, 2)]
+        query, key, value = (x.transpose(0, 1)[None] for x in rows)
+        blocks = flex.create_block_mask(mask, None, None, length, length, device="cpu")
+        capped = varlen._capped(1.5, torch.device("cpu"))
+        with torch.no_grad():
+            out = compiled(query, key, value, score_mod=capped, block_mask=blocks, scale=0.3, enable_gqa=True)
+        starts = torch.tensor([0, length], dtype=torch.int32)
+        exact = stand_ins.attention(*rows, starts, length, 0.3, None, 1.5)
+        torch.testing.assert_close(out[0].transpose(0, 1), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_lies_in_flex_attention_s_blocks_as_it_lies_alone():
+    sequences = plan_packed([130, 1, 128, 5], torch.device("cpu")).sequences
+    assert sequences.blocks.tolist() == [0, 256, 384, 512, 640]
+    places = [range(130), [256], range(384, 512), range(512, 517)]
+    assert sequences.places.tolist() == [place for each in places for place in each]
+
+
 def flex_with_gradient(starts: torch.Tensor, window: int | None, softcap: float | None):
     """FlexAttention's result and log-sum-exp for `starts`, by definition: torch's own has no backward pass on a CPU."""
 

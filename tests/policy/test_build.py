@@ -140,6 +140,14 @@ def test_a_classifier_on_other_weights_brings_its_backbone(model, other_decoder,
     assert torch.equal(again.logprobs_M, before.logprobs_M)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_in_bfloat16_can_be_saved(model, tmp_path, method):
+    ours = build(model, tmp_path, method=method, dtype="bfloat16")
+    save_pretrained(ours, tmp_path / "saved")
+    again, batch = load_pretrained(tmp_path / "saved", dtype=torch.bfloat16), batch_for(model)
+    assert torch.equal(again.score(batch).logprobs_M, ours.score(batch).logprobs_M)
+
+
 def test_a_loaded_classifier_brings_its_score(model, other_decoder):
     theirs = AutoModelForSequenceClassification.from_pretrained(other_decoder).eval()
     roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward")}

@@ -12,7 +12,7 @@ Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuni
 sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
 `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
 Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element, and a tile has at most
-N·V / 32 elements (or 2²⁰), so no more than 1/8 of the fp32 logits.
+N·V / 32 elements (or 2²³), so no more than 1/8 of the fp32 logits (or 128 MiB).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from rlhf_kernels.vocab.triton_inputs import HeadInputs
 # The defaults, all in one place. Numbers of rows and columns are powers of two.
 FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up to here the fused kernel runs
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
-FUSED_TILES = {16: (128, 256), 32: (128, 128), 64: (128, 64), 128: (128, 64)}  # rows: (columns, bytes of depth)
+# Rows: columns, bytes of depth, and of depth beside a loop over ranks
+FUSED_TILES = {16: (128, 256, 128), 32: (128, 128, 64), 64: (128, 128, 32), 128: (128, 128, 32)}
 FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
 FOLD_WARPS = 8
 WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
@@ -81,9 +82,8 @@ def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
     there only the depth may shrink, which changes no sum: tensor cores add in steps of 16 and fp32 units one by one, in
     one order whatever the depth. So rows without LoRA keep the bits of a call without it.
     """
-    columns, depth = FUSED_TILES[rows]
-    looped = rank > kernels.RANK_TILE.value
-    return columns * 2 // dtype.itemsize, depth // dtype.itemsize // (2 if looped else 1)
+    columns, *depths = FUSED_TILES[rows]
+    return columns * 2 // dtype.itemsize, depths[rank > kernels.RANK_TILE.value] // dtype.itemsize
 
 
 def fused_warps(rows: int, dtype: torch.dtype) -> int:
