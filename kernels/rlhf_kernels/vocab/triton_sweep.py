@@ -11,8 +11,8 @@ log-prob has the same bits whether a gradient is wanted or not.
 Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
 sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
 `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
-Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element, and a tile has at most
-N·V / 32 elements (or 2²³), so no more than 1/8 of the fp32 logits (or 128 MiB).
+Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element. A tile has at most N·V / 32
+elements (or 2²³). That is 1/8 of the fp32 logits, or 128 MiB.
 """
 
 from __future__ import annotations
