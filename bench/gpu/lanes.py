@@ -7,7 +7,7 @@
 A lane is one command. It writes DIR/<lane>.json: {lane, state, start, seconds, limit_s, command, rc, commit, sources,
 output}, where output is the end of what it printed. A lane that is done is skipped as long as the commit and the
 sources are the same; the others come again, after those that never ran. DIR is bench/results/<name of the GPU>
-unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gae"` passes options on.
+unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gpu"` passes options on.
 
 A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps, then the
 kernels' tiles, whose table is to be copied to kernels/rlhf_kernels/runtime/tuned. With a budget
@@ -49,7 +49,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 480.0
 CLOSING_S = 5.0  # of a budget, to kill a lane and to write the archive
-WORKERS = 8  # processes of a correctness lane: most of its time is compiling
+WORKERS = 14  # processes of a correctness lane: most of its time is compiling
 ARCHIVE = "results.tar.gz"
 TAIL = 12_000  # characters of output that are kept
 CASE_KINDS = {  # of ops whose cases take several lanes, one for each kind
@@ -100,8 +100,8 @@ SHAPES = {  # options of a script, by size
     },
 }
 STEP_MODELS = {  # shapes, and seconds that their step needs
-    FULL: {"llama-3.2-1b": 60.0, "llama-8b": 150.0},
-    QUICK: {"llama-3.2-1b": 30.0},
+    FULL: {"llama-3.2-1b": 120.0, "llama-8b": 240.0},
+    QUICK: {"llama-3.2-1b": 60.0},
     REHEARSAL: {"tiny": 20.0},
 }
 PLAN_SHAPES = {FULL: ("llama", "gpt2", "qwen3"), QUICK: ("llama",), REHEARSAL: ("llama",)}  # one a lane
@@ -117,12 +117,18 @@ TINY = {  # the model of a rehearsed step
 }
 REHEARSED = "on a CPU"
 PLANS = {  # beginnings of lanes' names, in their order; benches before sanitizers, which slow a GPU's memory down
-    "first": ("environment", "small-shapes", "correct-", "determinism", "graphs"),
+    "first": ("environment", "small-shapes", "correct-"),
     "second": ("environment", "bench-", "memcheck", "racecheck"),
     "third": ("environment", "step-", "lanes", "overlap", "plan_check", "hydra_table"),
     "tuning": ("environment", "tune"),
 }
-MORE_TESTS = {"gae": ("whiten",)}  # ops whose folder has a second public function with tests of its own
+ON_A_GPU = (  # tests that put tensors on a GPU if there is one
+    "tests/kernels/triton",
+    *(f"tests/kernels/test_{name}.py" for name in ("cuda_ops", "cuda_lora_decode", "cuda_device", "gae", "whiten")),
+    *(f"tests/hydra/test_{name}.py" for name in ("on_gpu", "varlen")),
+    "tests/generators/test_overlap_on_gpu.py",
+    "tests/bench/test_on_gpu.py",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,23 +320,13 @@ def _correct_lanes(size: str) -> list[Lane]:
     mode = ("--rehearse",) if size == REHEARSAL else ()
     lanes = [Lane(name="environment", command=(sys.executable, str(Path(__file__).resolve()), "--environment", *mode))]
     lanes.append(Lane(name="small-shapes", command=_small_shapes(size), needs_s=90.0))
+    lanes.append(replace(_pytest("correct-gpu", ON_A_GPU, "gpu or not long", size=size), needs_s=200.0))
+    # Everything else that is short: another torch, another Triton, another machine
+    elsewhere = [word for file in ON_A_GPU for word in ("--ignore", file)]
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
-    for op in ops:
-        # Everything short runs, also tests on CPU tensors: another torch, another Triton, another machine.
-        files = [
-            f"tests/kernels/{part}test_{stem}.py" for stem in (op, *MORE_TESTS.get(op, ())) for part in ("triton/", "")
-        ]
-        lanes.append(_pytest(f"correct-{op}", files, "gpu or not long", size=size))
-    cuda_files = [f"tests/kernels/test_cuda_{part}.py" for part in ("build", "ops", "device", "lora_decode")]
-    lanes.append(_pytest("correct-cuda", cuda_files, "gpu or not long", size=size))
-    lanes.append(_pytest("correct-hydra", ["tests/hydra"], "gpu or not long", size=size))
-    lanes.append(_pytest("correct-overlap", ["tests/generators"], "gpu or not long", size=size))
-    for name, keyword in (("determinism", "bits or determin"), ("graphs", "graph")):
-        lane = _pytest(name, ["tests/kernels"], "gpu", "-k", keyword, size=size)
-        if size == REHEARSAL:  # a CPU can only find its tests
-            how = "collected and not run: every test of it needs a CUDA device"
-            lane = replace(lane, command=(*lane.command, "--collect-only"), rehearsed=how)
-        lanes.append(lane)
+    rest = [f"tests/kernels/test_{name}.py" for name in (*ops, "cuda_build") if name != "gae"]
+    rest += ["tests/hydra", "tests/generators"]
+    lanes.append(_pytest("correct-cpu", rest, "not gpu and not long", *elsewhere, size=size))
     return lanes
 
 
@@ -414,7 +410,7 @@ def _pytest(name: str, files: Sequence[str], marks: str, *more: str, size: str) 
     if size == REHEARSAL:
         more = ("--one-of-each", *more)
     elif importlib.util.find_spec("xdist") is not None:
-        more = ("-n", str(WORKERS), *more)
+        more = ("-n", str(WORKERS), "--dist", "loadgroup", *more)
     # Without pytest's cache: nothing is left in the checkout, and lanes do not depend on each other.
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, *more, *there)
     return Lane(name=name, command=command)

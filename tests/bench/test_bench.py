@@ -323,15 +323,6 @@ def test_the_memory_server_measures_cases_and_reports_errors():
         assert late == "left out: two calls would take 200 s, more than 60 s"
 
 
-@pytest.mark.gpu
-def test_cuda_memory_counts_what_the_call_allocates():
-    case = next(c for c in load_cases("gae", "tiny", "cuda", torch.float32))
-    peak = memory.peak_on_cuda(lambda: torch.ones(2**22, device="cuda"))
-    assert peak == 2**24
-    result = runner.run_case(case, size="tiny", device=torch.device("cuda"), rounds=5, server=None)
-    assert all(row.peak_bytes for row in result.rows)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 

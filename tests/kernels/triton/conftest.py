@@ -24,14 +24,20 @@ if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here: everything without device and interpreter, `gpu` tests without a device."""
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what cannot run here: everything without device and interpreter, `gpu` tests without a device.
+
+    `gpu` tests, whose shapes are large, form a group: processes that share a GPU run one of them at a time.
+    """
     cuda = torch.cuda.is_available() and not INTERPRETED
     nowhere = pytest.mark.skip(reason="needs CUDA, or TRITON_INTERPRET=1 (tests/kernels/test_triton.py sets it)")
     no_device = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if HERE not in item.path.parents:
             continue
+        if item.get_closest_marker("gpu") and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("large"))
         if not cuda and not INTERPRETED:
             item.add_marker(nowhere)
         elif not cuda and item.get_closest_marker("gpu"):
