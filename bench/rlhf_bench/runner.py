@@ -214,7 +214,7 @@ def run_case(
     functions: dict[str, Run] = {**timed_floors(case.floor(inputs)), **found.backends, **found.baselines}
     if case.replayed and device.type == "cuda":
         functions = _replayed(functions, found)
-    candidates_here = {label: functions[label] for label in functions if label in found.backends | found.baselines}
+    candidates_here = found.backends | found.baselines
     ms = timing.medians(timing.interleaved(functions, rounds, device))
     peaks = _peaks(case, found, size, device, server, ms)
     floor, floor_ms = fastest_floor(ms)
@@ -247,7 +247,7 @@ def _replayed(functions: dict[str, Run], found: Candidates) -> dict[str, Run]:
     for label, function in functions.items():
         try:
             graphs[label] = timing.replay_of(function)
-        except _expected(label not in found.baselines) as error:
+        except candidates.foreign_errors() as error:
             if label not in found.baselines:
                 raise
             found.missing[label] = f"cannot be captured in a CUDA graph: {one_line(error)}"
