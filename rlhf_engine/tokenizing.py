@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra.loading import read_config
 from rlhf_engine.manifest import check_model
 
@@ -21,12 +22,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
     A padding token is not needed: rows are packed, nothing is ever padded with tokens.
     """
-    if not Path(path).is_dir():
-        raise ConfigError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
-    check_model(path, weights=False)
+    folder = local_folder(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model_name_or_path: expected a model folder or owner/name of the Hub, got {str(path)!r}, which is neither"
+        )
+    check_model(folder, weights=False)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -46,8 +50,11 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
     `vocabulary` says.
     """
     place = f"reward_model_path: expected {{}} in {str(folder)!r}, got "
-    if not Path(folder).is_dir():
-        raise ConfigError(f"reward_model_path: expected a local model folder, got {str(folder)!r} which is not one")
+    folder = local_folder(given := folder, "reward_model_path")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"reward_model_path: expected a model folder or owner/name of the Hub, got {str(given)!r}, which is neither"
+        )
     if (Path(folder) / "adapter_config.json").is_file():
         raise ConfigError(place.format("a model") + "an adapter; give it as reward_adapter")
     try:
@@ -86,7 +93,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
 def read_eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> tuple[int, ...]:
     """`eos_token_ids` of a model folder, without loading the model."""
     config = read_config(path)
-    ends = GenerationConfig.from_model_config(config)
+    ends, path = GenerationConfig.from_model_config(config), local_folder(path)
     if (Path(path) / "generation_config.json").is_file():
         ends = GenerationConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return _ends(tokenizer, ends, int(config.get_text_config().vocab_size))

@@ -13,6 +13,7 @@ ENGINE = (
     "devices",
     "io",
     "manifest",
+    "hub",
     "config",
     "distributed",
     "hydra",

@@ -12,8 +12,8 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 """Names of files with rows end so."""
 
 SOURCES = (
-    "a file or folder of JSON, JSONL (either also .gz) or Parquet, a folder of save_to_disk, or "
-    "hub:owner/name[:split], which alone uses the network"
+    "a file or folder of JSON, JSONL (either also .gz) or Parquet, a folder of save_to_disk, or a dataset of the Hub: "
+    "owner/name[/subset][@revision][:split]"
 )
 
 

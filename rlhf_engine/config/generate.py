@@ -20,7 +20,7 @@ from rlhf_engine.errors import ConfigError
 class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
-    adapter: str | None = option(None, "PEFT folder of an adapter; none: the base alone")
+    adapter: str | None = option(None, "PEFT folder of an adapter, or its name on the Hub; none: the base alone")
     prompt: list[str] | None = option(None, "prompts, each one argument", is_text=True)
     prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")
     dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")

@@ -28,7 +28,9 @@ class PlanConfig(Options):
     With --time: how many seconds a step takes, and what they are spent on.
     """
 
-    model: str = required("a preset such as llama-7b, or a folder with config.json; weights are not needed")
+    model: str = required(
+        "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed"
+    )
     method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo", "full_sft"] = option(
         "all", "one method of train, or all five side by side; full_sft: sft --full, a step being one minibatch"
     )

@@ -33,7 +33,9 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         "hydra_ppo: critic on an adapter of its own; j_hydra_ppo: on the actor's; dynamic_lora_ppo: on a second "
         "backbone, the reward model's; lora_ppo: four backbones, adapters on two; full_ppo: four, two trained whole",
     )
-    actor_adapter: str | None = option(None, "PEFT folder the actor starts from; none: a fresh adapter")
+    actor_adapter: str | None = option(
+        None, "PEFT folder the actor starts from, or its name on the Hub; none: a fresh adapter"
+    )
     reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
     reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
     reward_model_path: str | None = option(

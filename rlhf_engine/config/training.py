@@ -39,7 +39,7 @@ class RunOptions(Options):
 class ModelOptions(RunOptions):
     """The base model."""
 
-    model_name_or_path: str = required("folder of the base model")
+    model_name_or_path: str = required("folder of the base model, or its owner/name[@revision] on the Hub")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
 

@@ -5,10 +5,11 @@ A source is
     a .jsonl file: an object per line; or the same as .jsonl.gz; a file of any other name is one, too
     a .parquet file
     a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
-    hub:owner/name or hub:owner/name:split, a dataset of the Hugging Face Hub; `train` where no split is named
+    owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
+    (`train` where no split is named)
 
-A local path comes first. The network is used for `hub:` alone, and then by `datasets`, which keeps what it loads; from
-version 4 on it runs no code of a dataset. Text is UTF-8, with or without a byte order mark; only line feeds end a line,
+A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and, from version 4 on, runs no
+code of it. Text is UTF-8, with or without a byte order mark; only line feeds end a line,
 as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice, is a bad row; a file
 that cannot be read to its end is an error, whatever rows came before.
 """
@@ -31,7 +32,8 @@ from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.errors import ConfigError
 
 R = TypeVar("R")
-_HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
+_HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
+"""owner/name, subset, revision, split."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 """Beginning of the name of a file that holds one part of a data set."""
 _INSTALL = "pip install 'rlhf-engine[data]' has it"
@@ -54,7 +56,7 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
     """Read the rows of a source, one after another.
 
     Args:
-        source: file, folder, or `hub:owner/name`, see the module.
+        source: file, folder, or dataset of the Hub, see the module.
         argument: name of the option, for messages.
 
     Returns:
@@ -70,13 +72,11 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
     if path.is_dir():
         return _folder(path, argument)
     name = os.fspath(source)
-    if name.startswith("hub:"):
+    if name.startswith("hub:") or (_HUB.fullmatch(name) is not None and not name.endswith(SUFFIXES)):
         return _hub(name, argument)
-    of_hub = _HUB.fullmatch(f"hub:{name}") is not None and not name.endswith(SUFFIXES)
-    hint = f"; hub:{name} would load it from the Hugging Face Hub" if of_hub else ""
     raise ConfigError(
-        f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or hub:owner/name, got {name!r} "
-        f"which is not a file{hint}"
+        f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or owner/name of the Hub, got "
+        f"{name!r} which is not a file"
     )
 
 
@@ -243,7 +243,8 @@ def _saved_dataset(path: Path) -> Iterator[Record]:
 def _hub(name: str, argument: str) -> Iterator[Record]:
     found = _HUB.fullmatch(name)
     if found is None:
-        raise ConfigError(f"{argument}: expected hub:owner/name or hub:owner/name:split, got {name!r}")
+        full = "hub:owner/name/subset@revision:split"
+        raise ConfigError(f"{argument}: expected hub:owner/name, in full {full}, got {name!r}")
     datasets = _datasets(f"{argument}: {name}")
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ConfigError(
@@ -251,9 +252,10 @@ def _hub(name: str, argument: str) -> Iterator[Record]:
             f"{datasets.__version__}"
         )
     try:
-        rows = datasets.load_dataset(found[1], split=found[2] or "train")
+        rows = datasets.load_dataset(found[1], found[2], revision=found[3], split=found[4] or "train")
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline; no such split; a script
-        raise ConfigError(f"{argument}: expected to load {name!r}, got {_first_line(error)}") from error
+        neither = "" if name.startswith("hub:") else ", which is no file or folder here"
+        raise ConfigError(f"{argument}: expected to load {name!r}{neither}, got {_first_line(error)}") from error
     return (Record(place=f"{name}: row {i}", value=row) for i, row in enumerate(rows))
 
 

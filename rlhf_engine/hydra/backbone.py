@@ -147,7 +147,7 @@ class Backbone(nn.Module):
         lm_head: bool = True,
         quantization: loading.Quantization = "none",
     ) -> Backbone:
-        """Load a model folder, see `loading.load_model`. Nothing is fetched from a network."""
+        """Load a model folder, or a model of the Hub by its name, see `loading.load_model`."""
         model = loading.load_model(path, dtype=dtype, device=device, lm_head=lm_head, quantization=quantization)
         return cls(model, frozen=frozen)
 

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
 
+from rlhf_engine.hub import local_folder
 from rlhf_engine.manifest import check_model
 
 Quantization = Literal["none", "8bit", "4bit"]
@@ -49,12 +50,14 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def require_model_folder(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError unless `path` is a folder with a model, and not one of an adapter."""
-    folder = Path(path)
+def model_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model, which the Hub may have. Raises ValueError for none, and for one of an adapter."""
+    folder = local_folder(path)
     if not folder.is_dir():
-        raise ValueError(f"model_name_or_path: expected a local model folder, got {str(path)!r} which is not one")
-    check_model(path, ["config.json"])  # and whether files were lost or added
+        raise ValueError(
+            f"model_name_or_path: expected a model folder or owner/name of the Hub, got {str(path)!r}, which is neither"
+        )
+    check_model(folder, ["config.json"])  # and whether files were lost or added
     if (folder / "adapter_config.json").is_file():
         # transformers would load the adapter's base and inject the adapter into it: "off" would then not be off
         raise ValueError(
@@ -63,15 +66,16 @@ def require_model_folder(path: str | os.PathLike[str]) -> None:
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"model_name_or_path: expected a folder with config.json, got {str(path)!r} which has none")
+    return folder
 
 
 def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
-    require_model_folder(path)
+    folder = model_folder(path)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
-        if "auto_map" in json.loads((Path(path) / "config.json").read_text(encoding="utf-8")):
+        if "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
             raise ValueError(
                 "model_name_or_path: expected an architecture of transformers, got one whose code lies in "
                 f"{str(path)!r}; code of a model folder is never run"
@@ -183,12 +187,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same backbone.
 
-    Weights that are stored in MXFP4 (gpt-oss) are dequantised. Nothing is fetched from a network.
+    Weights that are stored in MXFP4 (gpt-oss) are dequantised. A model's name on the Hub stands for its folder.
 
     Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
     """
     config = read_config(path)
-    check_model(path)
+    folder = local_folder(path, weights=True)
+    check_model(folder)
     if lm_head:
         require_lm_head(config, str(path))
     headless = not lm_head and can_be_headless(config)
@@ -219,13 +224,14 @@ def load_model(
     quiet = quiet_transformers() if headless else contextlib.nullcontext()
     try:
         with quiet:
-            loaded: Any = loader.from_pretrained(path, **options)
+            loaded: Any = loader.from_pretrained(folder, **options)
     except (OSError, SafetensorError, *_OF_A_LIE) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         hint = "; do the sizes in config.json belong to its weights?" if isinstance(error, RuntimeError) else ""
         raise ValueError(f"model_name_or_path: {str(path)!r} cannot be loaded: {_line(error)}{hint}") from error
     model: PreTrainedModel = loaded[0]
+    model.config._name_or_path = os.fspath(path)  # a name of the Hub rather than a folder of its cache
     info: dict[str, Any] = loaded[1]
     lacking = sorted(key for key in info["missing_keys"] if not (headless and key.startswith("score.")))
     if lacking:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import SlotConfig
 from rlhf_engine.hydra.attention import plan_packed
@@ -246,7 +247,7 @@ class HydraModel(nn.Module):
         """Take the heads that lie beside the base, or that a backbone brought along."""
         source = self.backbone().source if "base" in self.backbones else None
         if source is not None:
-            self.trained_heads |= peft_io.load_heads_if_present(self.heads, source)
+            self.trained_heads |= peft_io.load_heads_if_present(self.heads, local_folder(source))
         for role in self.roles.values():
             score = self.backbone(role.backbone).score
             if role.head == "reward" and score is not None:

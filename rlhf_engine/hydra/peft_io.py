@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra.adapters import AdapterSlot, SlotConfig
 from rlhf_engine.manifest import check_model
 
@@ -125,8 +126,9 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
     """
     where = f"adapter {str(folder)!r}"
+    folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
-    config = read_json(Path(folder), CONFIG_FILE, "adapter")
+    config = read_json(folder, CONFIG_FILE, "adapter")
     require_plain_lora(config, where)
     tensors = _pair_up(_load_weights(folder), where)
     # absolute, because a relative folder `sft` would be taken for the slot of that name
@@ -142,6 +144,7 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 
     Raises ValueError for a file that is not JSON.
     """
+    folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
     found: list[str | None] = []
     for file, key in ((CONFIG_FILE, "base_model_name_or_path"), (ENGINE_FILE, "base_hash")):

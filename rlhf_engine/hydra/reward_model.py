@@ -14,7 +14,6 @@ sequence at a time; an adapter's base keeps the config it has.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.heads import ScalarHead
@@ -46,7 +46,7 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
 
     Raises ValueError for a head with more than one output.
     """
-    folder = Path(folder)
+    folder = local_folder(folder, "the reward model", weights=True)
     check_model(folder, weights=False)
     if "reward" in peft_io.head_names(folder):
         return peft_io.read_head(folder, "reward")
@@ -78,9 +78,10 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
 
 def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[str, torch.Tensor]:
     """`read_reward_head`, or ConfigError for a folder that has none, or that is none. argument: what asks for it."""
+    if not local_folder(folder, argument).is_dir():
+        what = "the folder of a reward model or owner/name of the Hub"
+        raise ConfigError(f"{argument}: expected {what}, got {str(folder)!r}, which is neither")
     folder = str(folder)
-    if not Path(folder).is_dir():
-        raise ConfigError(f"{argument}: expected the folder of a reward model, got {folder!r}")
     head = read_reward_head(folder)
     if head is None:
         # also where the base has a reward head: it was not trained on an adapter's hidden states

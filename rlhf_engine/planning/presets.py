@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import loading
 
 
@@ -84,17 +85,18 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_config(model: str) -> PreTrainedConfig:
-    """The config of a preset or of a local folder. Raises ConfigError for anything else, with the nearest preset."""
+    """The config of a preset, a folder or a model of the Hub. Raises ConfigError otherwise, with the nearest preset."""
     if model in PRESETS:
         preset = PRESETS[model]
         config: PreTrainedConfig = AutoConfig.for_model(preset.model_type, **preset.shape)
         return config
-    folder = Path(model)
-    if folder.is_dir():
+    if Path(model).is_dir() or is_hub_name(model):
         try:
-            return loading.read_config(folder)
+            return loading.read_config(model)
         except ValueError as error:
             raise ConfigError(str(error).replace("model_name_or_path", "model", 1)) from error
     close = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"presets: {', '.join(PRESETS)}"
-    raise ConfigError(f"model: expected a preset or a folder with config.json, got {model!r}; {hint}")
+    raise ConfigError(
+        f"model: expected a preset, a folder with config.json or owner/name of the Hub, got {model!r}; {hint}"
+    )

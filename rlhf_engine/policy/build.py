@@ -17,6 +17,7 @@ from rlhf_engine.config.training import TrainingOptions
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.adapters import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
@@ -148,9 +149,9 @@ def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSp
             f"method: expected one whose backbones the given model has, {sorted(base.backbones)}, got {config.method!r}"
         )
     backbone = base.backbone()
-    source = None if backbone.source is None else Path(backbone.source).resolve()
+    source = None if backbone.source is None else plain_name(backbone.source)
     expected = {
-        "model_name_or_path": (source, Path(config.model_name_or_path).resolve()),
+        "model_name_or_path": (source, plain_name(config.model_name_or_path)),
         "dtype": (backbone.dtype, DTYPES[config.dtype]),
         "device": (base.device, device),
         "load_in_8bit, load_in_4bit": (backbone.quantized, _quantization(config) != "none"),

@@ -79,7 +79,7 @@ def test_a_model_is_for_rollouts():
 
 
 def test_a_folder_that_is_no_model_and_one_with_code(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"^model: expected a local model folder, got 'nowhere'"):
+    with pytest.raises(ConfigError, match=r"^model: expected a model folder or owner/name of the Hub, got 'nowhere'"):
         run_bench(BenchConfig(op="rollout", model="nowhere", device="cpu"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}

@@ -101,7 +101,10 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
         (["--best_of", "4", "--greedy"], "best_of: expected it without greedy and num_generations, got greedy"),
         (["--best_of", "4", "--num_generations", "2"], "got num_generations 2"),
         (["--best_of", "1"], "best_of: expected an integer or none >= 2, got 1"),
-        (["--best_of", "4", "--reward_adapter", "x"], "best_of: expected the folder of a reward model, got 'x'"),
+        (
+            ["--best_of", "4", "--reward_adapter", "x"],
+            "best_of: expected the folder of a reward model or owner/name of the Hub, got 'x'",
+        ),
         (["--best_of", "4", "--reward_adapter", "x", "--reward_model_path", "y"], "got both"),
     ],
 )

@@ -539,9 +539,12 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
     [
         (
             ["--dataset_name", "nowhere.jsonl"],
-            "a folder of such or hub:owner/name, got 'nowhere.jsonl' which is not a file",
+            "a folder of such or owner/name of the Hub, got 'nowhere.jsonl' which is not a file",
         ),
-        (["--model_name_or_path", "nowhere"], "model_name_or_path: expected a local model folder, got 'nowhere'"),
+        (
+            ["--model_name_or_path", "nowhere"],
+            "model_name_or_path: expected a model folder or owner/name of the Hub, got 'nowhere'",
+        ),
         (["--bata", "0.1"], "unknown option --bata; did you mean --beta?"),
         (["--beta", "much"], "beta: expected a number, got 'much'"),
         (["--generation_batch_size", "0"], "generation_batch_size: expected an integer >= 1, got 0"),

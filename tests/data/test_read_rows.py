@@ -143,18 +143,16 @@ def test_no_rows_and_no_source(tmp_path, offline):
         read_records(tmp_path / "notes")
 
 
-def test_a_name_of_the_hub_is_not_asked_for_unless_it_is_spelled_so(offline):
-    with pytest.raises(ConfigError, match=r"got 'owner/name' which is not a file; hub:owner/name would load it"):
-        read_records("owner/name")
-    with pytest.raises(ConfigError, match=r"hub:owner/name: expected the package datasets .*rlhf-engine\[data\]"):
-        read_records("hub:owner/name")
-    for name in ("hub:", "hub:name", "hub:a/b/c", "hub:a/b:c:d", "hub:../b", "hub:a/-b"):
-        with pytest.raises(
-            ConfigError, match=r"^dataset_name: expected hub:owner/name or hub:owner/name:split, got 'hu"
-        ):
+def test_what_is_a_name_of_the_hub(offline):
+    for name in ("owner/name", "hub:owner/name"):
+        with pytest.raises(ConfigError, match=rf"{name}: expected the package datasets .*rlhf-engine\[data\]"):
             read_records(name)
-    with pytest.raises(ConfigError, match=r"'prompts/none\.jsonl' which is not a file$"):
-        read_records("prompts/none.jsonl")
+    for name in ("hub:", "hub:name", "hub:a/b/c/d", "hub:a/b:c:d", "hub:../b", "hub:a/-b"):
+        with pytest.raises(ConfigError, match=r"^dataset_name: expected hub:owner/name, in full hub:.*, got 'hu"):
+            read_records(name)
+    for name in ("prompts/none.jsonl", "./owner/name", "name", "/owner/name"):
+        with pytest.raises(ConfigError, match=rf"{name}' which is not a file$"):
+            read_records(name)
 
 
 def test_files_of_a_folder_follow_their_names(tmp_path):
@@ -195,7 +193,12 @@ def test_what_is_asked_of_the_hub(monkeypatch):
     calls = stand_in(monkeypatch)
     assert read("hub:owner/my.name")[1] == Record(place="hub:owner/my.name: row 1", value=ROWS[1])
     assert len(read("hub:owner/name:test_2")) == 2
-    assert calls == [(("owner/my.name",), {"split": "train"}), (("owner/name",), {"split": "test_2"})]
+    assert len(read("owner/name/main@v1:test")) == 2
+    assert calls == [
+        (("owner/my.name", None), {"revision": None, "split": "train"}),
+        (("owner/name", None), {"revision": None, "split": "test_2"}),
+        (("owner/name", "main"), {"revision": "v1", "split": "test"}),
+    ]
 
 
 def test_a_local_path_comes_before_the_hub(tmp_path, monkeypatch):
@@ -211,6 +214,8 @@ def test_the_hub_may_fail(monkeypatch):
     stand_in(monkeypatch, error=ConnectionError("offline mode is enabled\nmore"))
     with pytest.raises(ConfigError, match=r"^dataset_name: expected to load 'hub:a/b', got offline mode is enabled$"):
         read_records("hub:a/b")
+    with pytest.raises(ConfigError, match=r"expected to load 'a/b', which is no file or folder here, got offline"):
+        read_records("a/b")
     stand_in(monkeypatch, error=RuntimeError("Dataset scripts are no longer supported"))
     with pytest.raises(ConfigError, match="got Dataset scripts"):
         read_records("hub:a/b")

@@ -105,7 +105,7 @@ def test_a_source_of_another_kind(tmp_path):
     ):
         HydraModel.from_pretrained(torch.nn.Linear(2, 2), roles=ACTOR)
     with pytest.raises(
-        ValueError, match="model_name_or_path: expected a local model folder, got '/nowhere' which is not"
+        ValueError, match="model_name_or_path: expected a model folder or owner/name of the Hub, got '/nowhere'"
     ):
         HydraModel.from_pretrained("/nowhere", roles=ACTOR)
     with pytest.raises(

@@ -117,7 +117,7 @@ def test_sizes_that_are_none(text):
     [
         (
             ["--model", "lama-7b"],
-            "model: expected a preset or a folder with config.json, got 'lama-7b'; did you mean 'lla",
+            "model: expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
         ),
         (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
         (

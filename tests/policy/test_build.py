@@ -369,7 +369,9 @@ def test_a_reward_model_reads_the_policy_s_tokens(model, same_decoder, lora_rewa
     with pytest.raises(ConfigError, match=r"reward_model_path: expected the policy's tokenizer in .* 2 of its tokens"):
         trainer(larger)
 
-    with pytest.raises(ConfigError, match=r"reward_model_path: expected a local model folder, got 'none'"):
+    with pytest.raises(
+        ConfigError, match=r"reward_model_path: expected a model folder or owner/name of the Hub, got 'none'"
+    ):
         trainer(Path("none"))
     with pytest.raises(ConfigError, match=r"reward_model_path: expected a model in .*, got an adapter; give it as rew"):
         trainer(lora_reward)
@@ -413,7 +415,8 @@ def test_reward_models_that_do_not_fit(model, other_decoder, tmp_path):
     with pytest.raises(ConfigError, match=r"critic_init: expected 'base' or 'actor' for hydra_ppo, .*other weights"):
         build(model, tmp_path, reward_model_path=str(other_decoder), critic_init="reward")
     with pytest.raises(
-        ConfigError, match="reward_funcs: 'reward_model': expected the folder of a reward model, got 'none'"
+        ConfigError,
+        match="reward_funcs: 'reward_model': expected the folder of a reward model or owner/name of the Hub, got 'no",
     ):
         build(model, tmp_path, reward_model_path="none")
     three = tmp_path / "three"

@@ -347,7 +347,7 @@ def data(*rows: Any):
         (lambda p: {"resume_from_checkpoint": str(p / "none")}, "resume_from_checkpoint: expected 'auto' or a check"),
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
         (lambda p: {"actor_adapter": str(p / "none")}, r"adapter: expected a folder with adapter_config\.json"),
-        (lambda p: {"model_name_or_path": str(p / "no")}, "model_name_or_path: expected a local model folder, got"),
+        (lambda p: {"model_name_or_path": str(p / "no")}, "model_name_or_path: expected a model folder or owner/name"),
         (lambda p: {"model_name_or_path": str(p)}, "model_name_or_path: expected a folder with config.json, got"),
         (
             lambda p: {"model_name_or_path": str(without_tokenizer(p / "m"))},

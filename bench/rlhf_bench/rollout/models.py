@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, SlotConfig
-from rlhf_engine.hydra.loading import load_model, require_model_folder
+from rlhf_engine.hydra.loading import load_model, model_folder
 
 RANK = 16
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +61,7 @@ def make_models(name: str, dtype: torch.dtype, device: torch.device) -> Models:
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         try:
-            require_model_folder(name)
+            model_folder(name)
             plain = load_model(name, dtype=dtype, device=device)
         except ValueError as error:
             raise ConfigError(str(error).replace("model_name_or_path: ", "model: ")) from error

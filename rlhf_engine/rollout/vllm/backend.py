@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from rlhf_engine.errors import ConfigError, RolloutServerError
+from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gated_linear import GatedHead
@@ -66,7 +67,7 @@ def find_base(client: VllmClient, model_name_or_path: str, name: str | None, mos
     if name is not None:
         found = [model for model in bases if model.name == name]
     else:
-        ours = Path(model_name_or_path).resolve().name
+        ours = Path(plain_name(model_name_or_path)).name
         found = [model for model in bases if ours in (_last_part(model.name), _last_part(model.root or model.name))]
     if len(found) != 1:
         wanted = f"{name!r} (vllm_model_name)" if name is not None else f"one called {ours!r} (or a vllm_model_name)"

@@ -1,0 +1,97 @@
+"""Models, adapters and data of the Hugging Face Hub, by name: `owner/name`, or `owner/name@revision`.
+
+A folder or a file of that name comes first. What is fetched lies in huggingface_hub's cache, and the next run takes it
+from there. Its environment variables hold: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE. Of a model its config, its
+tokenizer and its safetensors are fetched, never code and never a pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.manifest import MANIFEST_FILE
+
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHTS = "*.safetensors"
+_LEFT_OUT = ("*/*", "consolidated*", MANIFEST_FILE)
+"""Folders within, weights in their makers' own format beside those of transformers, and what lists all files."""
+
+
+def is_hub_name(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is one of the Hub, and not of something here."""
+    return _NAME.fullmatch(os.fspath(name)) is not None and not Path(name).exists()
+
+
+def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_path", *, weights: bool = False) -> Path:
+    """Folder of a model or an adapter, fetched from the Hub where the name is one of it.
+
+    Args:
+        name: a path, which is returned as it is; or `owner/name`, `owner/name@revision`.
+        argument: option that names it, for messages.
+        weights: fetch its safetensors as well.
+
+    Returns:
+        The path, or the folder in huggingface_hub's cache.
+
+    Raises:
+        ConfigError: the Hub has nothing of that name, grants no access to it, or cannot be reached.
+    """
+    return _fetched(os.fspath(name), argument, weights) if is_hub_name(name) else Path(name)
+
+
+def plain_name(name: str | os.PathLike[str]) -> str:
+    """The name by which others find a base: without a revision on the Hub, else its whole path."""
+    found = _NAME.fullmatch(os.fspath(name))
+    return found[1] if found is not None and is_hub_name(name) else str(Path(name).resolve())
+
+
+@functools.cache
+def _fetched(name: str, argument: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    # Weights of the commit whose config was read, if a branch moves meanwhile
+    revision = _fetched(name, argument, weights=False).name if weights else found[2]
+    patterns = [*_SMALL, _WEIGHTS] if weights else list(_SMALL)
+    try:
+        folder = snapshot_download(
+            found[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{argument}: {_reason(error, name)}") from error
+    if weights and not any(Path(folder).glob(_WEIGHTS)):
+        raise ConfigError(f"{argument}: expected safetensors of {name!r}, got none; {_by_hand(name)}")
+    return Path(folder)
+
+
+def _reason(error: Exception, name: str) -> str:
+    """The reason why nothing was fetched, in one line."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"expected access to {name!r}, got a refusal; accept its terms on the Hub, then run `hf auth login` or set "
+            "HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"expected a revision of {name.partition('@')[0]!r}, got {name.partition('@')[2]!r}, which it has not"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"expected a folder or a name of the Hub, got {name!r}, which is neither, or is private (`hf auth login`)"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        offline = " (HF_HUB_OFFLINE)" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else ""
+        wanted = f"a folder, or a model in the Hub's cache, without a network{offline}"
+        return f"expected {wanted}, got {name!r}; {_by_hand(name)}"
+    return f"{name!r} could not be fetched: {' '.join(str(error).split())}"
+
+
+def _by_hand(name: str) -> str:
+    owner_name, _, revision = name.partition("@")
+    return f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"
