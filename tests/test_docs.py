@@ -240,7 +240,7 @@ def test_commands_lead_from_one_to_the_next():
 @each_doc
 def test_mentioned_flags_commands_and_targets_exist(doc):
     text = prose(doc)
-    flags = {"config", "print_config", "help", "full", "lora"}
+    flags = {"config", "print_config", "help_all", "help", "full", "lora"}
     flags |= {"measure"}  # of doctor, which has no dataclass of options
     for options in CONFIGS.values():
         flags |= option_names(options)

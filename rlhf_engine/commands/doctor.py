@@ -9,8 +9,18 @@ from pathlib import Path
 from rlhf_engine.commands.common import as_request_errors, prepare
 from rlhf_engine.errors import ConfigError
 
+_USAGE = """usage: rlhf-engine doctor [--json | --measure [PATH]]
+
+Versions, device, and which kernel backend serves which op and why.
+
+  --json            the same as one JSON object
+  --measure [PATH]  time the backends of every op here, and write a kernel table (default: kernel_table.json)"""
+
 
 def run(argv: Sequence[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(_USAGE)
+        return 0
     option, *values = argv or [""]
     if option not in ("", "--json", "--measure") or len(values) > (option == "--measure"):
         raise ConfigError(f"doctor: expected no options, --json or --measure [PATH], got {list(argv)}")

@@ -22,6 +22,8 @@ from rlhf_engine.errors import ConfigError, EngineError, notes
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
+first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine train --help` is for a model of yours
+
   demo       train and judge a small model from scratch in a minute or two on a CPU
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
   reward     a reward model: --lora on a slot of the frozen base, --full for comparison
@@ -32,7 +34,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
   doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
   bench      time, memory and error of the kernels: bench [OP] [--quick]
 
-rlhf-engine COMMAND --help lists a command's options."""
+rlhf-engine COMMAND --help lists the options that are used most, --help_all all of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,9 @@ from rlhf_engine.errors import ConfigError
 class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
+    FIRST = ("model_name_or_path", "adapter", "prompt", "num_generations", "max_completion_length")
+    EXAMPLE = 'rlhf-engine generate --model_name_or_path Qwen/Qwen3-0.6B --adapter runs/ppo/final --prompt "Once upon"'
+
     adapter: str | None = option(None, "PEFT folder of an adapter, or its name on the Hub; none: the base alone")
     prompt: list[str] | None = option(None, "prompts, each one argument", is_text=True)
     prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")

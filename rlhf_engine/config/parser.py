@@ -6,7 +6,8 @@ bounds are checked in `__post_init__`: a config made in Python, by flags or from
 Flags follow the conventions of transformers' HfArgumentParser, with errors that name the option:
 `--flag value`, `--flag=value`, `--a-flag` for `--a_flag`, `--switch` / `--no_switch` / `--switch false`,
 `--list a b c`, `none` for an optional value. `--config file.yaml` supplies values that flags override,
-`--print_config` shows the resolved YAML and `--help` the options; both of these exit with 0.
+`--print_config` shows the resolved YAML, `--help` the options that are used most and `--help_all` all of them, by
+section; these three exit with 0.
 
 It does not use argparse to read the flags, because argparse takes `-1e-3` and `- a prompt` for options.
 """
@@ -18,6 +19,7 @@ import copy
 import dataclasses
 import difflib
 import errno
+import inspect
 import os
 import re
 import sys
@@ -25,7 +27,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
@@ -37,7 +39,7 @@ _LARGEST_INT = 2**31 - 1
 """Largest whole number of an option that has no smaller bound: nothing counts further."""
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
-_SPECIAL = ("config", "print_config", "help")
+_SPECIAL = ("config", "print_config", "help", "help_all")
 
 
 def option(
@@ -89,6 +91,11 @@ class Options:
         ConfigError: an option of another type or out of its bounds, or options that contradict each other.
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = ()
+    """Options that `--help` shows; none: all."""
+    EXAMPLE: ClassVar[str] = ""
+    """A command line, in `--help`."""
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
@@ -124,7 +131,7 @@ class Options:
 def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) -> C:
     """Build a config from command-line tokens. Relative paths start at the working folder.
 
-    `--help` and `--print_config` print their text and exit.
+    `--help`, `--help_all` and `--print_config` print their text and exit.
 
     Args:
         cls: config class of the command.
@@ -136,11 +143,11 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
 
     Raises:
         ConfigError: an unknown or missing option, a value that does not fit, or a file that cannot be read.
-        SystemExit: `--help` or `--print_config`, with code 0.
+        SystemExit: `--help`, `--help_all` or `--print_config`, with code 0.
     """
     flags = _scan(cls, argv)
-    if "help" in flags:
-        print(_help(cls, prog), end="")
+    if "help" in flags or "help_all" in flags:
+        print(_help(cls, prog, everything="help_all" in flags or not cls.FIRST), end="")
         raise SystemExit(0)
     show = flags.pop("print_config", False)
     path = flags.pop("config", None)
@@ -269,7 +276,7 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
         raw = [attached] if equals else []
         while not equals and tokens and not tokens[0].startswith("--") and tokens[0] != "-h":
             raw.append(tokens.pop(0))
-        if name in switches or name == "print_config":
+        if name in switches or name in ("print_config", "help_all"):
             if raw:
                 raise ConfigError(f"{name}: expected no value, got {' '.join(raw)!r}")
             key, value = switches.get(name, (name, True))
@@ -370,26 +377,51 @@ def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
     return values
 
 
-def _help(cls: type[Options], prog: str | None) -> str:
-    """`--help`, laid out by argparse."""
-    parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").split("\n")[0], add_help=False)
-    hints = typing.get_type_hints(cls)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")
-    parser.add_argument("--print_config", action="store_true", help="print the resolved options as YAML and stop")
-    for field in dataclasses.fields(cls):
-        default = _default(field)
-        text = f"{field.metadata['help']} ({'required' if default is _REQUIRED else f'default: {default}'})"
-        kinds = _alternatives(hints[field.name])
-        if typing.get_origin(kinds[0]) is Literal:
-            shown = "{" + ",".join(str(v) for v in typing.get_args(kinds[0])) + "}"
-        elif any(typing.get_origin(k) is list for k in kinds):
-            shown = "VALUE ..."
-        else:
-            shown = {bool: "[BOOL]", int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
-        alias = field.metadata["alias"]
-        names = [f"--{n}" for n in ((alias,) if alias else ()) + (field.name, *field.metadata["switches"])]
-        parser.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))
+def _help(cls: type[Options], prog: str | None, *, everything: bool) -> str:
+    """`--help` and `--help_all`, laid out by argparse. Of the latter each section is the class that has its options."""
+    name = prog or os.path.basename(sys.argv[0])
+    parser = argparse.ArgumentParser(
+        usage=f"{name} [--flag value …]",
+        description=(cls.__doc__ or "").split("\n")[0],
+        epilog=f"example: {cls.EXAMPLE}" if cls.EXAMPLE else None,
+        add_help=False,
+    )
+    fields, shown = _fields(cls), set[str]()
+    if not everything:
+        group = parser.add_argument_group("options that are used most")
+        for each in cls.FIRST:
+            _add_to_help(group, fields[each], typing.get_type_hints(cls)[each])
+        shown = set(cls.FIRST)
+    for section in cls.__mro__ if everything else ():
+        own = [f for n, f in fields.items() if n in inspect.get_annotations(section) and n not in shown]
+        if own:
+            title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
+            group = parser.add_argument_group(title)
+            for field in own:
+                _add_to_help(group, field, typing.get_type_hints(cls)[field.name])
+            shown |= {field.name for field in own}
+    group = parser.add_argument_group("of every command")
+    group.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")
+    group.add_argument("--print_config", action="store_true", help="print the resolved options as YAML and stop")
+    more = len(fields) - len(shown)
+    if more:
+        group.add_argument("--help_all", action="store_true", help=f"the other {more} options as well, by section")
     return parser.format_help()
+
+
+def _add_to_help(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: Any) -> None:
+    default = _default(field)
+    text = f"{field.metadata['help']} ({'required' if default is _REQUIRED else f'default: {default}'})"
+    kinds = _alternatives(hint)
+    if typing.get_origin(kinds[0]) is Literal:
+        shown = "{" + ",".join(str(v) for v in typing.get_args(kinds[0])) + "}"
+    elif any(typing.get_origin(k) is list for k in kinds):
+        shown = "VALUE ..."
+    else:
+        shown = {bool: "[BOOL]", int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
+    alias = field.metadata["alias"]
+    names = [f"--{n}" for n in ((alias,) if alias else ()) + (field.name, *field.metadata["switches"])]
+    group.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))
 
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -21,6 +21,12 @@ class RewardConfig(SupervisedOptions):
     Rows hold `prompt` and either `chosen` and `rejected`, or `completion` and `label` (true or false, 1 or 0).
     """
 
+    FIRST = ("model_name_or_path", "dataset_name", "mode", "eval_share", "output_dir")
+    EXAMPLE = (
+        "rlhf-engine reward --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized "
+        "--lora --output_dir runs/reward"
+    )
+
     mode: Literal["full", "lora"] = required(
         "lora trains a slot and a head on the frozen base; full trains all of it, for comparison",
         switches=("full", "lora"),

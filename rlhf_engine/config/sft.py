@@ -18,6 +18,12 @@ class SFTConfig(SupervisedOptions):
     Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
     """
 
+    FIRST = ("model_name_or_path", "dataset_name", "mode", "learning_rate", "output_dir")
+    EXAMPLE = (
+        "rlhf-engine sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --lora "
+        "--output_dir runs/sft"
+    )
+
     mode: Literal["full", "lora"] = required(
         "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
     )

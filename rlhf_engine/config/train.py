@@ -28,6 +28,12 @@ Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hyd
 class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
+    FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
+    EXAMPLE = (
+        "rlhf-engine train --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl "
+        "--reward_funcs reward.py:score --output_dir runs/ppo"
+    )
+
     method: Method = option(
         "hydra_ppo",
         "hydra_ppo: critic on an adapter of its own; j_hydra_ppo: on the actor's; dynamic_lora_ppo: on a second "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import typing
 from pathlib import Path
 
@@ -225,12 +226,29 @@ def test_printed_config_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_config(SFTConfig, ["--help"], prog="rlhf-engine sft")
+        parse_config(SFTConfig, ["--help-all"], prog="rlhf-engine sft")
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    assert all(f"--{f.name}" in text for f in dataclasses.fields(SFTConfig))
-    assert "rlhf-engine sft" in text
+    assert all(text.count(f"\n  --{f.name} ") == 1 for f in dataclasses.fields(SFTConfig))
+    assert "\nPasses over rows of prompts and answers:\n" in text  # the section's own sentence
     assert "--full" in text
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig])
+def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(cls, ["--help"], prog="x")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert {line.split()[0] for line in text.splitlines() if line.startswith("  --")} == {
+        *(f"--{name}" for name in cls.FIRST),
+        *("--config", "--print_config", "--help_all"),
+    }
+    assert len(cls.FIRST) == 5
+    assert f"the other {len(dataclasses.fields(cls)) - 5} options" in " ".join(text.split())
+    words = shlex.split(cls.EXAMPLE)
+    assert words[0] == "rlhf-engine"
+    parse_config(cls, words[2:])  # the example can be run
 
 
 @pytest.mark.parametrize(
