@@ -36,6 +36,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.reward_functions import check_reward, load_reward
+from rlhf_engine.scoring.verifiable import is_built_in
 from tests.conftest import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,7 +212,7 @@ def test_commands_parse(words):
     given = {word.removeprefix("--") for word in words[2:] if word.startswith("--")}
     assert given - {"full", "lora"} <= option_names(type(config))
     for source in getattr(config, "reward_funcs", []):
-        assert source in ("reward_model", "reward.py:reward")
+        assert source in ("reward_model", "reward.py:reward") or is_built_in(source)
 
 
 def option_names(config: type) -> set[str]:

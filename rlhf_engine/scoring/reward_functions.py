@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
+from rlhf_engine.scoring import verifiable
 
 RewardFunction = Callable[..., Any]
 _RESERVED = ("prompts", "completions", "completion_ids")
 _LARGEST = torch.finfo(torch.float32).max
-_EXPECTED = "module:function or path/file.py:function"
+_EXPECTED = f"reward_model, {', '.join(verifiable.BUILT_IN)}, module:function or path/file.py:function"
 
 
 class FunctionRewards(NamedTuple):
@@ -46,7 +47,9 @@ class FunctionRewards(NamedTuple):
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function that `spec` names: `package.module:function` or `path/to/file.py:function`."""
+    """The function of a spec: `package.module:function`, `path/to/file.py:function`, or one of `verifiable`."""
+    if verifiable.is_built_in(spec):
+        return verifiable.make(spec)
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
         raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}")

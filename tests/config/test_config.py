@@ -268,7 +268,6 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         (["--kl_estimator", "k2"], r"kl_estimator: expected one of 'k1', 'k3', 'exact', got 'k2'"),
         (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--max_grad_norm", "-1"], r"max_grad_norm: expected a number or none >= 0, got -1\.0"),
-        (["--reward_funcs", "nothing"], r"reward_funcs: expected reward_model, module:function .* got 'nothing'"),
         (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
         (["--reward_adapter", "x", "--reward_funcs", "a:b"], r"reward_adapter: expected 'reward_model' among"),
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),

@@ -178,8 +178,8 @@ def test_load_errors_name_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(**_):\n    return [1.0]\n\nnumber = 3\n")
     (tmp_path / "broken.py").write_text("import no_such_module_here\n")
     for spec, message in [
-        ("no_colon", r"expected module:function or path/file.py:function, got 'no_colon'"),
-        (":f", r"expected module:function"),
+        ("no_colon", r"expected reward_model, code, .*, module:function or path/file.py:function, got 'no_colon'"),
+        (":f", r"expected reward_model, code"),
         (f"{tmp_path}/none.py:f", r"there is no file"),
         (f"{tmp_path}/r.py:g", r"has no 'g'; it has \['f'\]"),
         (f"{tmp_path}/r.py:number", r"expected a function at .*, got a int"),
