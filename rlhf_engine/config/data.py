@@ -24,10 +24,10 @@ class RowOptions(Options):
     max_bad_rows: float = option(
         0.0, "rows that may be unusable before the run stops: a share below 1, or a whole number of rows", ge=0
     )
-    truncation: Literal["error", "drop", "keep_end", "keep_start"] = option(
+    truncation: Literal["error", "drop", "keep_end", "keep_start", "both"] = option(
         "error",
-        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go) or keep_start (the "
-        "answer's last tokens go)",
+        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go), keep_start (the "
+        "answer's last tokens go) or both (the prompt's down to half of the length, then the answer's)",
     )
 
     def __post_init__(self) -> None:

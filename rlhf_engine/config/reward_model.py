@@ -58,10 +58,10 @@ class RewardConfig(SupervisedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.truncation == "keep_start":
+        if self.truncation in ("keep_start", "both"):
             raise ConfigError(
                 "truncation: expected error, drop or keep_end for reward models, which judge an answer at its end, got "
-                "'keep_start'"
+                f"{self.truncation!r}"
             )
         for name in ("eval_dataset_name", "group_column"):
             if getattr(self, name) is not None:

@@ -86,7 +86,7 @@ def tokenize_prompts(
         context_length: most tokens of prompt and answer together.
         max_completion_length: tokens kept free for the answer.
         max_prompt_length: most tokens of a prompt; None: as many as the context leaves.
-        truncation: what becomes of longer prompts: `error`, `drop`, `keep_end` or `keep_start`, see `data.tokenize`.
+        truncation: what becomes of longer prompts: a `Truncation`, see `data.tokenize`.
         vocabulary: number of token ids that the model has; None: ids are not checked.
 
     Returns:

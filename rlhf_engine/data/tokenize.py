@@ -16,13 +16,15 @@ end-of-sequence token is added.
     keep_end     the prompt's oldest tokens go until the row fits, but not its beginning-of-sequence token; answers
                  stay whole
     keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
+    both         the prompt's oldest tokens go, down to half of max_length, and then the answer's last ones
 
 Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
-the prompt stays, and with keep_start one of each answer; a row that cannot be made to fit is bad.
+the prompt stays, and where answers are cut one of each; a row that cannot be made to fit is bad.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +37,7 @@ from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, T
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode_completion, encode_prompt
 
-Truncation = Literal["error", "drop", "keep_end", "keep_start"]
+Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def tokenize_rows(
         tokenizer: tokenizer of the model, with a chat template where rows are messages.
         tally: counts what is bad, dropped or cut.
         max_length: most tokens of prompt and longest answer.
-        truncation: what becomes of longer rows: `error`, `drop`, `keep_end` or `keep_start`, see the module.
+        truncation: what becomes of longer rows: a `Truncation`, see the module.
         limit_name: name of max_length's tokens, for messages.
         end_ids: tokens that end an answer (`read_eos_token_ids`); None: the tokenizer's own alone.
         vocabulary: number of token ids that the model has; None: ids are not checked.
@@ -186,7 +188,7 @@ def fit_to_length(
     Args:
         tokens: the row.
         max_length: most tokens of prompt and longest answer.
-        truncation: what becomes of a longer row: `error`, `drop`, `keep_end` or `keep_start`, see the module.
+        truncation: what becomes of a longer row: a `Truncation`, see the module.
         limit_name: name of max_length's tokens, for messages.
         keep_first: tokens that stay at the beginning of a prompt that is cut.
 
@@ -207,6 +209,11 @@ def fit_to_length(
         prompt = tokens.prompt[:keep_first] + kept
         return Tokenized(row=tokens.row, prompt=prompt, answers=tokens.answers, truncated=True)
     room = max_length - len(tokens.prompt)
+    half = max(room, max_length // 2)
+    if truncation == "both" and (half > 0 or not tokens.answers):
+        answers = tuple(answer[:half] for answer in tokens.answers)
+        shorter = dataclasses.replace(tokens, answers=answers, truncated=True)
+        return fit_to_length(shorter, max_length, "keep_end", limit_name, keep_first=keep_first)
     if truncation == "keep_start" and tokens.answers and room > 0:
         answers = tuple(answer[:room] for answer in tokens.answers)
         return Tokenized(row=tokens.row, prompt=tokens.prompt, answers=answers, truncated=True)

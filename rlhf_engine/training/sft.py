@@ -129,7 +129,7 @@ def tokenize_rows(
         tally: counts what is bad, dropped or cut.
         max_length: most tokens of prompt and longest answer.
         pairs: whether all rows are preferences whose worse answer is trained on.
-        truncation: what becomes of longer rows: `error`, `drop`, `keep_end` or `keep_start`, see `data.tokenize`.
+        truncation: what becomes of longer rows: a `Truncation`, see `data.tokenize`.
         end_ids: tokens that end an answer; None: the tokenizer's own alone.
         vocabulary: number of token ids that the model has; None: ids are not checked.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from transformers import GenerationConfig, LlamaConfig
 
@@ -144,7 +146,7 @@ def cut(max_length, truncation, tokens=WHOLE):
     return fit_to_length(tokens, max_length, truncation, "tokens of prompt and answer")
 
 
-@pytest.mark.parametrize("truncation", ["error", "drop", "keep_end", "keep_start"])
+@pytest.mark.parametrize("truncation", ["error", "drop", "keep_end", "keep_start", "both"])
 def test_what_fits_is_left_alone(truncation):
     assert cut(7, truncation) is WHOLE  # the prompt and the longer answer
 
@@ -184,9 +186,29 @@ def test_keep_start_takes_the_last_tokens_of_the_answers():
         cut(4, "keep_start")  # the prompt alone would fill it
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "length", "left"),
+    [
+        (10, 60, 50, (10, 40)),  # a short prompt stays whole
+        (100, 20, 50, (30, 20)),  # and so does a short answer
+        (100, 60, 50, (25, 25)),
+        (100, 60, 51, (26, 25)),
+        (30, 21, 50, (29, 21)),
+        (9, 9, 2, (1, 1)),
+    ],
+)
+def test_both_leaves_half_of_the_length_to_each(prompt, answer, length, left):
+    whole = dataclasses.replace(WHOLE, prompt=list(range(prompt)), answers=(list(range(answer)), [7]))
+    found = cut(length, "both", whole)
+    assert (found.prompt, found.answers) == (whole.prompt[prompt - left[0] :], (whole.answers[0][: left[1]], [7]))
+    assert found.truncated
+    with pytest.raises(RowError, match="expected at most 1 tokens"):
+        cut(1, "both", whole)  # one token of each stays
+
+
 def test_prompts_alone():
     prompt = tokenize_row(row("prompt_only", prompt="one two three"), WORDS)
-    assert cut(2, "keep_end", prompt).prompt == prompt.prompt[-2:]
+    assert cut(2, "keep_end", prompt).prompt == cut(2, "both", prompt).prompt == prompt.prompt[-2:]
     for length, truncation in ((0, "keep_end"), (-3, "keep_end"), (2, "keep_start"), (2, "error")):
         with pytest.raises(RowError):
             cut(length, truncation, prompt)

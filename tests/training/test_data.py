@@ -246,7 +246,9 @@ def test_options_of_data_that_mean_nothing(base, tmp_path):
         sft_config(base, tmp_path / "run", max_bad_rows=1.5)
     with pytest.raises(ConfigError, match="max_bad_rows: expected a number >= 0, got -1"):
         sft_config(base, tmp_path / "run", max_bad_rows=-1)
-    with pytest.raises(ConfigError, match="truncation: expected one of 'error', 'drop', 'keep_end', 'keep_start', got"):
+    with pytest.raises(
+        ConfigError, match="truncation: expected one of 'error', 'drop', 'keep_end', 'keep_start', 'both', got"
+    ):
         sft_config(base, tmp_path / "run", truncation="left")
     with pytest.raises(ConfigError, match="dataset_name: expected something that is not empty, got ''"):
         sft_config(base, tmp_path / "run", dataset_name="")

@@ -783,6 +783,7 @@ def test_a_run_stopped_before_its_result_was_written_writes_it(base, tmp_path):
     ("options", "message"),
     [
         ({"truncation": "keep_start"}, "truncation: expected error, drop or keep_end for reward models"),
+        ({"truncation": "both"}, "truncation: expected error, drop or keep_end for reward models"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
         ({"max_steps": None, "warmup_steps": 500}, "warmup_steps: expected at most the run's 12 steps, got 500"),
     ],
