@@ -169,12 +169,14 @@ class JsonSchema:
     def _checked(schema: Any) -> Any:
         """A validator; it fetches nothing that a schema refers to. Raises ConfigError for what is no schema."""
         library = _jsonschema()
+        from referencing import Registry  # which jsonschema needs
+
         try:
             kind = library.validators.validator_for(schema)
             kind.check_schema(schema)
         except library.SchemaError as error:
             raise ConfigError(f"reward_funcs: json_schema: expected a JSON schema, got {error.message}") from error
-        return kind(schema, registry=library.validators.referencing.Registry())
+        return kind(schema, registry=Registry())
 
     @staticmethod
     def _of(text: str, validator: Any) -> float:

@@ -106,8 +106,8 @@ def test_json_schema(answer, reward, tmp_path):
 
 
 def test_a_schema_that_refers_elsewhere_fetches_nothing():
-    library = pytest.importorskip("jsonschema")
-    with pytest.raises(library.exceptions.RefResolutionError.__mro__[1]):
+    referencing = pytest.importorskip("referencing")
+    with pytest.raises(referencing.exceptions.Unresolvable):
         one("json_schema", "{}", schema={"$ref": "http://127.0.0.1:9/schema"})
 
 
