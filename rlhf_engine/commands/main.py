@@ -1,4 +1,4 @@
-"""The command line: `rlhf-engine demo | sft | reward | train | generate | report | plan | doctor | bench`.
+"""The command line, `rlhf-engine COMMAND`: see `_USAGE`.
 
 Exit codes:
     0     done
@@ -33,6 +33,7 @@ first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine tr
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
   doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
   bench      time, memory and error of the kernels: bench [OP] [--quick]
+  completion commands, options and choices in a shell: eval "$(rlhf-engine completion bash)", or zsh
 
 rlhf-engine COMMAND --help lists the options that are used most, --help_all all of them."""
 
@@ -113,6 +114,7 @@ _COMMANDS = {
     "plan": "rlhf_engine.commands.plan",
     "doctor": "rlhf_engine.commands.doctor",
     "bench": "rlhf_engine.commands.bench",
+    "completion": "rlhf_engine.commands.completion",
 }
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 

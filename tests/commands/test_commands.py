@@ -89,7 +89,7 @@ def test_usage_version_and_unknown_commands(capsys):
     assert all(f"\n  {name} " in out for name in ("demo", "sft", "reward", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
-    names = ["demo", "sft", "reward", "train", "generate", "report", "plan", "doctor", "bench"]
+    names = ["demo", "sft", "reward", "train", "generate", "report", "plan", "doctor", "bench", "completion"]
     assert refused(capsys, "zzz").endswith(f"expected one of {names}")
 
 
@@ -554,7 +554,7 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
         (["--lora_target_modules", "c_attn"], "target_modules: expected name endings among ['down_proj'"),
         (
             ["--reward_funcs", "good"],
-            "reward_funcs: expected reward_model, module:function or path/file.py:function, got",
+            "reward_funcs: expected reward_model, code, format, json_schema, length, math, repetition, module:f",
         ),
         (["--reward_funcs", "none.py:good"], "reward_funcs: there is no file 'none.py'"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto' or a checkpoint folder"),
