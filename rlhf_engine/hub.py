@@ -41,7 +41,12 @@ def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_pa
     Raises:
         ConfigError: the Hub has nothing of that name, grants no access to it, or cannot be reached.
     """
-    return _fetched(os.fspath(name), argument, weights) if is_hub_name(name) else Path(name)
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        return _fetched(os.fspath(name), weights)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from error
 
 
 def plain_name(name: str | os.PathLike[str]) -> str:
@@ -51,22 +56,22 @@ def plain_name(name: str | os.PathLike[str]) -> str:
 
 
 @functools.cache
-def _fetched(name: str, argument: str, weights: bool) -> Path:
+def _fetched(name: str, weights: bool, /) -> Path:
     from huggingface_hub import snapshot_download
 
     found = _NAME.fullmatch(name)
     assert found is not None
     # Weights of the commit whose config was read, if a branch moves meanwhile
-    revision = _fetched(name, argument, weights=False).name if weights else found[2]
+    revision = _fetched(name, False).name if weights else found[2]
     patterns = [*_SMALL, _WEIGHTS] if weights else list(_SMALL)
     try:
         folder = snapshot_download(
             found[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{argument}: {_reason(error, name)}") from error
+        raise ConfigError(_reason(error, name)) from error
     if weights and not any(Path(folder).glob(_WEIGHTS)):
-        raise ConfigError(f"{argument}: expected safetensors of {name!r}, got none; {_by_hand(name)}")
+        raise ConfigError(f"expected safetensors of {name!r}, got none")
     return Path(folder)
 
 

@@ -18,20 +18,12 @@ import pytest
 from rlhf_kernels.runtime import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhf_engine.commands.completion import CONFIGS
 from rlhf_engine.commands.demo.task import build_tokenizer
 from rlhf_engine.commands.main import _COMMANDS
 from rlhf_engine.config import (
-    BenchConfig,
-    DemoConfig,
-    GenerateConfig,
-    PlanConfig,
-    ReportConfig,
-    RewardConfig,
-    SFTConfig,
-    TrainConfig,
     parse_config,
 )
-from rlhf_engine.config.parser import Options
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
@@ -75,16 +67,6 @@ PLAIN = [
     ),
 ]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
-CONFIGS: dict[str, type[Options]] = {
-    "sft": SFTConfig,
-    "reward": RewardConfig,
-    "train": TrainConfig,
-    "generate": GenerateConfig,
-    "demo": DemoConfig,
-    "bench": BenchConfig,
-    "plan": PlanConfig,
-    "report": ReportConfig,
-}
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
 # bench/tables/doc_tables.py fills these; tests/bench/test_bench.py compares

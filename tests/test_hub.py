@@ -109,6 +109,17 @@ def test_a_revision_and_the_name_that_others_know(server, root):
     assert hub.plain_name(f"{NAME}@v1") == NAME
 
 
+def test_weights_are_those_of_the_commit_whose_config_was_read(server, root):
+    """A branch is looked up once, whichever options name the model."""
+    folders = [
+        hub.local_folder(NAME),
+        hub.local_folder(NAME, "reward_model_path", weights=True),
+        hub.local_folder(NAME),
+    ]
+    assert {folder.name for folder in folders} == {commit_of(root / "models" / NAME)}
+    assert server.asked.count(f"/api/models/{NAME}/revision/main") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -324,8 +324,8 @@ def _correct_lanes(size: str) -> list[Lane]:
     # Everything else that is short: another torch, another Triton, another machine
     elsewhere = [word for file in ON_A_GPU for word in ("--ignore", file)]
     ops = sorted(path.parent.name for path in (ROOT / "kernels" / "rlhf_kernels").glob("*/reference.py"))
-    rest = [f"tests/kernels/test_{name}.py" for name in (*ops, "cuda_build") if name != "gae"]
-    rest += ["tests/hydra", "tests/generators"]
+    files = [*(f"tests/kernels/test_{name}.py" for name in (*ops, "cuda_build")), "tests/hydra", "tests/generators"]
+    rest = [file for file in files if file not in ON_A_GPU]
     lanes.append(_pytest("correct-cpu", rest, "not gpu and not long", *elsewhere, size=size))
     return lanes
 

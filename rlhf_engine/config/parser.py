@@ -386,11 +386,11 @@ def _help(cls: type[Options], prog: str | None, *, everything: bool) -> str:
         epilog=f"example: {cls.EXAMPLE}" if cls.EXAMPLE else None,
         add_help=False,
     )
-    fields, shown = _fields(cls), set[str]()
+    fields, hints, shown = _fields(cls), typing.get_type_hints(cls), set[str]()
     if not everything:
         group = parser.add_argument_group("options that are used most")
         for each in cls.FIRST:
-            _add_to_help(group, fields[each], typing.get_type_hints(cls)[each])
+            _add_to_help(group, fields[each], hints[each])
         shown = set(cls.FIRST)
     for section in cls.__mro__ if everything else ():
         own = [f for n, f in fields.items() if n in inspect.get_annotations(section) and n not in shown]
@@ -398,7 +398,7 @@ def _help(cls: type[Options], prog: str | None, *, everything: bool) -> str:
             title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
             group = parser.add_argument_group(title)
             for field in own:
-                _add_to_help(group, field, typing.get_type_hints(cls)[field.name])
+                _add_to_help(group, field, hints[field.name])
             shown |= {field.name for field in own}
     group = parser.add_argument_group("of every command")
     group.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")

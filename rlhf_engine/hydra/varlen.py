@@ -76,9 +76,14 @@ class Sequences:
         return _bounds(self.lengths, self.device)
 
     @cached_property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """Rows of each sequence, rounded up to whole blocks of FlexAttention."""
+        return tuple(-(-length // _BLOCK) * _BLOCK for length in self.lengths)
+
+    @cached_property
     def blocks(self) -> torch.Tensor:
         """int32 [N + 1], the same where every sequence begins with a block of FlexAttention and ends with one."""
-        return _bounds([-(-length // _BLOCK) * _BLOCK for length in self.lengths], self.device)
+        return _bounds(self.whole_blocks, self.device)
 
     @cached_property
     def places(self) -> torch.Tensor:
@@ -327,7 +332,7 @@ def _attend_flex(
 ) -> torch.Tensor:
     flex_attention, create_block_mask = _flex_compiled()
     # A sequence that begins within a block is summed in other parts than one that begins with it
-    rows = sum(-(-length // _BLOCK) * _BLOCK for length in sequences.lengths)
+    rows = sum(sequences.whole_blocks)
     padded = (x.new_zeros(rows, *x.shape[1:]).index_copy(0, sequences.places, x) for x in (query, key, value))
     if rule.window not in sequences.masks:
         seen = _visible(sequences.blocks, rows, rule.window)

@@ -31,15 +31,12 @@ def compare(gold: str, answer: str) -> float | None:
 
 def main() -> None:
     """Answer line by line, until there are no more."""
-    compare("1", "1")  # imports
+    if compare("1", "1") != 1.0:  # imports, and finds a parser that math-verify cannot use
+        raise SystemExit("math-verify: expected 1 to equal 1; is its antlr4 runtime the one that it was installed for?")
     out, sys.stdout = sys.stdout, sys.stderr
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        try:
-            found = compare(*json.loads(line))
-        except Exception:  # sympy raises anything on what a policy writes
-            found = 0.0
-        print(json.dumps(found), file=out, flush=True)
+        print(json.dumps(compare(*json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":

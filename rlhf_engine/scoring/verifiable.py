@@ -34,8 +34,16 @@ Texts = Sequence[Any]
 _FENCED = re.compile(r"```(?:[\w+-]*)\n(.*?)```", re.DOTALL)
 _INSTALL = "pip install 'rlhf-engine[rewards]' has it"
 _RUNNER = """
-import os, sys
-source, late = sys.stdin.buffer, {}
+import os, resource, sys
+seconds, size = map(int, sys.argv[1:])
+for kind, limit in (
+    (resource.RLIMIT_CPU, seconds),
+    (resource.RLIMIT_AS, size),
+    (resource.RLIMIT_FSIZE, 2**24),
+    (resource.RLIMIT_CORE, 0),
+):
+    resource.setrlimit(kind, (limit, limit))
+source = sys.stdin.buffer
 read = lambda: source.read(int(source.readline()))
 answer = read()
 names = {"__name__": "__main__"}
@@ -224,14 +232,13 @@ class Code:
         given = b"".join(b"%d\n%b" % (len(part), part) for part in parts)
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _RUNNER],
+                [sys.executable, "-I", "-c", _RUNNER, str(int(self.timeout) + 1), str(self.memory * 2**20)],
                 cwd=folder,
                 env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=self._limit,
             )
             try:
                 process.communicate(given, timeout=self.timeout)
@@ -243,18 +250,6 @@ class Code:
                 process.wait()
             output.seek(0)
             return float(process.returncode == 0 and output.read().endswith(word))
-
-    def _limit(self) -> None:
-        import resource
-
-        seconds, size = int(self.timeout) + 1, self.memory * 2**20
-        for kind, limit in (
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_AS, size),
-            (resource.RLIMIT_FSIZE, 16 * 2**20),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(kind, (limit, limit))
 
 
 @dataclass(kw_only=True)
@@ -291,7 +286,9 @@ class Math:
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, str(Path(__file__).with_name("math_worker.py"))]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._line(30.0)  # it has imported what it needs
+            if self._line(60.0) is None:  # until it has imported what it needs
+                self.close()
+                raise RuntimeError("the process that compares answers did not start")
         assert self._process.stdin is not None
         gold = gold.rpartition("####")[2].strip()
         self._process.stdin.write(json.dumps([gold, answer]).encode() + b"\n")

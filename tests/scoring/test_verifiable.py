@@ -218,6 +218,10 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
     judge.close()
     assert judge(completions=["7"], solution=["7"]) == [1.0]  # it starts again
     judge.close()
+    with pytest.MonkeyPatch.context() as patch:  # a process that ends at once is no wrong answer
+        patch.setattr(verifiable.sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="the process that compares answers did not start"):
+            judge(completions=["7"], solution=["7"])
     with pytest.raises(ConfigError, match=r"math: expected a column 'solution', got \['answer'\]"):
         judge(completions=["7"], answer=["7"])
 
