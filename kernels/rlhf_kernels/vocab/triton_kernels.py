@@ -177,16 +177,20 @@ def fold_tile_kernel(
     index = tl.load(index_ptr + rows, mask=inside, other=-1)
     live = inside & (index >= 0)
     divisor = load_divisor(temperature_ptr, temperature, rows, live)
+    m, s, w, q, total, at_target, first = load_state(state_ptr, n_total, rows, inside)
+    if z_r_ptr is not None:
+        m_r, s_r, at_target_r, x = load_reference_state(state_ptr, n_total, rows, inside)
     offset = tl.arange(0, BLOCK)
     in_range = offset < width
     column = column0 + offset
     bias = load_bias(bias_ptr, column, in_range)
     z = load_logits(z_ptr, z_stride, local, live, offset, in_range, bias, divisor, logit_scale, softcap, SOFTCAP)
     e, m2, s2, w2, q2, total2, at_target2, first2 = tile_state(z, column, in_range, index, True, SUM_SQ, MEAN, TOP)
-    m, s, w, q, total, at_target, first = load_state(state_ptr, n_total, rows, inside)
     a, a2, m, s, w, q, total, at_target, first = joined(
         m, s, w, q, total, at_target, first, m2, s2, w2, q2, total2, at_target2, first2
     )
+    # Every warp reads the old state and one writes the new: the first may not be done before the last has read
+    tl.debug_barrier()
     store_state(state_ptr, n_total, rows, inside, m, s, w, q, total, at_target, first)
 
     if z_r_ptr is not None:
@@ -194,7 +198,6 @@ def fold_tile_kernel(
             z_r_ptr, z_stride, local, live, offset, in_range, bias, divisor, logit_scale, softcap, SOFTCAP
         )
         _, m_r2, s_r2, _, _, _, at_target_r2, _ = tile_state(z_r, column, in_range, index, False, False, False, False)
-        m_r, s_r, at_target_r, x = load_reference_state(state_ptr, n_total, rows, inside)
         m_r, s_r = joined_sum(m_r, s_r, m_r2, s_r2)
         apart = difference(e, z, z_r)
         x2 = tl.sum(e * apart, 1)

@@ -157,6 +157,11 @@ def tier3_or_truncated(actual, exact, eager):
     return NumericReport(tier="T3", error=error, bound=bound, ok=error <= bound)
 
 
+def sums_in_tier1(actual, exact, eager):
+    """T1 for what fp32 sums of exact products are, adapters' gradients; T3 for the rest."""
+    return tier1(actual, exact, eager) if actual.dtype == torch.float32 else tier3_or_truncated(actual, exact, eager)
+
+
 HALVES = [
     (torch.float16, torch.float16),
     (torch.float16, torch.float32),
@@ -169,7 +174,7 @@ HALVES = [
 @pytest.mark.parametrize(("dtype", "adapter"), HALVES)
 @pytest.mark.parametrize("delta", [False, True])
 def test_tier3_with_half_types(device, dtype, adapter, delta):
-    Case(n=60, dtype=dtype, adapter=adapter, scale=0.3, drop=True).check(device, tier3_or_truncated, delta=delta)
+    Case(n=60, dtype=dtype, adapter=adapter, scale=0.3, drop=True).check(device, sums_in_tier1, delta=delta)
 
 
 FROZEN = [
@@ -356,7 +361,7 @@ def test_what_it_refuses(device):
 @pytest.mark.parametrize(("n", "k", "m", "rank"), [(8192, 4096, 1024, 16), (3000, 1000, 4096, 64), (64, 4096, 4096, 8)])
 def test_large_same_bits_every_time_and_in_a_graph(device, dtype, n, k, m, rank):
     case = Case(n, k, m, (rank, 8, rank), dtype=dtype, adapter=torch.float32, scale=0.1, drop=True)
-    case.check(device, tier1 if dtype == torch.float32 else tier3)
+    case.check(device, tier1 if dtype == torch.float32 else sums_in_tier1)
     first = case.run(device, "triton", frozen=("weight", "bias"))
     for _ in range(10):
         again = case.run(device, "triton", frozen=("weight", "bias"))
