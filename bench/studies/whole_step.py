@@ -6,7 +6,8 @@
 
 A step is what the training loop computes: answers of full length, scores of all roles, one epoch of updates. It runs
 once to compile and capture, once by the clock, and once, with short answers, under torch's profiler. Beside it
-`transformers.generate` draws as many tokens for the same prompts. Writes SHAPE-ALGORITHM.json and .png:
+`transformers.generate` draws as many tokens for the same prompts. Writes SHAPE-ALGORITHM.json and .png. The file is
+there after the second run and grows with what follows; what is not measured yet is null:
 
     seconds              by phase, of the step by the clock
     first_seconds        by phase, of the step that compiles and captures
@@ -133,9 +134,12 @@ class Step:
         launches, kernels = {}, []
         shorter = partial(self._generation, min(self._arguments.answer, PROFILED_TOKENS))
         for phase, run in (self.phases | {"generation": shorter}).items():
+            began = time.perf_counter()
             with profile(activities=activities) as found:
                 clocked(run, self._device)
+            ran = time.perf_counter()
             events = found.key_averages()
+            print(f"profile of {phase}: {ran - began:.1f} s, read in {time.perf_counter() - ran:.1f} s", flush=True)
             launches[phase] = sum(event.count for event in events if event.key in LAUNCHES) / layers
             for event in events:
                 micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -202,7 +206,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the steps and `transformers.generate`; return the record that the module's docstring describes."""
+    """Run the steps, `transformers.generate` and the profiler; return the record that the module's docstring describes.
+
+    The record is written to its file after each of the three.
+    """
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     captures = timed_captures(device)
@@ -213,32 +220,36 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = step.by_the_clock()
     print(f"by the clock: {seconds}; the first time: {first}", flush=True)
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    launches, kernels = step.profiled()
-    del step
-    gc.collect()
     tokens = arguments.batch * arguments.answer
-    return {
+    speeds: dict[str, float | None] = {"rollout": tokens / seconds["generation"], "transformers.generate": None}
+    record = {
         "shape": Path(arguments.shape).name,
         "algorithm": arguments.algorithm,
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "seconds": seconds,
         "first_seconds": first,
         "capture_seconds": in_captures if on_gpu else None,
-        "launches_per_layer": launches,
-        "kernels": kernels,
+        "launches_per_layer": None,
+        "kernels": None,
         "profiled_tokens": min(arguments.answer, PROFILED_TOKENS),
-        "peak_bytes": peak,
-        "tokens_per_second": {
-            "rollout": tokens / seconds["generation"],
-            "transformers.generate": tokens / generate_with_transformers(arguments, device),
-        },
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "tokens_per_second": speeds,
         "setting": {k: v for k, v in vars(arguments).items() if k != "out"},
         "git_commit": git_commit(Path(__file__)),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "command": f"python bench/studies/whole_step.py {' '.join(sys.argv[1:])}".strip(),
     }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{record['shape']}-{record['algorithm']}.json"
+    write_json_atomic(path, record)
+    record["launches_per_layer"], record["kernels"] = step.profiled()
+    write_json_atomic(path, record)
+    del step
+    gc.collect()
+    speeds["transformers.generate"] = tokens / generate_with_transformers(arguments, device)
+    write_json_atomic(path, record)
+    return record
 
 
 def main() -> None:
@@ -262,9 +273,7 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     record = measure(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"{record['shape']}-{record['algorithm']}"
-    write_json_atomic(arguments.out / f"{name}.json", record)
     plot(record, arguments.out / f"{name}.png")
     print(f"{name}: {sum(record['seconds'].values()):.2f} s a step")
     for phase, seconds in record["seconds"].items():

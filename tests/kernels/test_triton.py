@@ -77,9 +77,11 @@ def test_every_case_compiles_for_every_architecture(tmp_path):
     assert_no_spills(found)
 
 
-def test_a_row_of_logits_is_summed_in_one_order_whatever_is_asked_for(tmp_path):
+def test_a_row_of_logits_is_summed_in_one_order_and_its_state_read_before_it_is_written(tmp_path):
     """Ratio 1 at equal weights needs log-probs whose bits no other output, pair or adapter changes."""
     found = compiled(tmp_path / "heads.json", "--arch", "90", *(f"--op={op}" for op in HEADS))
+    # Every warp reads a row's old state, one writes the new: none may be late
+    assert all(r["waits"] for r in found if r["kernel"] == "fold_tile_kernel")
     layouts: dict[tuple[str, str, bool], set[str]] = {}
     for r in found:
         if r["kernel"] in ("fold_tile_kernel", "fused_kernel"):

@@ -41,6 +41,7 @@ class Resources:
     num_warps: int
     sums: tuple[str, ...]  # how the tiles lie that are reduced: sums of equal layouts add in the same order
     products: tuple[str, ...]  # how the results of tile products lie, by which the instruction goes
+    waits: bool  # all warps meet between the loads that precede the first store and that store
 
 
 def cases(op: str) -> list[AotCase]:
@@ -90,6 +91,7 @@ def compile_case(op: str, case: AotCase, arch: int) -> Resources:
         num_warps=case.num_warps,
         sums=_reduced_layouts(compiled.asm["ttgir"]),
         products=_product_layouts(compiled.asm["ttgir"]),
+        waits=_waits(compiled.asm["ptx"]),
     )
 
 
@@ -107,6 +109,12 @@ def _product_layouts(ttgir: str) -> tuple[str, ...]:
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     found = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\w+), (#\w+)>", ttgir)
     return tuple(sorted({f"{shape} {layouts[name]}" for shape, name in found}))
+
+
+def _waits(ptx: str) -> bool:
+    """Whether a barrier of the whole program follows the last global load before the first global store."""
+    before, _, _ = ptx.partition("st.global")
+    return "bar.sync" in before.rpartition("ld.global")[2]
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

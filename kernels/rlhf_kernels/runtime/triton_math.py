@@ -45,7 +45,8 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
     """acc + a @ b; UPCAST: the interpreter's bf16 is wrong.
 
     Products of one half type are exact; next to bf16, an fp32 operand is the sum of three bf16, which is exact, too;
-    everything else runs as three TF32 products, which keeps fp32's accuracy.
+    everything else runs as three TF32 products, which keeps fp32's accuracy. Tensor cores cut sums off where fp32 units
+    round them, so sums of three products begin at zero and are added to `acc` by fp32 units.
     """
     if UPCAST:
         acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -55,16 +56,16 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
         high = b.to(tl.bfloat16)
         rest = b - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
-        acc = tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16), acc)
-        acc = tl.dot(a, middle, acc)
-        acc = tl.dot(a, high, acc)
+        part = tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+        part = tl.dot(a, middle, part)
+        acc += tl.dot(a, high, part)
     elif (a.dtype == tl.float32) & (b.dtype == tl.bfloat16):
         high = a.to(tl.bfloat16)
         rest = a - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
-        acc = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), b, acc)
-        acc = tl.dot(middle, b, acc)
-        acc = tl.dot(high, b, acc)
+        part = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), b)
+        part = tl.dot(middle, b, part)
+        acc += tl.dot(high, b, part)
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc
