@@ -28,6 +28,7 @@ ENGINE = (
     "training",
     "planning",
     "integrations",
+    "export",
     "commands",
     "__main__",
 )

@@ -24,6 +24,7 @@ from rlhf_engine.config import (
     SFTConfig,
     TrainConfig,
 )
+from rlhf_engine.config.export import ExportConfig
 from rlhf_engine.config.parser import Options
 from rlhf_engine.errors import ConfigError
 
@@ -31,6 +32,7 @@ SHELLS = ("bash", "zsh")
 CONFIGS: dict[str, type[Options]] = {
     "bench": BenchConfig,
     "demo": DemoConfig,
+    "export": ExportConfig,
     "generate": GenerateConfig,
     "plan": PlanConfig,
     "report": ReportConfig,

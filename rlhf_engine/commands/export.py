@@ -1,0 +1,26 @@
+"""`rlhf-engine export`: a trained adapter or reward model in the format of another library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_engine.commands.common import as_request_errors, prepare
+from rlhf_engine.config import parse_config
+from rlhf_engine.config.export import ExportConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    # the source may stand first, without its flag
+    first = ["--source"] if argv and not argv[0].startswith("-") else []
+    config = parse_config(ExportConfig, [*first, *argv], prog="rlhf-engine export")
+    prepare("auto")
+    from rlhf_engine.export.write import export
+
+    with as_request_errors():
+        result = export(config)
+    for note in result.notes:
+        print(f"note: {note}")
+    print(f"{config.to:<8} {result.path}")
+    if result.url is not None:
+        print(f"pushed   {result.url}")
+    return 0
