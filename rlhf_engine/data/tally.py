@@ -1,6 +1,6 @@
 """Tally of the rows of a data source: counts, places of bad ones, and the threshold that stops a run.
 
-    read = used + bad + dropped            truncated ≤ used
+    read = used + bad + dropped            truncated, without_prompt ≤ used
 
 A bad row cannot be used; a dropped one is too long where the user asked to drop such rows (`truncation`). Rows are
 never left out or cut without being counted here.
@@ -70,6 +70,8 @@ class Report:
     """Rows that were too long, left out because `truncation` says so."""
     truncated: int
     """Rows of which tokens were cut, because `truncation` says so."""
+    without_prompt: int = 0
+    """Rows with an answer to an empty prompt."""
 
     @property
     def n_bad(self) -> int:
@@ -79,7 +81,7 @@ class Report:
     @property
     def is_plain(self) -> bool:
         """Whether every row was used as it is."""
-        return self.used == self.read and not self.truncated
+        return self.used == self.read and not self.truncated and not self.without_prompt
 
     def text(self) -> str:
         """Describe the counts in one line, without markup.
@@ -95,6 +97,8 @@ class Report:
             parts.append(f"{self.dropped} dropped as too long")
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
+        if self.without_prompt:
+            parts.append(f"{self.without_prompt} with an empty prompt")
         return f"{self.source}: {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,6 +130,8 @@ class Tally:
     """Rows that were left out as too long."""
     truncated: int = 0
     """Rows of which tokens were cut."""
+    without_prompt: int = 0
+    """Rows that are used and have an answer to an empty prompt."""
     _bad: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     _first: str | None = None
 
@@ -167,11 +173,11 @@ class Tally:
         n, left = self.n_bad, self.read - self.n_bad - self.dropped
         if n > self.allowed:
             if n == 1:
-                raise ConfigError(self._first)
+                raise ConfigError(f"{self._first}; max_bad_rows=1 goes on without it")
             others = "; ".join(f"expected {e}: {_places(p, c)}" for e, (c, p) in self._bad.items())
             raise ConfigError(
                 f"{self._first}. {n} of {self.read} rows cannot be used, where max_bad_rows is "
-                f"{self.max_bad_rows:g}: {others}"
+                f"{self.max_bad_rows:g}: {others}; max_bad_rows={n} goes on without them"
             )
         if left == 0:
             found = "none" if self.read == 0 else self.report().text()
@@ -191,6 +197,7 @@ class Tally:
             bad=tuple(sorted(bad, key=lambda kind: -kind.count)),
             dropped=self.dropped,
             truncated=self.truncated,
+            without_prompt=self.without_prompt,
         )
 
 

@@ -13,7 +13,7 @@ As text, a turn is a line: the role, a colon, a space, then its text, or its cal
 
 The prompt is the lines of the last turns and a bare `agent:`; the completion is a space and the rest of the agent's
 line. White space within a text becomes single spaces, so that a turn is a line. A few published turns have no text;
-they stay, with a space as completion.
+they stay, with a space as completion. A context without turns is a bare `agent:`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def parse_taskmaster(value: Any, *, place: str, last_turns: int | None = None) -
     if not isinstance(group, str) or not group:
         raise RowError("a string in column 'conversation_id'", shown(group))
     turns, answer = (_parsed(value.get(name), name) for name in ("context", "generation"))
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list):
         raise RowError("a list of turns in column 'context'", shown(turns))
     if not isinstance(answer, Mapping) or answer.get("role") != "agent":
         raise RowError("a turn of the agent in column 'generation'", shown(answer))

@@ -1,6 +1,7 @@
 """Rows to token ids: plain strings or chat templates, and what happens to rows that are too long.
 
 Strings: a prompt has the tokenizer's own beginning, an answer ends with the end-of-sequence token (`tokenizing.py`).
+An empty prompt of an answer is the beginning-of-sequence token, or the end-of-sequence token where there is none.
 
 Conversations: the prompt is the chat template's text of its messages with the generation prompt; prompt and answer are
 the template's text of all messages. The prompt's tokens have to be the first of prompt and answer together, or the row
@@ -103,6 +104,7 @@ def tokenize_rows(
             tally.dropped += 1
         else:
             tally.truncated += one.truncated
+            tally.without_prompt += not row.prompt
             found.append(one)
     tally.check()
     return found
@@ -129,6 +131,9 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
     elif isinstance(row, (PromptCompletion, UnpairedPreference)):
         texts = (row.completion,)
     prompt = encode_text(tokenizer, row.prompt)
+    if not prompt and not row.prompt and texts:
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        prompt = [int(first)]  # type: ignore[arg-type]
     if not prompt:
         raise RowError("a prompt of at least one token", shown(row.prompt))
     answers = tuple(_answer(tokenizer, row.prompt, prompt, text, end_ids) for text in texts)

@@ -9,7 +9,9 @@
 | prompt-only         | prompt                             | PromptOnly         |
 
 A text is a string (standard) or a list of messages {role, content} (conversational). A completion in messages is the
-assistant's alone, and a prompt ends before it. `label` is true or false, 1 or 0. Other columns are kept.
+assistant's alone, and a prompt ends before it. `label` is true or false, 1 or 0. Other columns are kept. A
+prompt that is a string may be empty where there is an answer. Such a row is a group of its own: two answers to nothing
+do not answer the same.
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
 longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
@@ -141,7 +143,8 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
     names = _COLUMNS[kind]
-    texts = {name: _text(value.get(name), name) for name in names if name != "label"}
+    may_be_empty = {"prompt"} if kind != "prompt_only" else set()
+    texts = {name: _text(value.get(name), name, name in may_be_empty) for name in names if name != "label"}
     if kind == "implicit_preference":
         parts = split_prompt(texts["chosen"], texts["rejected"])
         texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
@@ -151,7 +154,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
     fields: dict[str, Any] = {
         **texts,
         "place": place,
-        "group": _group(value, group_column, texts["prompt"]),
+        "group": _group(value, group_column, texts["prompt"] or place),
         "columns": {name: v for name, v in value.items() if name not in names},
     }
     if kind == "unpaired_preference":
@@ -196,9 +199,11 @@ def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _text(value: Any, name: str) -> Text:
+def _text(value: Any, name: str, may_be_empty: bool) -> Text:
     if isinstance(value, str):
         if not value.strip():
+            if may_be_empty:
+                return ""
             raise RowError(f"text in column {name!r}", f"an empty {name}")
         return require_unicode(value, name)
     if not isinstance(value, (list, tuple)):

@@ -234,7 +234,7 @@ def test_one_bad_row_stops_by_default_and_says_how_many_there_are(tmp_path):
     assert str(error.value) == (
         f"{path}:2: expected a string or a list of messages in column 'prompt', got 1. 3 of 7 rows cannot be used, "
         f"where max_bad_rows is 0: expected a string or a list of messages in column 'prompt': {path}:2, {path}:6; "
-        f"expected a JSON object: {path}:4"
+        f"expected a JSON object: {path}:4; max_bad_rows=3 goes on without them"
     )
 
 

@@ -137,6 +137,22 @@ def test_a_prompt_without_tokens_is_bad():
         tokenize_row(row("prompt_only", prompt=[ASK]), chat_tokenizer("{# nothing #}"))
 
 
+@pytest.mark.parametrize(("tokenizer", "first"), [(WORDS, "<bos>"), (CHAT, CHAT.eos_token)])
+def test_an_answer_may_have_an_empty_prompt(tokenizer, first):
+    """It begins with the tokenizer's first token, or where there is none with the one that ends texts."""
+    rows = [
+        parse_row({"prompt": prompt, "completion": "two", "label": True}, "unpaired_preference", place=f"a:{i}")
+        for i, prompt in enumerate(("", " ", "one"))
+    ]
+    assert [r.group for r in rows] == ["a:0", "a:1", "one"]  # two answers to nothing do not answer the same
+    tally = Tally(source="a", read=3)
+    found = tokenize_rows(rows, tokenizer, tally, max_length=9)
+    assert [tokenizer.convert_ids_to_tokens(t.prompt) for t in found[:2]] == [[first], [first]]
+    assert found[0].answers == found[2].answers
+    assert tally.report().text() == "a: 3 rows read, 3 used, 2 with an empty prompt"
+    assert not tally.report().is_plain
+
+
 # ---- too long --------------------------------------------------------------------------------------------------------
 
 WHOLE = tokenize_row(PAIR, WORDS)
@@ -228,7 +244,7 @@ def test_nothing_is_cut_or_dropped_without_being_counted():
         assert report.text() == text
         assert not report.is_plain
         assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 6
-    with pytest.raises(ConfigError, match=r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7$"):
+    with pytest.raises(ConfigError, match=r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7; max_bad_rows=1 goes on without it$"):
         tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=5)
     with pytest.raises(ConfigError, match=r"expected at least one row in 's', got .*0 used, 2 dropped as too long"):
         tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=3, truncation="drop")
