@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_engine.scoring.reward_functions import check_reward, load_reward, score_with_functions
 
-REWARD = load_reward(f"{Path(__file__).parents[1]}/examples/happy_endings.py:reward")
+REWARD = load_reward(f"{Path(__file__).parents[1]}/rlhf_engine/templates/happy_endings.py:reward")
 
 PLAIN = (
     "One day, a girl named Lily went to the market with her mom. She saw a red ball and a box of apples. "

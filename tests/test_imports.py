@@ -31,6 +31,7 @@ ENGINE = (
     "export",
     "commands",
     "__main__",
+    "templates",
 )
 KERNELS = (
     *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),

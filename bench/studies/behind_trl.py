@@ -66,7 +66,7 @@ def run_behind_trl(request: dict[str, Any]) -> dict[str, Any]:
     from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer
 
     config = config_of(request)
-    sys.path.insert(0, "examples")
+    sys.path.insert(0, "rlhf_engine/templates")
     reward = importlib.import_module("happy_endings").reward
     prompts = [json.loads(line) for line in Path(str(config.dataset_name)).read_text().splitlines()]
     updates = config.num_mini_batches * config.num_ppo_epochs  # of a rollout

@@ -25,6 +25,7 @@ _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [
 first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine train --help` is for a model of yours
 
   demo       train and judge a small model from scratch in a minute or two on a CPU
+  init       a folder to begin with, with data, options and a reward: init tutorial FOLDER
   sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
   reward     a reward model: --lora on a slot of the frozen base, --full for comparison
   train      RL: actor, critic, reference and reward on one frozen backbone
@@ -107,6 +108,7 @@ def _fail(name: str, error: Exception, code: int) -> int:
 
 _COMMANDS = {
     "demo": "rlhf_engine.commands.demo.command",
+    "init": "rlhf_engine.commands.init",
     "sft": "rlhf_engine.commands.sft",
     "reward": "rlhf_engine.commands.reward",
     "train": "rlhf_engine.commands.train",
@@ -121,7 +123,7 @@ _COMMANDS = {
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 
 
-_ALONE = ("sft", "reward", "generate", "export", "demo", "bench")
+_ALONE = ("init", "sft", "reward", "generate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,8 @@ def make_start(
 
     Writes sft/ (the model), train.jsonl and heldout.jsonl (prompts) into the folder, and what they were made from.
     """
-    pairs = _write_data(DemoTask(seed), size, folder)
-    _write_model(size, folder / "init", seed)
+    pairs = write_data(DemoTask(seed), size, folder)
+    write_model(size, folder / "init", seed)
     trainer = SftTrainer(
         SFTConfig(
             model_name_or_path=str(folder / "init"),
@@ -243,7 +243,7 @@ def _fresh_folder(output: Path) -> None:
     marker.touch()
 
 
-def _write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:
+def write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:
     """Prompts, and the preference pairs whose file is returned."""
     rows = {
         "pairs": task.sft_pairs(size.n_pairs),
@@ -251,11 +251,16 @@ def _write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:
         "heldout": [{"prompt": p} for p in task.heldout_prompts(size.n_heldout_prompts)],
     }
     for name, found in rows.items():
-        (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        write_rows(output / f"{name}.jsonl", found)
     return output / "pairs.jsonl"
 
 
-def _write_model(size: DemoSize, folder: Path, seed: int) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_model(size: DemoSize, folder: Path, seed: int) -> None:
     """A small random Llama and the task's tokenizer."""
     tokenizer = build_tokenizer(vocabulary_texts())
     torch.manual_seed(seed)

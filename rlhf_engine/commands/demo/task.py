@@ -216,6 +216,20 @@ class DemoTask:
             rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
         return rows
 
+    def thumbs(self, n: int) -> list[dict[str, str | bool]]:
+        """n rows of prompt, completion, label: answers of mixed quality that were liked or not. Every eighth row has
+        lost its prompt, as rows of a chat's first turn do.
+
+            P(liked) = σ(3 (s(x, y) − 1))
+        """
+        rng = self._rng("thumbs")
+        rows: list[dict[str, str | bool]] = []
+        for i, prompt in enumerate(self.train_prompts(n)):
+            answer = _reply(prompt, rng)
+            liked = rng.random() < 1 / (1 + math.exp(SHARPNESS * (1 - true_score(prompt, answer))))
+            rows.append({"prompt": prompt if (i + 1) % 8 else "", "completion": answer, "label": liked})
+        return rows
+
     def train_prompts(self, n: int) -> list[str]:
         """n prompts; all of the training prompts come once before any comes again."""
         rng, pool = self._rng("train"), _prompts(self.train_complaints)

@@ -17,7 +17,7 @@ Why each guard is there, that is, what a policy does without it:
 A list of happy words without repeats would still be scored too high; what keeps the language itself is the KL to
 the reference model.
 
-    rlhf-engine train --reward_funcs examples/happy_endings.py:reward …
+    rlhf-engine init recipe:stories260k stories --model_name_or_path MODEL
 """
 
 from __future__ import annotations

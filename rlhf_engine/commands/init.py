@@ -1,0 +1,155 @@
+"""`rlhf-engine init`: a small folder that runs, with the commands in its README."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_engine.config import InitConfig, parse_config
+from rlhf_engine.errors import ConfigError
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+_SMALL = 512
+"""Hidden size below which a base takes the learning rate of a small one."""
+_SFT = "rlhf-engine sft --config sft.yaml"
+_PPO = (
+    "rlhf-engine train --config train.yaml",
+    "rlhf-engine generate --model_name_or_path {base} --adapter runs/ppo/final --dataset_name heldout.jsonl "
+    "--max_completion_length {tokens} --out answers.jsonl",
+    "rlhf-engine report runs/ppo",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """Files of a start and the commands that run it."""
+
+    readme: str
+    """Name of the README's template."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """File → its template."""
+    commands: tuple[str, ...]
+    """Commands, in their order. Braces name what `_values` gives."""
+    makes_model: bool = True
+    """Whether a small model and its data are made where the user names no model."""
+
+
+STARTS = {
+    "tutorial": Template(
+        readme="tutorial.md",
+        files={"sft.yaml": "sft.yaml", "train.yaml": "train.yaml", "reward.py": "friendly.py"},
+        commands=(_SFT, *_PPO),
+    ),
+    "reward-function": Template(
+        readme="reward-function.md", files={"train.yaml": "train.yaml", "reward.py": "friendly.py"}, commands=_PPO
+    ),
+    "reward-model": Template(
+        readme="reward-model.md",
+        files={"sft.yaml": "sft.yaml", "reward.yaml": "reward.yaml", "train.yaml": "train.yaml"},
+        commands=(_SFT, "rlhf-engine reward --config reward.yaml", *_PPO),
+    ),
+    "trl": Template(
+        readme="trl.md",
+        files={"sft.py": "sft_trl.py", "ppo.py": "ppo_trl.py", "reward.py": "friendly.py"},
+        commands=("python sft.py", "python ppo.py", _PPO[1]),
+    ),
+    "recipe:stories260k": Template(
+        readme="recipe-stories260k.md",
+        files={"train.yaml": "recipe-stories260k.yaml", "reward.py": "happy_endings.py"},
+        commands=_PPO,
+        makes_model=False,
+    ),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the folder and print what to do there; returns the exit code."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if len(words) > 2:
+        raise ConfigError(f"unexpected argument {words[2]!r}: expected a start and a folder, then options")
+    named = [token for name, word in zip(("start", "output_dir"), words, strict=False) for token in (f"--{name}", word)]
+    config = parse_config(InitConfig, [*named, *argv[len(words) :]], prog="rlhf-engine init")
+    folder = Path(config.output_dir)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"output_dir: expected a new or an empty folder, got {config.output_dir!r}")
+    template = STARTS[config.start]
+    values = _values(config)
+    commands = [command.format_map(values) for command in _commands(config, template)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in _files(config, template).items():
+        text = (TEMPLATES / source).read_text(encoding="utf-8")
+        is_code = source.endswith(".py")
+        (folder / name).write_text(text if is_code else text.format_map(values), encoding="utf-8")
+    readme = (TEMPLATES / template.readme).read_text(encoding="utf-8")
+    (folder / "README.md").write_text(readme.format_map(values | {"commands": "\n".join(commands)}), encoding="utf-8")
+    if config.model_name_or_path is None:
+        _make_small_model(config, folder)
+    else:
+        for name in ("prompts", "heldout"):
+            source = "story_prompts.jsonl" if name == "prompts" else "story_prompts_heldout.jsonl"
+            shutil.copyfile(TEMPLATES / source, folder / f"{name}.jsonl")
+    print("\n".join([f"made {folder}; next:", "", f"  cd {config.output_dir}", *(f"  {line}" for line in commands)]))
+    return 0
+
+
+def _commands(config: InitConfig, template: Template) -> tuple[str, ...]:
+    untrained = config.model_name_or_path is None and template.commands[0].startswith("rlhf-engine train")
+    return (_SFT, *template.commands) if untrained else template.commands
+
+
+def _files(config: InitConfig, template: Template) -> dict[str, str]:
+    made = {"sft.yaml": "sft.yaml"} if config.model_name_or_path is None and config.start != "trl" else {}
+    return {**made, **template.files}
+
+
+def _values(config: InitConfig) -> dict[str, str]:
+    """What stands in the templates' braces."""
+    base = config.model_name_or_path
+    small = base is None or _hidden_size(base) < _SMALL
+    is_reward_model = config.start == "reward-model"
+    return {
+        "base": "runs/sft" if base is None else _from_inside(base, config.output_dir),
+        "steps": "15" if base is None else "30",
+        "tokens": "40" if base is None else "96",
+        "eos_penalty": "1.0" if base is None else "none  # of answers that never end",
+        "learning_rate": "2.0e-3" if base is None else "1.0e-3" if small else "1.0e-4",
+        "reward": "reward_funcs: [reward_model]\nreward_adapter: runs/reward/final"
+        if is_reward_model
+        else "reward_funcs: [reward.py:reward]",
+    }
+
+
+def _hidden_size(base: str) -> int:
+    """Hidden size of a local model; of one that is not here that of a large one."""
+    from rlhf_engine.hydra.loading import read_config
+
+    if not (Path(base) / "config.json").is_file():
+        return _SMALL
+    return int(read_config(base).get_text_config().hidden_size)
+
+
+def _from_inside(base: str, folder: str) -> str:
+    """A relative path to a local model as it is from within the folder; another name as it is."""
+    if os.path.isabs(base) or not Path(base).exists():
+        return base
+    return os.path.relpath(base, folder)
+
+
+def _make_small_model(config: InitConfig, folder: Path) -> None:
+    """The demo's model before any training, and data of its task."""
+    from rlhf_engine.commands.common import prepare
+    from rlhf_engine.commands.demo.run import DemoSize, write_data, write_model, write_rows
+    from rlhf_engine.commands.demo.task import DemoTask
+
+    prepare("auto")
+    task = DemoTask(config.seed)
+    size = DemoSize(n_pairs=3000, n_train_prompts=400, n_heldout_prompts=64)
+    write_data(task, size, folder)
+    (folder / "train.jsonl").rename(folder / "prompts.jsonl")
+    write_model(size, folder / "model", config.seed)
+    if config.start == "reward-model":
+        write_rows(folder / "thumbs.jsonl", task.thumbs(2000))
