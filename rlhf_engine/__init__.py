@@ -59,7 +59,7 @@ _NAMES = {
 }
 """Module below this package → the names that it lends to the package."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-_NOT_INSTALLED = "0+unknown"
+_NOT_INSTALLED = "0.0+unknown"
 """Version of a checkout that is imported without being installed: git's tags are read when the package is built."""
 
 __all__ = ["__version__", *sorted(_MODULES)]
