@@ -1,5 +1,7 @@
 """Models, adapters and data of the Hugging Face Hub, by name: `owner/name`, or `owner/name@revision`.
 
+What is pushed goes to the Hub as one commit, under the token of HF_TOKEN or `hf auth login`. No option takes a token.
+
 A folder or a file of that name comes first. What is fetched lies in huggingface_hub's cache, and the next run takes it
 from there. Its environment variables hold: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE. Of a model its config, its
 tokenizer and its safetensors are fetched, never code and never a pickle.
@@ -53,6 +55,64 @@ def plain_name(name: str | os.PathLike[str]) -> str:
     """The name by which others find a base: without a revision on the Hub, else its whole path."""
     found = _NAME.fullmatch(os.fspath(name))
     return found[1] if found is not None and is_hub_name(name) else str(Path(name).resolve())
+
+
+def require_push(name: str) -> None:
+    """Raise ConfigError for an upload that cannot succeed: offline, or without a token."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"push_to_hub: expected a network for {name!r}, got HF_HUB_OFFLINE; unset it")
+    if get_token() is None:
+        raise ConfigError(f"push_to_hub: expected a token for {name!r}, got none; run `hf auth login` or set HF_TOKEN")
+
+
+def push_folder(folder: Path, name: str, *, private: bool) -> str:
+    """Upload a folder as one commit to a model repository, which is made where it is missing.
+
+    Its manifest stays here: the Hub has checksums of its own.
+
+    Args:
+        folder: folder of a model or an adapter.
+        name: owner/name of the repository.
+        private: make a new repository private; one that is there stays as it is.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        ConfigError: no access, no network, or a refusal by the Hub.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+
+    require_push(name)
+    api = HfApi(library_name="rlhf-engine")
+    try:
+        api.create_repo(name, private=private or None, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Model exported by rlhf-engine",
+            ignore_patterns=[MANIFEST_FILE],
+        )
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ConfigError(f"push_to_hub: {_push_reason(error, name)}; the export is in {str(folder)!r}") from error
+    return str(done.commit_url)
+
+
+def _push_reason(error: Exception, name: str) -> str:
+    """The reason why nothing was uploaded, in one line."""
+    response = getattr(error, "response", None)
+    status = None if response is None else response.status_code
+    if status in (401, 403):
+        return (
+            f"expected a token that may write {name!r}, got a refusal ({status}); make one with the right to write on "
+            "the Hub, then run `hf auth login` or set HF_TOKEN"
+        )
+    if status is None and not isinstance(error, ValueError):
+        return f"expected to reach the Hub for {name!r}, got: {' '.join(str(error).split()) or type(error).__name__}"
+    return f"{name!r} was not uploaded: {' '.join(str(error).split())}"
 
 
 @functools.cache
