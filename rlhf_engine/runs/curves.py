@@ -29,8 +29,23 @@ class Panel(NamedTuple):
 
 
 PANELS = (
+    # what a run is for comes first, of whichever kind it is
     Panel("Reward", "score per answer", (("reward", "training"), ("eval/reward", "held out"))),
     Panel("KL to the reference", "nats per answer", (("kl", "training"), ("eval/kl", "held out"))),
+    Panel("Cross-entropy", "nats per token", (("lm_loss", "training"),)),
+    Panel(
+        "Reward model's accuracy",
+        "fraction of rows",
+        (
+            ("reward_accuracy", "training"),
+            ("eval/accuracy", "held out"),
+            ("eval/balanced_accuracy", "held out, balanced"),
+        ),
+    ),
+    Panel("Reward model's margin", "reward", (("reward_margin", "training"), ("eval/margin", "held out"))),
+    Panel("Reward model's loss", "nats per row", (("reward_loss", "training"), ("eval/loss", "held out"))),
+    Panel("Area under the ROC curve", "0.5 is chance", (("eval/auc", "held out"),)),
+    Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
     Panel("Entropy", "nats per token", (("entropy", "update"), ("entropy_rollout", "rollout"))),
     Panel("Clipped ratios", "fraction of tokens", (("clip_ratio", "policy"), ("value/clip_ratio", "value"))),
     Panel("KL of the update", "approximate, nats per token", (("approx_kl", "policy"),)),
@@ -41,7 +56,6 @@ PANELS = (
         "tokens",
         (("completions/mean_length", "mean"), ("completions/max_length", "longest")),
     ),
-    Panel("Generation speed", "tokens per second", (("tokens_per_second", "rollout"),)),
     Panel("Age of the answers", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
     Panel("KL of the present to the drawing policy", "nats per token", (("staleness/k3", "k3"),)),
     Panel(
@@ -49,20 +63,7 @@ PANELS = (
         "share of the time",
         (("async/generator_utilisation", "generator"), ("async/learner_utilisation", "learner")),
     ),
-    Panel("Cross-entropy", "nats per token", (("lm_loss", "training"),)),
-    Panel("Reward model's loss", "nats per row", (("reward_loss", "training"), ("eval/loss", "held out"))),
-    Panel(
-        "Reward model's accuracy",
-        "fraction of rows",
-        (
-            ("reward_accuracy", "training"),
-            ("eval/accuracy", "held out"),
-            ("eval/balanced_accuracy", "held out, balanced"),
-        ),
-    ),
-    Panel("Area under the ROC curve", "0.5 is chance", (("eval/auc", "held out"),)),
-    Panel("Reward model's margin", "reward", (("reward_margin", "training"), ("eval/margin", "held out"))),
-    Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
+    Panel("Speed", "tokens per second, of generation in RL", (("tokens_per_second", "all"),)),
 )
 
 

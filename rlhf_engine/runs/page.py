@@ -1,12 +1,15 @@
-"""`rlhf-engine report`: one HTML page of one run or several, which needs nothing but a browser.
+"""A page of one run or several: one HTML file, which needs nothing but a browser.
 
-Data go into the page as JSON, texts of a run reach it as text and never as markup. The page loads nothing.
+Data go into the page as JSON, texts of a run reach it as text and never as markup. The page loads nothing. It holds
+neither paths of the machine nor addresses, so that the file may be given to others as it is.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -14,54 +17,108 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.runs import page_parts
 from rlhf_engine.runs.curves import PANELS
-from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG
-from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.samples import SampleLog
+from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG, require_unlocked
+from rlhf_engine.runs.headline import Headline, headlines, is_number, numbers, total_steps
+from rlhf_engine.runs.metrics import read_metrics, write_atomic
+from rlhf_engine.runs.samples import SampleLog, Samples
 
-MOST_POINTS = 2000
+MOST_POINTS = 500
 """Most points of a line; where there are more, each point is the mean of several steps."""
+MOST_LOOKS, MOST_TEXT = 40, 1_000_000
+"""Most looks at the answers, and most characters in them; where there are more, looks between first and last go."""
+_PATIENCE = 600.0
+"""Seconds without news after which a page no longer reads itself again, unless 20 steps take longer."""
 
 
-def write_page(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
-    """Write the page of some runs' output folders; its path.
+def write_page(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    title: str | None = None,
+    state: str | None = None,
+    refresh: float | None = None,
+) -> Path:
+    """Write the page of some runs' output folders, at once and whole.
 
-    Raises ConfigError for a folder that holds no run or a damaged one, where two have the same name and cannot be told
-    apart, and where `out` cannot be written.
+    Args:
+        runs: output folders, or those of demos.
+        out: the page.
+        title: its heading; None: the run's name, or how many there are.
+        state: `running`, `done` or `stopped`, for all runs; None: what each folder says.
+        refresh: seconds after which the page reads itself again; None: never.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        ConfigError: a folder that holds no run or a damaged one, a run that is named twice, or an `out` that cannot be
+            written.
     """
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
-    data = {
-        "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in PANELS],
-        "runs": [_run(folder, name) for folder, name in zip(folders, names, strict=True)],
-    }
-    heading = title or (names[0] if len(names) == 1 else f"{len(names)} runs")
-    # `</script>` in an answer must not end the element that the data are in
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    page = _PAGE.format(title=html.escape(heading), style=_asset("page.css"), data=text, script=_asset("page.js"))
+    found = [_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
+    text = _render(found, title or (names[0] if len(names) == 1 else f"{len(names)} runs"), refresh)
     out = Path(out)
     if out.is_dir():
         raise ConfigError(f"out: expected a file, such as {str(out / 'report.html')!r}, got the folder {str(out)!r}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        write_atomic(out, text.encode())
     except OSError as error:
         raise ConfigError(f"out: expected a file that can be written, got {str(out)!r}: {error.strerror}") from error
     return out
 
 
+def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, refresh: float | None) -> str:
+    """The page of some runs, each with its headline numbers."""
+    runs, numbers_of = [run for run, _ in found], [shown for _, shown in found]
+    panels = [panel for panel in PANELS if any(name in run["curves"] for run in runs for name, _ in panel.lines)]
+    seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
+    data = {
+        "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
+        "colours": page_parts.COLOURS,
+        "written": round(time.time()),
+        "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
+        "runs": runs,
+    }
+    several = len(runs) > 1
+    if several:
+        top = page_parts.comparison([r["name"] for r in runs], [r["config"] for r in runs], numbers_of)
+    else:
+        top = page_parts.cards(numbers_of[0])
+    pictures = "".join(page_parts.picture(panel, runs) for panel in panels[:4])
+    answers = "".join(page_parts.answers(run["name"], run["samples"]) for run in runs)
+    return _PAGE.format(
+        title=html.escape(title),
+        attributes="" if refresh is None else f' data-refresh="{refresh:.0f}"',
+        again="" if refresh is None else f'<noscript><meta http-equiv="refresh" content="{refresh:.0f}"></noscript>',
+        style=_asset("page.css"),
+        top=top,
+        plain=f'<div class="grid">{pictures}</div>{answers}',
+        # `</script>` in an answer must not end the element that the data are in
+        data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        script=_asset("page.js"),
+    )
+
+
 _PAGE = """<!doctype html>
-<html lang="en">
+<html lang="en"{attributes}>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
 <title>{title}</title>
-<style>
+{again}<style>
 {style}</style>
 </head>
 <body>
-<header><h1>{title}</h1><div id="runs"></div></header>
-<main id="page"><noscript>This page draws with JavaScript.</noscript></main>
+<header><h1>{title}</h1><div id="bar"></div><div id="runs"></div></header>
+<main>
+{top}
+<noscript>{plain}<p>More is drawn with JavaScript.</p></noscript>
+<div id="page"></div>
+</main>
 <script type="application/json" id="data">{data}</script>
 <script>
 {script}</script>
@@ -93,33 +150,65 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(path.parts[-parts:]) for path in paths]
 
 
-def _run(folder: Path, name: str) -> dict[str, Any]:
+def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
     try:
-        return _whole_run(folder, name)
+        return _whole_run(folder, name, state)
     except ConfigError:
         raise
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"run: expected the files of a run in {str(folder)!r}, got: {error}") from error
 
 
-def _whole_run(folder: Path, name: str) -> dict[str, Any]:
+def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
+    """What the page's script draws of a run, and its headline numbers."""
     rows = read_metrics(folder / METRICS_FILE)
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
     record = _record(folder / RECORD_FILE)
+    state = state or _state(folder, rows[-1]["step"], total_steps(record))
     every, curves = _curves(rows)
+    looks = SampleLog(folder / SAMPLES_LOG).read()
+    kept = _thinned(looks)
     found = {
         "name": name,
+        "state": state,
         "steps": rows[-1]["step"],
+        "total": total_steps(record),
         "every": every,
         "curves": curves,
-        "nonfinite": {str(row["step"]): row["nonfinite"] for row in rows if "nonfinite" in row},
-        "samples": [asdict(look) for look in SampleLog(folder / SAMPLES_LOG).read()],
-        "config": record.get("config", {}),
+        "nonfinite": _not_finite(rows),
+        "samples": [asdict(look) for look in kept],
+        "looks": len(looks),
+        "config": shareable(record.get("config", {})),
         "facts": _facts(record),
     }
     json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
-    return found
+    return found, headlines(rows, record, state)
+
+
+def _state(folder: Path, steps: int, total: int | None) -> str | None:
+    """State of the run in a folder; None where its record does not say how many steps there are to be."""
+    try:
+        require_unlocked(folder)
+    except ConfigError:
+        return "running"
+    return None if total is None else "done" if steps >= total else "stopped"
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Number of steps with a metric that is not finite, the first of them, and the metrics' names; empty if none."""
+    bad = [row for row in rows if "nonfinite" in row]
+    names = dict.fromkeys(name for row in bad for name in row["nonfinite"])
+    return {"count": len(bad), "first": bad[0]["step"], "names": list(names)} if bad else {}
+
+
+def _thinned(looks: Sequence[Samples]) -> list[Samples]:
+    """First look, last look, and as many evenly between them as the page has room for."""
+    if len(looks) < 3:
+        return list(looks)
+    size = sum(len(text) for look in looks for text in (*look.prompts, *look.completions)) / len(looks)
+    n = max(2, min(len(looks), MOST_LOOKS, int(MOST_TEXT / max(1.0, size))))
+    return [looks[round(i * (len(looks) - 1) / (n - 1))] for i in range(n)]
 
 
 _RECORDED: dict[str, type] = {
@@ -129,8 +218,10 @@ _RECORDED: dict[str, type] = {
     "git_commit": dict,
     "kernel_backends": dict,
     "base_hash": str,
+    "result": dict,
+    "total_steps": int,
 }
-"""Fields of a run's record that the page takes apart; all but the first may be null or missing."""
+"""Fields of a run's record that the page takes apart; they may be null or missing."""
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -147,20 +238,19 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
-    """Steps per point, and metric → [steps, values] of all that are numbers; the same steps are a point in all."""
+    """Steps per point, and metric → [steps, values] of all that are numbers; the same steps are a point in all.
+
+    Values are rounded to six digits.
+    """
     every = -(-len(rows) // MOST_POINTS)
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_number(value) and name != "step")
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value) and name != "step")
     groups = [rows[i : i + every] for i in range(0, len(rows), every)]
     found: dict[str, list[list[float]]] = {}
     for name in names:
-        points = [(group[-1]["step"], [row[name] for row in group if _is_number(row.get(name))]) for group in groups]
+        points = [(group[-1]["step"], [value for _, value in numbers(group, name)]) for group in groups]
         kept = [(step, sum(values) / len(values)) for step, values in points if values]
-        found[name] = [[step for step, _ in kept], [value for _, value in kept]]
+        found[name] = [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
     return every, found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
@@ -170,7 +260,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     versions = record.get("versions", {})
     found = {
         "started": record.get("started"),
-        "command": " ".join(map(str, record.get("command", []))),
+        "command": " ".join(_shareable_command(record)),
         "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
@@ -182,3 +272,27 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     chosen = {op: row.get("auto") for op, row in backends.items() if isinstance(row, dict)}
     found |= {"kernels": ", ".join(f"{op} {backend}" for op, backend in chosen.items() if backend) or None}
     return {name: str(value) for name, value in found.items() if value is not None}
+
+
+_PLACE = re.compile(r"(?<![^\s=:,;'\"(\[{])(?:file://|~[^\s/]*|[A-Za-z]:)?(?:/(?!/)|\\)(?:[^/\\,\n'\"]*[/\\])*")
+"""A path from the root or a home folder, up to the last name in it."""
+_ADDRESS = re.compile(r"\b(https?|ray|grpc|tcp|ssh)://[^\s/,'\"]+")
+_ADDRESSES = ("ray_address",)
+"""Options that are an address without a scheme."""
+
+
+def shareable(value: Any) -> Any:
+    """A value of a record without what names a machine or a person: folders from the root on, hosts of addresses."""
+    if isinstance(value, Mapping):
+        return {name: "…" if name in _ADDRESSES and part else shareable(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [shareable(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    return _PLACE.sub("…/", _ADDRESS.sub(r"\1://…", value))
+
+
+def _shareable_command(record: Mapping[str, Any]) -> list[str]:
+    hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
+    words = [str(word) for word in record.get("command", [])]
+    return ["…" if word in hidden else shareable(word) for word in words]

@@ -30,6 +30,7 @@ from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
 from rlhf_engine.runs.checkpoint import saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
+from rlhf_engine.runs.live import LivePage
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.runs.trackers import Trackers
 from rlhf_engine.training.policy import Policy, State
@@ -60,6 +61,8 @@ class Run(ABC, Generic[State]):
     """Step of the newest checkpoint that this process has written."""
     _record: dict[str, Any] | None = None
     """Contents of run.json for a run that has begun."""
+    _page: LivePage | None = None
+    """Page of a run that goes on, on the main rank."""
 
     @property
     def model(self) -> HydraModel:
@@ -157,8 +160,8 @@ class Run(ABC, Generic[State]):
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> Any:
         """Make all remaining steps and write the result.
 
-        Writes run.json, metrics.jsonl, curves.png, checkpoints and the result into the output folder. An error leaves
-        all metrics so far and a checkpoint of the last whole step in place.
+        Writes run.json, metrics.jsonl, page.html, curves.png, checkpoints and the result into the output folder. An
+        error leaves all metrics so far and a checkpoint of the last whole step in place.
 
         Args:
             on_step: called after each step with its number and metrics; None: nothing is called.
@@ -173,6 +176,7 @@ class Run(ABC, Generic[State]):
         world = self.world
         with contextlib.ExitStack() as stack:
             world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
+            self._page = world.on_main("the page", lambda: stack.enter_context(LivePage(self.output)))
             with self.resources():
                 with self.whole_base():
                     world.on_main("the start of the run", self.begin)
@@ -219,6 +223,8 @@ class Run(ABC, Generic[State]):
                 writer.write(done, metrics)
             if trackers is not None:
                 trackers.log(done, metrics)
+            if self._page is not None:
+                self._page.refresh()
         if on_step is not None:
             on_step(done, metrics)
         if self.saves_now():
@@ -298,7 +304,8 @@ class Run(ABC, Generic[State]):
                 device=device,
             )
             data = {argument: report.to_dict() for argument, report in self.reports.items()}
-            self._record |= {"resumed_at_step": self.state.step, "data": data, **self.describe()}
+            begun = {"resumed_at_step": self.state.step, "total_steps": self.total_steps}
+            self._record |= {**begun, "data": data, **self.describe()}
         done = {} if result is None else {"result": result}
         with writing(self.output / RECORD_FILE):
             write_json_atomic(self.output / RECORD_FILE, {**self._record, **done})

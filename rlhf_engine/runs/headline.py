@@ -1,0 +1,167 @@
+"""Headline numbers of a run, in the order in which a person wants them, by the kind of run.
+
+A number of training is a mean over the first and over the last tenth of the logged steps, of 20 at most: single steps
+are noisy. A held-out number is that of the first and of the last evaluation. A reward model keeps the best one's model,
+so that its numbers are those of that step once the run is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_engine.runs.text import format_value
+
+MOST_AVERAGED = 20
+"""Most logged steps that a number of training is a mean of."""
+RL, REWARD_MODEL, SUPERVISED = "rl", "reward model", "supervised"
+
+
+class Headline(NamedTuple):
+    """One number: its label and unit, where it stands now, and a note on where it comes from."""
+
+    label: str
+    unit: str
+    value: float
+    """The number now, by which runs are compared."""
+    text: str
+    """The number as it is shown: first → now where both are known."""
+    note: str
+    better: int
+    """1 where more is better, -1 where less is, 0 where neither is."""
+
+
+class _Outcome(NamedTuple):
+    label: str
+    unit: str
+    metrics: tuple[str, ...]
+    """The first of these that a run has is shown."""
+    better: int
+
+
+_OUTCOMES = {
+    RL: (
+        _Outcome("Reward", "score per answer", ("eval/reward", "reward"), 1),
+        _Outcome("KL to the reference", "nats per answer", ("eval/kl", "kl"), 0),
+        _Outcome("Reward in training", "score per answer", ("reward",), 1),
+    ),
+    REWARD_MODEL: (
+        _Outcome("Accuracy", "fraction of rows", ("eval/accuracy", "reward_accuracy"), 1),
+        _Outcome("Margin", "reward", ("eval/margin", "reward_margin"), 1),
+        _Outcome("Area under the ROC curve", "0.5 is chance", ("eval/auc",), 1),
+        _Outcome("Loss", "nats per row", ("eval/loss", "reward_loss"), -1),
+    ),
+    SUPERVISED: (
+        _Outcome("Cross-entropy", "nats per token", ("lm_loss",), -1),
+        _Outcome("Reward head's accuracy", "fraction of pairs", ("reward_accuracy",), 1),
+    ),
+}
+
+
+def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Kind of a run by the metrics that it has; None for one of no known kind."""
+    names = {name for row in rows for name in row}
+    if names & {"reward", "kl"}:
+        return RL
+    if "lm_loss" in names:
+        return SUPERVISED
+    return REWARD_MODEL if "reward_loss" in names else None
+
+
+def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
+    """Headline numbers of a run.
+
+    Args:
+        rows: lines of its metrics, at least one.
+        record: its run.json.
+        state: `running`, `done`, `stopped`, or None where it is not known.
+
+    Returns:
+        What the run is for, then its steps, time, speed and memory. What a run has no metrics of is left out.
+    """
+    kind = kind_of_run(rows)
+    found = [shown for outcome in _OUTCOMES.get(kind or "", ()) if (shown := _outcome(outcome, rows, record))]
+    if kind == RL and found and found[0].label == "Reward" and found[0].note.startswith("training"):
+        found = [shown for shown in found if shown.label != "Reward in training"]
+    if kind == SUPERVISED and found and found[0].value < 100:
+        perplexity = math.exp(found[0].value)
+        found.insert(1, Headline("Perplexity", "e^cross-entropy", perplexity, format_value(perplexity), "now", -1))
+    return [*found, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
+
+
+def total_steps(record: Mapping[str, Any]) -> int | None:
+    """Steps that a run is to make, where its record says so."""
+    total = record.get("total_steps", record.get("config", {}).get("max_steps"))
+    return total if isinstance(total, int) else None
+
+
+def _outcome(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
+    name = next((name for name in outcome.metrics if numbers(rows, name)), None)
+    if name is None:
+        return None
+    points = numbers(rows, name)
+    values = [value for _, value in points]
+    if name.startswith("eval/"):
+        final = dict(points).get(record.get("result", {}).get("final_step"))
+        first, now = values[0], values[-1] if final is None else final
+        note = f"held out, step {points[-1][0]:,}" if final is None else "held out, of the model that was kept"
+    else:
+        n = max(1, min(MOST_AVERAGED, len(values) // 10))
+        first, now = _mean(values[:n]), _mean(values[-n:])
+        note = "training, last step" if n == 1 else f"training, mean of the last {n}"
+    text = format_value(now) if len(values) == 1 else f"{format_value(first)} → {format_value(now)}"
+    return Headline(outcome.label, outcome.unit, now, text, note, outcome.better)
+
+
+def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | None) -> Headline:
+    done = rows[-1]["step"]
+    text = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+    seconds = [value for _, value in numbers(rows, "seconds/step")][-MOST_AVERAGED:]
+    note = state or ""
+    if state == "running" and total is not None and seconds and total > done:
+        note = f"running, about {duration(_mean(seconds) * (total - done))} of steps left"
+    return Headline("Steps", "", done, text, note, 0)
+
+
+def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Headline]:
+    found = []
+    seconds = [value for _, value in numbers(rows, "seconds/step")]
+    if seconds:
+        steps = rows[-1]["step"] - rows[0]["step"] + 1
+        note = f"mean; all steps {duration(_mean(seconds) * steps)}"
+        found.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
+    speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
+    if speeds:
+        label = "Generation" if kind == RL else "Training speed"
+        shown = format_value(_mean(speeds))
+        found.append(Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1))
+    peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
+    if peaks:
+        found.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "so far, one process", -1))
+    return found
+
+
+def numbers(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """(step, value) of each line that has a number under a name."""
+    return [(row["step"], float(row[name])) for row in rows if is_number(row.get(name))]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of the metrics is a number, which true and false are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def duration(seconds: float) -> str:
+    """A time in the two units that matter, such as `3 min 20 s`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,158 @@
+"""Parts of a page that need no JavaScript: headline numbers, the comparison of runs, a picture, answers.
+
+Every text of a run passes `html.escape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rlhf_engine.runs.curves import Panel
+from rlhf_engine.runs.headline import Headline
+from rlhf_engine.runs.text import format_value, show_controls
+
+COLOURS = ("#2f6fde", "#d9590f", "#1c9a5b", "#a23bc4", "#b8860b", "#c2185b", "#00838f", "#8a6a5c")
+"""Colours of runs, in their order; the script draws with the same."""
+_PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to")
+"""Options that say where a run writes; they differ between any two."""
+
+
+def cards(found: Sequence[Headline]) -> str:
+    """Headline numbers of one run, each as a card."""
+    return (
+        '<dl id="headline">'
+        + "".join(
+            f'<div><dt>{escape(h.label)} <span class="unit">{escape(h.unit)}</span></dt>'
+            f'<dd class="figure">{escape(h.text)}</dd><dd class="unit">{escape(h.note)}</dd></div>'
+            for h in found
+        )
+        + "</dl>"
+    )
+
+
+def comparison(names: Sequence[str], configs: Sequence[Mapping[str, Any]], found: Sequence[Sequence[Headline]]) -> str:
+    """Table with a row per run: the options in which runs differ, then their headline numbers, the best ones marked.
+
+    Args:
+        names: names of the runs.
+        configs: options of each run.
+        found: headline numbers of each run.
+
+    Returns:
+        A table whose cells hold their value for sorting in `data-value`.
+    """
+    options = differing_options(configs)
+    by_label = [{h.label: h for h in one} for one in found]
+    shown = {h.label: h for one in found for h in one}
+    best = {label: _best([one.get(label) for one in by_label], h.better) for label, h in shown.items()}
+    head = "".join(f'<th scope="col">{escape(option)}</th>' for option in options)
+    head += "".join(
+        f'<th scope="col" class="number">{escape(h.label)} <span class="unit">{escape(h.unit)}</span></th>'
+        for h in shown.values()
+    )
+    body = ""
+    for i, name in enumerate(names):
+        swatch = f'<span class="swatch" style="background:{COLOURS[i % len(COLOURS)]}"></span>'
+        body += f'<tr><th scope="row" data-value="{i}">{swatch}{escape(show_controls(name))}</th>'
+        for option in options:
+            value = configs[i][option]
+            body += f"<td{_sort_key(value)}>{escape(_as_text(value))}</td>"
+        for label in shown:
+            body += _cell(by_label[i].get(label), best[label])
+        body += "</tr>"
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table id="comparison"><thead>'
+        f'<tr><th scope="col">run</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        '<p class="unit">Options are those in which runs differ. ★ marks the best of a column.</p>'
+    )
+
+
+def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the options that all runs have, with values that differ, except for where a run writes."""
+    shared = [name for name in configs[0] if all(name in config for config in configs)]
+    return [name for name in shared if name not in _PLACES and len({repr(config[name]) for config in configs}) > 1]
+
+
+def _best(found: Sequence[Headline | None], better: int) -> float | None:
+    values = [h.value for h in found if h is not None]
+    if not better or len(set(values)) < 2:
+        return None
+    return max(values) if better > 0 else min(values)
+
+
+def _cell(h: Headline | None, best: float | None) -> str:
+    if h is None:
+        return '<td class="number">–</td>'
+    star = ' <b title="best of the runs">★<span class="hidden"> best</span></b>' if h.value == best else ""
+    return f'<td class="number" data-value="{h.value!r}">{escape(format_value(h.value))}{star}</td>'
+
+
+def _sort_key(value: Any) -> str:
+    if isinstance(value, (int, float)):
+        return f' data-value="{float(value)!r}"'
+    return ""
+
+
+def _as_text(value: Any) -> str:
+    return "–" if value is None else show_controls(str(value))
+
+
+def picture(panel: Panel, runs: Sequence[Mapping[str, Any]]) -> str:
+    """A panel as a drawing, for browsers without JavaScript; empty where no run has numbers for it."""
+    width, height, left, bottom = 440, 200, 56, 20
+    lines = [
+        (i, label, *run["curves"][name])
+        for i, run in enumerate(runs)
+        for name, label in panel.lines
+        if name in run["curves"]
+    ]
+    if not lines:
+        return ""
+    (x0, x1), (y0, y1) = (_range([v for line in lines for v in line[part]]) for part in (2, 3))
+    drawn = ""
+    for i, label, xs, ys in lines:
+        points = " ".join(
+            f"{left + (width - left) * (x - x0) / (x1 - x0):.1f},{(height - bottom) * (y1 - y) / (y1 - y0):.1f}"
+            for x, y in zip(xs, ys, strict=True)
+        )
+        name = escape(show_controls(f"{runs[i]['name']}, {label}"))
+        drawn += f'<polyline points="{points}" fill="none" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.6">'
+        drawn += f"<title>{name}</title></polyline>"
+    marks = "".join(
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(format_value(value))}</text>'
+        for x, y, anchor, value in (
+            (left - 4, 12, "end", y1),
+            (left - 4, height - bottom, "end", y0),
+            (left, height - 4, "start", round(x0)),
+            (width, height - 4, "end", round(x1)),
+        )
+    )
+    title = f'<h3>{escape(panel.title)}</h3><div class="unit">{escape(panel.unit)}, by step</div>'
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(panel.title)}">{drawn}{marks}</svg>'
+    return f'<div class="card">{title}{svg}</div>'
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    pad = 0.5 * (abs(low) or 1.0) if high - low <= 1e-9 * max(abs(low), abs(high)) else 0.0
+    return low - pad, high + pad
+
+
+def answers(name: str, looks: Sequence[Mapping[str, Any]]) -> str:
+    """First and last answers of a run to the prompts of its last look, for browsers without JavaScript."""
+    if not looks:
+        return ""
+    last = looks[-1]
+    shown = ""
+    for i, prompt in enumerate(last["prompts"]):
+        first = next(look for look in looks if prompt in look["prompts"])
+        shown += f'<div class="card"><pre dir="auto">{escape(show_controls(prompt))}</pre>'
+        for look, j in ((first, first["prompts"].index(prompt)), (last, i)):
+            score = format_value(look["scores"][j])
+            text = escape(show_controls(look["completions"][j])) or "(an empty answer)"
+            shown += f'<div class="answer"><div class="unit">step {look["step"]}, reward {score}</div>'
+            shown += f'<pre dir="auto">{text}</pre></div>'
+        shown += "</div>"
+    return f'<h2>Answers of {escape(show_controls(name))}</h2><div class="grid">{shown}</div>'
