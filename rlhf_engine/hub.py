@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.manifest import MANIFEST_FILE
+from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -70,7 +70,8 @@ def require_push(name: str) -> None:
 def push_folder(folder: Path, name: str, *, private: bool) -> str:
     """Upload a folder as one commit to a model repository, which is made where it is missing.
 
-    Its manifest stays here: the Hub has checksums of its own.
+    Files of another model that lie there are removed by that commit, or both would be loaded; other files stay. The
+    manifest stays here: the Hub has checksums of its own.
 
     Args:
         folder: folder of a model or an adapter.
@@ -95,8 +96,9 @@ def push_folder(folder: Path, name: str, *, private: bool) -> str:
             folder_path=folder,
             commit_message="Model exported by rlhf-engine",
             ignore_patterns=[MANIFEST_FILE],
+            delete_patterns=list(MODEL_FILES),
         )
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except (OSError, ValueError, RuntimeError, httpx.HTTPError) as error:
         raise ConfigError(f"push_to_hub: {_push_reason(error, name)}; the export is in {str(folder)!r}") from error
     return str(done.commit_url)
 

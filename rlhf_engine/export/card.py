@@ -7,6 +7,7 @@ without their folders, and every text from outside is shown as one line of code,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ class Card:
     """Whether `base` is a name of the Hub."""
     license: str | None
     """Licence that was given."""
+    notes: list[str]
+    """Facts that whoever uses the export has to know."""
 
 
 def write_card(card: Card, source: Source, folder: Path) -> None:
@@ -71,7 +74,7 @@ def write_card(card: Card, source: Source, folder: Path) -> None:
         "Method": _method(source),
         "Curve": _curve(source, folder),
         "How to load it": _loading(card, folder),
-        "Limits": _limits(source),
+        "Limits": _limits(card, source),
     }
     kind = {
         "merged": "A language model whose training is merged into its weights.",
@@ -86,9 +89,12 @@ def write_card(card: Card, source: Source, folder: Path) -> None:
 
 def code(value: object) -> str:
     """A value as code on one line, cut after 120 characters; whatever it holds is shown and forms no markup."""
-    line = "".join(c if c.isprintable() else " " for c in str(value))
-    line = " ".join(line.replace("`", "'").replace("|", "¦").split())
+    line = _one_line(value).replace("`", "'").replace("|", "¦")
     return f"`{line if len(line) <= _LONGEST else line[: _LONGEST - 1] + '…'}`" if line else "`(empty)`"
+
+
+def _one_line(value: object) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
 
 
 def _front_matter(card: Card, source: Source) -> str:
@@ -96,7 +102,7 @@ def _front_matter(card: Card, source: Source) -> str:
     options = source.run.get("config", {})
     tags = ["rlhf-engine", *(["lora"] if source.adapter is not None else [])]
     tags += ["reward-model"] if card.to == "sequence_classification" else []
-    tags += [str(options["algorithm"])] if "algorithm" in options else []
+    tags += [_one_line(options["algorithm"])] if "algorithm" in options else []
     datasets = [name for name, on_hub in (_data_name(options.get(key)) for key in _DATA) if on_hub]
     found: dict[str, Any] = {"library_name": _LIBRARY[card.to], "pipeline_tag": _TASK[card.to], "tags": tags}
     if card.base_on_hub:
@@ -104,7 +110,8 @@ def _front_matter(card: Card, source: Source) -> str:
     if datasets:
         found["datasets"] = datasets
     found["license"] = card.license or "unknown"
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+    # each value on its line, so that none of them ends the header
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def _base(card: Card, source: Source) -> str:
@@ -229,7 +236,7 @@ def _python(*lines: str) -> str:
     return "\n".join(("```python", *lines, "```"))
 
 
-def _limits(source: Source) -> str:
+def _limits(card: Card, source: Source) -> str:
     """Facts that bound what the export can be taken for."""
     options = source.run.get("config", {})
     lines = ["No evaluation for safety, bias or knowledge is recorded."]
@@ -239,6 +246,7 @@ def _limits(source: Source) -> str:
         lines.append("No metrics of held-out rows are recorded.")
     if options.get("reward_funcs"):
         lines.append("The training raises its reward; what that reward leaves out was not optimised for.")
+    lines += [f"{note[0].upper()}{note[1:]}." for note in card.notes]
     return "\n".join(f"* {line}" for line in lines)
 
 

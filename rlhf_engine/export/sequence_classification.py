@@ -46,12 +46,14 @@ def write_classifier(
     weight = source.head["weight"]
     head = ScalarHead(weight.shape[-1])
     load_reward_head(head, dict(source.head), str(source.root))
+    notes = []
     if head.bias.any():
-        raise ConfigError(
-            f"source: expected a reward head with a bias of 0, which a sequence classifier has not, got "
-            f"{head.bias.item():g}; --to peft with --role reward exports adapter and head"
+        notes.append(
+            f"scores are lower by {head.bias.item():g}, the head's bias, which a sequence classifier has not; their "
+            "differences are the same"
         )
-    notes = _give_padding(tokenizer, source.base)
+        head.bias.data.zero_()
+    notes += _give_padding(tokenizer, source.base)
     model = merged_model(source, dtype=dtype, lm_head=False)
     text = model.config.get_text_config()
     if text.pad_token_id in _ends(tokenizer, source.base):

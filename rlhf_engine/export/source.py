@@ -88,8 +88,8 @@ def find_source(config: ExportConfig) -> Source:
         found = _of_role(config, root)
     else:
         found = _of_folder(config, root, held, str(run.get("config", {}).get("model_name_or_path")))
-    base = found.pop("base") if config.model_name_or_path is None else config.model_name_or_path
-    return Source(root=root, base=_require_base(base, root), run=run, run_folder=run_folder, **found)
+    base = _require_base(config.model_name_or_path or found["base"], root)
+    return Source(root=root, run=run, run_folder=run_folder, **{**found, "base": base})
 
 
 def _root(source: str) -> Path:

@@ -109,6 +109,7 @@ def _write(config: ExportConfig, source: Source, folder: Path, converter: Path |
         revision=revision,
         base_on_hub=on_hub,
         license=config.license,
+        notes=notes,
     )
     write_card(card, source, folder)
     return notes

@@ -1,0 +1,597 @@
+"""Exports of trained adapters and reward models: the same function in other libraries, and cards that say what is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest.importorskip("peft")
+from peft import PeftModel
+
+from rlhf_engine.commands.main import main
+from rlhf_engine.config import parse_config
+from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.export import card
+from rlhf_engine.export.gguf import SCRIPT
+from rlhf_engine.export.peft import vllm_obstacle, vllm_rank
+from rlhf_engine.hydra import (
+    HydraModel,
+    PackedBatch,
+    RoleSpec,
+    SlotConfig,
+    hydra_roles,
+    load_pretrained,
+    peft_io,
+    save_pretrained,
+)
+from rlhf_engine.hydra.backbone import head_logits
+from rlhf_engine.io import MANIFEST_FILE
+from tests.conftest import randomise
+from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts
+from tests.training.test_every_architecture import write
+from tests.training.test_reward import gpt2_folder
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guides" / "export.md"
+IDS = torch.randint(3, 12, (3, 8), generator=torch.Generator().manual_seed(0))
+BATCH = PackedBatch.from_lists([row[:3].tolist() for row in IDS], [row[3:].tolist() for row in IDS])
+ACTOR = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
+SHORT = ("--max_steps", "2", "--lora_r", "4", "--learning_rate", "1e-2", "--device", "cpu")
+BOUND = 1e-5
+"""Largest difference of logits, merged against unmerged in float32, of models whose logits are around 1."""
+
+
+def run(*words: object) -> None:
+    """A command that has to succeed."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main([str(word) for word in words]) == 0
+
+
+def export(source: object, to: str, out: Path, *more: object) -> Path:
+    run("export", source, "--to", to, "--output_dir", out, *more)
+    return out
+
+
+def refused(capsys, source: object, to: str, out: Path, *more: object) -> str:
+    """The one line of an export that is not made; nothing is left of it."""
+    capsys.readouterr()
+    code = main([str(word) for word in ("export", source, "--to", to, "--output_dir", out, *more)])
+    lines = capsys.readouterr().err.splitlines()
+    assert code in (1, 2)
+    assert len(lines) == 1, lines
+    assert not out.exists() or not any(out.iterdir())
+    assert not list(out.parent.glob(".*.tmp"))
+    return lines[0].removeprefix("rlhf-engine export: ")
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits.float()
+
+
+def our_logits(folder: Path, base: Path, slot: str = "actor") -> torch.Tensor:
+    """Logits [3, 8, V] in the lane of a slot of what `save_pretrained` wrote."""
+    model = load_pretrained(folder, base=base).eval()
+    with torch.no_grad():
+        hidden = model._backbone_call(BATCH, model.backbone(), [slot], None)
+    return head_logits(hidden, model.backbone().lm_head_in(slot)).unflatten(0, (3, 8))
+
+
+def write_actor(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32, **slot: object) -> Path:
+    """An actor's adapter that is not zero, without a run."""
+    slots = {"actor": SlotConfig(**{"r": 4, "alpha": 8.0, **slot})}
+    model = HydraModel.from_pretrained(base, roles=ACTOR, slots=slots, dtype=dtype)
+    randomise(model, "actor")
+    save_pretrained(model, folder)
+    return folder
+
+
+def texts_of(folder: Path) -> str:
+    return "".join(p.read_text() for p in folder.rglob("*") if p.suffix in (".json", ".md"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A base, a run of PPO and one of a reward model on it, and the actor alone."""
+    place = tmp_path_factory.mktemp("export")
+    base = write_model(place / "model")
+    prompts, pairs = write_prompts(place), write_pairs(place)
+    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_ppo_epochs", 1, "--num_samples", 0)
+    ppo = ("--model_name_or_path", base, "--dataset_name", prompts, "--output_dir", place / "ppo", "--save_steps", 1)
+    run("train", *ppo, *few, "--max_completion_length", 6, *SHORT)
+    rm = ("--model_name_or_path", base, "--dataset_name", pairs, "--output_dir", place / "rm")
+    run("reward", "--lora", *rm, *SHORT)
+    shutil.copytree(place / "ppo" / "final", place / "actor")  # without the run, whose curve takes a second to draw
+    return place
+
+
+# ---- merged ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_merged_run_is_the_actor(place, tmp_path):
+    out = export(place / "ppo", "merged", tmp_path / "out")
+    theirs, ours = (
+        logits(AutoModelForCausalLM.from_pretrained(out)),
+        our_logits(place / "ppo" / "final", place / "model"),
+    )
+    assert (theirs - ours).abs().max() < BOUND
+    base = logits(AutoModelForCausalLM.from_pretrained(place / "model"))
+    assert (ours - base).abs().max() > 100 * BOUND
+    assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
+    assert (out / "generation_config.json").is_file()
+    assert not list(out.glob("adapter*"))
+    early = export(place / "ppo" / "checkpoint-1", "merged", tmp_path / "early")
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(early)), theirs)
+
+
+SLOWER = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gpt_neox", "deepseek_v3", "mixtral")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", *SLOWER])
+def test_other_architectures_merge(tmp_path, name):
+    base = gpt2_folder(tmp_path / "base") if name == "gpt2" else write(name, tmp_path / "base")
+    adapter = write_actor(base, tmp_path / "adapter")
+    theirs = AutoModelForCausalLM.from_pretrained(export(adapter, "merged", tmp_path / "out"))
+    theirs.set_attn_implementation("eager" if name == "gemma2" else "sdpa")  # sdpa leaves Gemma's softcap out
+    ours = our_logits(adapter, base)
+    assert (logits(theirs) - ours).abs().max() < BOUND * max(1.0, ours.abs().max().item())
+
+
+def test_a_base_in_bf16_is_rounded_once(tmp_path):
+    base = write_model(tmp_path / "base", reward_head=False)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    adapter = write_actor(base, tmp_path / "adapter")  # in a run whose dtype is float32
+    merged = load_file(export(adapter, "merged", tmp_path / "out") / "model.safetensors")
+    exact = load_file(export(adapter, "merged", tmp_path / "exact", "--dtype", "float32") / "model.safetensors")
+    weights, pairs = load_file(base / "model.safetensors"), load_file(adapter / peft_io.WEIGHTS_FILE)
+    adapted = 0
+    for name, w in weights.items():
+        key = f"{peft_io.PREFIX}{name.removesuffix('.weight')}.lora_"
+        whole = w.double()
+        if f"{key}A.weight" in pairs:
+            adapted += 1
+            whole = whole + 2.0 * pairs[f"{key}B.weight"].double() @ pairs[f"{key}A.weight"].double()
+        assert merged[name].dtype == torch.bfloat16
+        assert exact[name].dtype == torch.float32
+        torch.testing.assert_close(exact[name], whole.float(), rtol=1e-6, atol=1e-7)
+        # another order of the sum over r may fall to the other side of the middle between two bf16 numbers
+        assert (merged[name] == whole.to(torch.bfloat16)).float().mean() > 0.999
+    assert adapted == 14
+    assert (
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exact")) - our_logits(adapter, base)
+    ).abs().max() < BOUND
+
+
+def test_an_adapter_of_a_run_in_bf16_finds_its_base_in_float32(tmp_path):
+    """Hashes are of the weights as a run has them, which may be rounded ones of the files."""
+    base = write_model(tmp_path / "base", reward_head=False)
+    adapter = write_actor(base, tmp_path / "adapter", dtype=torch.bfloat16)
+    out = export(adapter, "merged", tmp_path / "out")
+    assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_lora_on_the_head_leaves_the_embedding_alone(tmp_path, tied):
+    base = write_model(tmp_path / "base", reward_head=False, tie_word_embeddings=tied)
+    adapter = write_actor(base, tmp_path / "adapter", target_modules=("q_proj", "lm_head"))
+    out = export(adapter, "merged", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert (logits(theirs) - our_logits(adapter, base)).abs().max() < BOUND
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(theirs.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+    assert not torch.equal(theirs.lm_head.weight, plain.lm_head.weight)
+
+
+def test_whole_models_are_exported_as_they_are(place, tmp_path, capsys):
+    full = ("--model_name_or_path", place / "model", "--dataset_name", place / "pairs.jsonl", "--max_steps", 2)
+    run("sft", "--full", *full, "--output_dir", tmp_path / "full", "--learning_rate", "1e-2", "--device", "cpu")
+    out = export(tmp_path / "full", "merged", tmp_path / "out")
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(out)),
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "full")),
+    )
+    assert "expected an adapter for peft" in refused(capsys, tmp_path / "full", "peft", tmp_path / "no")
+    # supervised training moves the head's bias by rounding: it is left out, and said to be
+    shifted = export(tmp_path / "full", "sequence_classification", tmp_path / "rm")
+    bias = peft_io.read_head(tmp_path / "full", "reward")["bias"].item()
+    assert f"lower by {bias:g}" in (shifted / card.CARD).read_text()
+    tokens = IDS[:1, :6]
+    model = HydraModel.from_pretrained(tmp_path / "full", roles={"reward": RoleSpec(head="reward")}).eval()
+    ours = model.score(
+        PackedBatch.from_lists([tokens[0, :3].tolist()], [tokens[0, 3:].tolist()]), ("reward",)
+    ).rewards_N
+    with torch.no_grad():
+        theirs = AutoModelForSequenceClassification.from_pretrained(shifted)(tokens).logits[0]
+    torch.testing.assert_close(theirs + bias, ours, rtol=0, atol=BOUND)
+
+
+# ---- peft ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_opens_in_peft_and_transformers_wherever_it_lies(place, tmp_path):
+    out = export(place / "actor", "peft", tmp_path / "first")
+    moved = tmp_path / "elsewhere" / "adapter"
+    shutil.copytree(out, moved)
+    shutil.rmtree(out)
+    config = json.loads((moved / peft_io.CONFIG_FILE).read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("model", None)
+    assert str(tmp_path) not in texts_of(moved)
+    assert str(place) not in texts_of(moved)
+    ours = our_logits(place / "ppo" / "final", place / "model")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), moved)
+    assert (logits(theirs) - ours).abs().max() < BOUND
+    plain = AutoModelForCausalLM.from_pretrained(place / "model")
+    plain.load_adapter(str(moved))
+    assert (logits(plain) - ours).abs().max() < BOUND
+
+
+def test_the_loader_compares_the_hash_of_the_base(place, tmp_path):
+    out = export(place / "actor", "peft", tmp_path / "out")
+    slot = {"actor": peft_io.read_slot_config(out)}
+    HydraModel.from_pretrained(place / "model", roles=ACTOR, slots=slot)
+    other = write_model(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="got one of another base"):
+        HydraModel.from_pretrained(other, roles=ACTOR, slots=slot)
+
+
+def test_a_role_brings_its_head(place, tmp_path, capsys):
+    out = export(place / "actor", "peft", tmp_path / "critic", "--role", "critic")
+    assert peft_io.head_names(out) == {"value"}
+    critic = place / "ppo" / "final" / "slots" / "critic" / peft_io.WEIGHTS_FILE
+    assert (out / peft_io.WEIGHTS_FILE).read_bytes() == critic.read_bytes()
+    no = tmp_path / "no"
+    assert "is the base" in refused(capsys, place / "actor", "merged", no, "--role", "reference")
+    assert "expected one of ['actor', 'critic', 'ref" in refused(capsys, place / "actor", "peft", no, "--role", "judge")
+    # a reward adapter is one for `train` again
+    out = export(place / "rm", "peft", tmp_path / "rm")
+    prompts = ("--dataset_name", place / "prompts.jsonl", "--output_dir", tmp_path / "run", "--reward_adapter", out)
+    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_samples", 0, "--max_completion_length", 4)
+    run("train", "--model_name_or_path", place / "model", *prompts, *few, "--algorithm", "reinforce", *SHORT)
+
+
+# Facts of vLLM's LoRA loader (vllm/lora/peft_helper.py and utils.py of 0.32): what it reads and what it refuses.
+VLLM_FIELDS = {"r", "lora_alpha", "target_modules"}
+VLLM_REFUSES = {"modules_to_save": None, "use_dora": False, "bias": "none"}
+VLLM_MODULE = re.compile(r"base_model\.model\.[\w.]+\.lora_[AB]\.weight")
+
+
+def test_an_adapter_is_what_vllm_reads(place, tmp_path):
+    """No server: the rules of its loader, as facts."""
+    out = export(place / "actor", "peft", tmp_path / "out")
+    config = json.loads((out / peft_io.CONFIG_FILE).read_text())
+    assert config.keys() >= VLLM_FIELDS
+    assert {name: config[name] for name in VLLM_REFUSES} == VLLM_REFUSES
+    tensors = load_file(out / peft_io.WEIGHTS_FILE)
+    assert all(VLLM_MODULE.fullmatch(name) for name in tensors)
+    targets = {name.removeprefix(peft_io.PREFIX).rpartition(".lora_")[0] for name in tensors}
+    assert targets == set(config["target_modules"])
+    assert all(t.shape[0 if ".lora_A." in name else 1] == config["r"] for name, t in tensors.items())
+    assert vllm_obstacle(config) is None
+    assert [vllm_rank({"r": r}) for r in (1, 8, 9, 257, 512)] == [8, 8, 16, 320, 512]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"modules_to_save": ["score"]}, "modules_to_save"),
+        ({"r": 513}, "rank 513"),
+        ({"fan_in_fan_out": True}, "Conv1D"),
+        ({"target_modules": ["model.layers.0.mlp.up_proj", "lm_head"]}, "adapts lm_head"),
+    ],
+)
+def test_what_vllm_does_not_take_is_named(change, reason):
+    plain = {"r": 4, "target_modules": ["model.layers.0.mlp.up_proj"]}
+    assert vllm_obstacle(plain) is None
+    assert reason in (vllm_obstacle({**plain, **change}) or "")
+
+
+# ---- sequence classifiers --------------------------------------------------------------------------------------------
+
+
+def our_scores(place: Path, rows: list[list[int]]) -> torch.Tensor:
+    """Rewards of the reward run's slot and head, at the last token of each row."""
+    final = place / "rm" / "final"
+    roles = {"reward": RoleSpec(slot="reward", head="reward"), "reference": RoleSpec()}
+    slots = {"reward": peft_io.read_slot_config(final)}
+    model = HydraModel.from_pretrained(place / "model", roles=roles, slots=slots).eval()
+    peft_io.load_heads(model.heads, final)
+    found = model.score(PackedBatch.from_lists([row[:1] for row in rows], [row[1:] for row in rows]), ("reward",))
+    assert found.rewards_N is not None
+    return found.rewards_N
+
+
+@pytest.mark.parametrize("padding", ["own", "end of sequence", "none"])
+def test_a_reward_model_gives_the_same_scores_in_padded_batches(place, tmp_path, padding):
+    source = tmp_path / "rm"
+    shutil.copytree(place / "rm" / "final", source)
+    (source / MANIFEST_FILE).unlink()  # changed on purpose
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if padding != "own":
+        tokenizer.pad_token = tokenizer.eos_token if padding == "end of sequence" else None
+        tokenizer.save_pretrained(source)
+    out = export(source, "sequence_classification", tmp_path / "out")
+    theirs = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    reader = AutoTokenizer.from_pretrained(out)
+    assert theirs.config.num_labels == 1
+    assert theirs.config.pad_token_id == reader.pad_token_id != reader.eos_token_id
+    texts = [f"{prompt} the sun{reader.eos_token}" for prompt in PROMPTS[:5]] + [f"sea{reader.eos_token}"]
+    batch = reader(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    assert (batch["attention_mask"] == 0).any()
+    with torch.no_grad():
+        found = theirs(**batch).logits[:, 0]
+    ours = our_scores(place, [reader(text)["input_ids"] for text in texts])
+    torch.testing.assert_close(found, ours, rtol=0, atol=BOUND)
+    assert ours.std() > 0.1
+
+
+def test_an_architecture_without_a_classifier_is_refused_with_those_that_have_one(tmp_path, capsys):
+    base = write("dots1", tmp_path / "base")
+    model = HydraModel.from_pretrained(
+        base, roles=hydra_roles(), slots={"actor": SlotConfig(r=2), "critic": SlotConfig()}
+    )
+    save_pretrained(model, tmp_path / "adapter")
+    line = refused(capsys, tmp_path / "adapter", "sequence_classification", tmp_path / "out")
+    assert "got 'dots1'" in line
+    assert "llama," in line
+
+
+def test_a_source_without_a_reward_head_is_refused(place, tmp_path, capsys):
+    base = write_model(tmp_path / "base", reward_head=False)
+    assert "expected a model with a reward head" in refused(capsys, base, "sequence_classification", tmp_path / "out")
+
+
+# ---- gguf ------------------------------------------------------------------------------------------------------------
+
+CONVERTER = """
+import pathlib, sys
+model, flags = pathlib.Path(sys.argv[1]), dict(zip(sys.argv[2::2], sys.argv[3::2]))
+assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
+assert not (model / "adapter_config.json").exists()
+body = (model / "model.safetensors").read_bytes()
+pathlib.Path(flags["--outfile"]).write_bytes(b"GGUF" + flags["--outtype"].encode() + body)
+"""
+
+
+def converter(folder: Path, source: str = CONVERTER) -> Path:
+    """A stand-in for llama.cpp's converter: it takes the same arguments."""
+    folder.mkdir()
+    (folder / SCRIPT).write_text(source)
+    (folder / SCRIPT).chmod(0o755)
+    return folder
+
+
+def test_gguf_is_made_of_the_merged_folder(place, tmp_path, monkeypatch):
+    llama = converter(tmp_path / "llama")
+    out = export(place / "actor", "gguf", tmp_path / "out", "--llama_cpp", llama, "--outtype", "q8_0")
+    merged = export(place / "actor", "merged", tmp_path / "merged")
+    assert [p.name for p in out.iterdir()] == ["out.gguf"]
+    assert (out / "out.gguf").read_bytes() == b"GGUFq8_0" + (merged / "model.safetensors").read_bytes()
+    monkeypatch.setenv("PATH", f"{llama}{os.pathsep}{os.environ['PATH']}")
+    assert (export(place / "actor", "gguf", tmp_path / "again") / "again.gguf").read_bytes().startswith(b"GGUFauto")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; sys.exit('no tokenizer\\nthat is known')", f"{SCRIPT} ended with 1: that is known"),
+        ("raise SystemExit(3)", f"{SCRIPT} ended with 3: it says nothing"),
+        ("", f"{SCRIPT}: expected out.gguf, which it has not written"),
+        (CONVERTER.replace('b"GGUF"', 'b"else"'), f"{SCRIPT}: expected a file that begins with b'GGUF', got one with"),
+    ],
+    ids=["fails", "fails silently", "writes nothing", "writes another file"],
+)
+def test_a_converter_that_fails_leaves_nothing(place, tmp_path, capsys, source, message):
+    line = refused(
+        capsys, place / "actor", "gguf", tmp_path / "out", "--llama_cpp", converter(tmp_path / "llama", source)
+    )
+    assert line.startswith(message)
+
+
+def test_a_converter_that_is_absent_is_named_with_how_to_get_it(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = refused(capsys, place / "actor", "gguf", tmp_path / "out")
+    assert f"expected {SCRIPT} on PATH or the folder of llama.cpp, got neither; `git clone" in line
+    assert "llama_cpp: expected a folder" in refused(
+        capsys, place / "actor", "gguf", tmp_path / "out", "--llama_cpp", tmp_path
+    )
+
+
+# ---- cards -----------------------------------------------------------------------------------------------------------
+
+
+def front_matter(text: str) -> dict[str, object]:
+    empty, header, _ = text.split("---\n", 2)
+    assert empty == ""
+    return yaml.safe_load(header)
+
+
+@pytest.mark.parametrize(
+    ("run_name", "to", "library"),
+    [
+        ("ppo", "merged", "transformers"),
+        ("ppo", "peft", "peft"),
+        ("rm", "sequence_classification", "transformers"),
+    ],
+)
+def test_a_card_says_what_was_recorded_and_its_code_runs(place, tmp_path, monkeypatch, capsys, run_name, to, library):
+    out = export(place / run_name, to, tmp_path / "out", "--license", "apache-2.0", "--base_model", "owner/base@v1")
+    text = (out / card.CARD).read_text()
+    header = front_matter(text)
+    assert (header["library_name"], header["license"], header["base_model"]) == (library, "apache-2.0", "owner/base")
+    assert "datasets" not in header
+    data = "prompts.jsonl" if run_name == "ppo" else "pairs.jsonl"
+    assert f"| dataset_name | `{data}` | 12 | 12 | 0 |" in text
+    assert "| learning_rate | `0.01` |" in text
+    assert "| steps | 2 |" in text
+    record = json.loads((place / run_name / "run.json").read_text())
+    assert f"`{record['base_hash']}`" in text
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert str(place) not in texts_of(out)
+    assert str(tmp_path) not in texts_of(out)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(out)
+    block = block.replace('"owner/base"', repr(str(place / "model"))).replace(', revision="v1"', "")
+    capsys.readouterr()
+    exec(compile(block, "card", "exec"), {"__name__": "card"})
+    assert capsys.readouterr().out or to == "peft"
+
+
+def test_a_card_of_a_folder_without_a_run_invents_nothing(tmp_path):
+    base = write_model(tmp_path / "base", reward_head=False)
+    out = export(write_actor(base, tmp_path / "adapter"), "merged", tmp_path / "out")
+    text = (out / card.CARD).read_text()
+    assert front_matter(text)["license"] == "unknown"
+    for title in ("Data", "Method", "Curve"):
+        assert f"## {title}\nNot recorded.\n" in text
+    assert not (out / "curves.png").exists()
+
+
+def test_hostile_names_form_no_markup(place, tmp_path):
+    run_folder = tmp_path / "run"
+    shutil.copytree(place / "ppo", run_folder)
+    record = json.loads((run_folder / "run.json").read_text())
+    record["config"] |= {
+        "dataset_name": "x\n---\nlicense: mit\n# Ti`tle |<script>alert(1)</script>\u202e",
+        "reward_funcs": ["/home/somebody/secret/reward.py:f", "json_schema,schema=/home/somebody/schema.json"],
+        "algorithm": "ppo\n---\nlicense: mit",
+        "lora_target_modules": ["`", "|"],
+        "reward_adapter": "/home/somebody/reward",
+        "hub_token": "hf_secret",
+    }
+    (run_folder / "run.json").write_text(json.dumps(record))
+    out = export(run_folder, "merged", tmp_path / "out")
+    text = (out / card.CARD).read_text()
+    header = front_matter(text)
+    assert header["license"] == "unknown"
+    assert header["tags"] == ["rlhf-engine", "lora", "ppo --- license: mit"]
+    body = text.split("---\n")[-1]
+    assert "\nlicense" not in body
+    assert "\u202e" not in text
+    for line in body.splitlines():  # all of it stays within code
+        assert "<script>" not in re.sub(r"`[^`]*`", "", line)
+    assert all(line.count("|") == 6 for line in body.splitlines() if line.startswith("| dataset_name"))
+    assert "/home/" not in text
+    assert "hf_secret" not in text
+    assert "`reward.py:f`, `json_schema`" in text
+
+
+def test_datasets_of_the_hub_are_named_in_the_header(place, tmp_path):
+    run_folder = tmp_path / "run"
+    shutil.copytree(place / "ppo", run_folder)
+    record = json.loads((run_folder / "run.json").read_text())
+    record["config"] |= {"dataset_name": "openai/gsm8k/main:train", "eval_dataset_name": "rows/held.jsonl"}
+    (run_folder / "run.json").write_text(json.dumps(record))
+    text = (export(run_folder, "peft", tmp_path / "out") / card.CARD).read_text()
+    assert front_matter(text)["datasets"] == ["openai/gsm8k"]
+    assert "`held.jsonl` | not recorded |" in text
+
+
+def test_a_card_may_be_edited(place, tmp_path):
+    out = export(place / "actor", "peft", tmp_path / "out")
+    (out / card.CARD).write_text("mine")
+    peft_io.read_slot_config(out)
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_none_and_a_folder_that_is_taken(place, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "source: expected the folder of a run" in refused(capsys, tmp_path / "nowhere", "peft", out)
+    (tmp_path / "empty").mkdir()
+    assert "source: expected a folder with final/, checkpoints" in refused(capsys, tmp_path / "empty", "peft", out)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").write_text("mine")
+    assert main(["export", str(place / "ppo"), "--to", "peft", "--output_dir", str(taken)]) == 2
+    assert "output_dir: expected a new or empty folder" in capsys.readouterr().err
+    assert (taken / "file").read_text() == "mine"
+    with contextlib.suppress(SystemExit):
+        main(["export", "--help"])
+    assert "usage: rlhf-engine export" in capsys.readouterr().out
+
+
+def test_a_base_that_is_gone_or_another_one_is_refused(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = Path("out")
+    base = write_model(Path("bases") / "small", reward_head=False)
+    adapter = write_actor(base, Path("adapter"))
+    (tmp_path / "bases").rename(tmp_path / "moved")
+    line = refused(capsys, adapter, "peft", out)  # the path looks like a name of the Hub now
+    assert line.startswith("model_name_or_path: expected")
+    assert "'bases/small'" in line
+    moved = export(adapter, "peft", Path("right"), "--model_name_or_path", tmp_path / "moved" / "small")
+    assert json.loads((moved / peft_io.CONFIG_FILE).read_text())["base_model_name_or_path"] == "small"
+    other = write_model(tmp_path / "other", seed=1)
+    for to in ("peft", "merged"):
+        line = refused(capsys, adapter, to, out, "--model_name_or_path", other)
+        assert line.startswith("model_name_or_path: expected the base with hash ")
+
+
+def test_what_is_quantised_is_not_merged(place, tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    shutil.copytree(place / "ppo", run_folder)
+    record = json.loads((run_folder / "run.json").read_text())
+    record["config"]["load_in_4bit"] = True
+    (run_folder / "run.json").write_text(json.dumps(record))
+    line = refused(capsys, run_folder, "merged", tmp_path / "out")
+    assert "got one of a run with load_in_4bit" in line
+    export(run_folder, "peft", tmp_path / "peft")
+    base = tmp_path / "base"
+    shutil.copytree(place / "model", base)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    line = refused(capsys, place / "ppo", "merged", tmp_path / "out", "--model_name_or_path", base)
+    assert "expected weights that are not quantised to merge into" in line
+    assert "in gptq" in line
+
+
+def test_a_damaged_source_is_refused(place, tmp_path, capsys):
+    shutil.copytree(place / "ppo", tmp_path / "run")
+    path = tmp_path / "run" / "final" / peft_io.WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "expected the file as it was written" in refused(capsys, tmp_path / "run", "peft", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "peft", "--dtype", "float16"], "dtype: expected auto with peft"),
+        (["--to", "peft", "--outtype", "f16"], "outtype: expected it with gguf alone"),
+        (["--to", "gguf", "--push_to_hub", "a/b"], "push_to_hub: expected none with gguf"),
+        (["--to", "peft", "--private"], "private: expected it together with push_to_hub"),
+        (["--to", "peft", "--push_to_hub", "name"], "push_to_hub: expected owner/name, got 'name'"),
+        (["--to", "peft", "--base_model", "name"], "base_model: expected owner/name or owner/name@revision"),
+        (["--to", "peft", "--license", "mit\nx"], "license: expected a name such as apache-2.0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(place, tmp_path, capsys, options, message):
+    assert main(["export", str(place / "ppo"), "--output_dir", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_commands_of_the_guide_are_commands():
+    text = GUIDE.read_text(encoding="utf-8")
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    found = [shlex.split(line) for line in lines if line.startswith("rlhf-engine export ")]
+    assert len(found) >= 4
+    assert {parse_config(ExportConfig, ["--source", *words[2:]]).to for words in found} == {
+        *("merged", "peft", "sequence_classification", "gguf")
+    }
