@@ -30,31 +30,36 @@ class Headline(NamedTuple):
     note: str
     better: int
     """1 where more is better, -1 where less is, 0 where neither is."""
+    is_minor: bool = False
+    """Whether it matters only beside runs that have nothing better: the run has a held-out number as well."""
 
 
 class _Outcome(NamedTuple):
     label: str
     unit: str
-    metrics: tuple[str, ...]
-    """The first of these that a run has is shown."""
+    held_out: str | None
+    """Metric of the held-out rows or prompts."""
+    training: str | None
+    """Metric of the rows or answers that are trained on."""
     better: int
+    is_share: bool = False
+    """Whether it is a share of rows, which has an interval."""
 
 
 _OUTCOMES = {
     RL: (
-        _Outcome("Reward", "score per answer", ("eval/reward", "reward"), 1),
-        _Outcome("KL to the reference", "nats per answer", ("eval/kl", "kl"), 0),
-        _Outcome("Reward in training", "score per answer", ("reward",), 1),
+        _Outcome("Reward", "score per answer", "eval/reward", "reward", 1),
+        _Outcome("KL to the reference", "nats per answer", "eval/kl", "kl", 0),
     ),
     REWARD_MODEL: (
-        _Outcome("Accuracy", "fraction of rows", ("eval/accuracy", "reward_accuracy"), 1),
-        _Outcome("Margin", "reward", ("eval/margin", "reward_margin"), 1),
-        _Outcome("Area under the ROC curve", "0.5 is chance", ("eval/auc",), 1),
-        _Outcome("Loss", "nats per row", ("eval/loss", "reward_loss"), -1),
+        _Outcome("Accuracy", "fraction of rows", "eval/accuracy", "reward_accuracy", 1, is_share=True),
+        _Outcome("Margin", "reward", "eval/margin", "reward_margin", 1),
+        _Outcome("Area under the ROC curve", "0.5 is chance", "eval/auc", None, 1),
+        _Outcome("Loss", "nats per row", "eval/loss", "reward_loss", -1),
     ),
     SUPERVISED: (
-        _Outcome("Cross-entropy", "nats per token", ("lm_loss",), -1),
-        _Outcome("Reward head's accuracy", "fraction of pairs", ("reward_accuracy",), 1),
+        _Outcome("Cross-entropy", "nats per token", None, "lm_loss", -1),
+        _Outcome("Reward head's accuracy", "fraction of pairs", None, "reward_accuracy", 1),
     ),
 }
 
@@ -81,12 +86,15 @@ def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], stat
         What the run is for, then its steps, time, speed and memory. What a run has no metrics of is left out.
     """
     kind = kind_of_run(rows)
-    found = [shown for outcome in _OUTCOMES.get(kind or "", ()) if (shown := _outcome(outcome, rows, record))]
-    if kind == RL and found and found[0].label == "Reward" and found[0].note.startswith("training"):
-        found = [shown for shown in found if shown.label != "Reward in training"]
+    found = []
+    for outcome in _OUTCOMES.get(kind or "", ()):
+        held_out, training = _held_out(outcome, rows, record), _training(outcome, rows)
+        found += [] if held_out is None else [held_out]
+        found += [] if training is None else [training._replace(is_minor=held_out is not None)]
     if kind == SUPERVISED and found and found[0].value < 100:
         perplexity = math.exp(found[0].value)
-        found.insert(1, Headline("Perplexity", "e^cross-entropy", perplexity, format_value(perplexity), "now", -1))
+        shown = format_value(perplexity)
+        found.insert(1, Headline("Perplexity", "of a token", perplexity, shown, found[0].note, -1))
     return [*found, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
 
 
@@ -96,22 +104,31 @@ def total_steps(record: Mapping[str, Any]) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _outcome(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
-    name = next((name for name in outcome.metrics if numbers(rows, name)), None)
-    if name is None:
+def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
+    points = numbers(rows, outcome.held_out)
+    if not points:
         return None
-    points = numbers(rows, name)
-    values = [value for _, value in points]
-    if name.startswith("eval/"):
-        final = dict(points).get(record.get("result", {}).get("final_step"))
-        first, now = values[0], values[-1] if final is None else final
-        note = f"held out, step {points[-1][0]:,}" if final is None else "held out, of the model that was kept"
-    else:
-        n = max(1, min(MOST_AVERAGED, len(values) // 10))
-        first, now = _mean(values[:n]), _mean(values[-n:])
-        note = "training, last step" if n == 1 else f"training, mean of the last {n}"
+    kept = record.get("result", {}).get("final_step")
+    last = (kept, dict(points)[kept]) if isinstance(kept, int) and kept in dict(points) else points[-1]
+    ends = dict([points[0], last])
+    note = f"step {' → '.join(f'{step:,}' for step in ends)}{', which was kept' if last[0] == kept else ''}"
+    text = " → ".join(map(format_value, ends.values()))
+    n = record.get("rows", {}).get("eval")
+    if outcome.is_share and isinstance(n, int) and n > 0:
+        text += f" ± {format_value(1.96 * math.sqrt(max(0.0, last[1] * (1 - last[1])) / n))}"
+        note += f"; ±: 95 % interval of {n:,} rows"
+    return Headline(f"{outcome.label}, held out", outcome.unit, last[1], text, note, outcome.better)
+
+
+def _training(outcome: _Outcome, rows: Sequence[Mapping[str, Any]]) -> Headline | None:
+    values = [value for _, value in numbers(rows, outcome.training)]
+    if not values:
+        return None
+    n = max(1, min(MOST_AVERAGED, len(values) // 10))
+    first, now = _mean(values[:n]), _mean(values[-n:])
+    note = "last step" if n == 1 else f"means of {n} steps"
     text = format_value(now) if len(values) == 1 else f"{format_value(first)} → {format_value(now)}"
-    return Headline(outcome.label, outcome.unit, now, text, note, outcome.better)
+    return Headline(f"{outcome.label}, training", outcome.unit, now, text, note, outcome.better)
 
 
 def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | None) -> Headline:
@@ -138,13 +155,13 @@ def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Head
         found.append(Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1))
     peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
     if peaks:
-        found.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "so far, one process", -1))
+        found.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
     return found
 
 
-def numbers(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[int, float]]:
     """(step, value) of each line that has a number under a name."""
-    return [(row["step"], float(row[name])) for row in rows if is_number(row.get(name))]
+    return [(row["step"], float(row[name])) for row in rows if name and is_number(row.get(name))]
 
 
 def is_number(value: Any) -> bool:

@@ -19,7 +19,7 @@ from rlhf_engine.runs.page import write_page
 PAGE_FILE = "page.html"
 SHORTEST = 5.0
 """Least seconds between two pages."""
-SHARE = 0.01
+SHARE = 0.005
 """Most of a run's time that its page takes."""
 
 

@@ -233,7 +233,7 @@ function curves() {
     const series = seriesOf(panel.lines);
     if (series.length) grid.append(chart(panel.title, panel.unit, "step", series));
   }
-  const thinned = DATA.runs.flatMap((run, i) => run.every > 1 ? [`${many ? `${named[i]}: ` : ""}each point is the mean of ${run.every} logged steps.`] : []);
+  const thinned = DATA.runs.flatMap((run, i) => run.every > 1 ? [`${many ? `${named[i]}: each` : "Each"} point is the mean of ${run.every} logged steps.`] : []);
   const smoothed = `Pale: as logged. Solid: exponential mean, decay ${DECAY}.`;
   section("Curves", element("p", { className: "unit", textContent: [smoothed, ...thinned].join(" ") }), grid);
 }

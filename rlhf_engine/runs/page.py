@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,16 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
     """The page of some runs, each with its headline numbers."""
     runs, numbers_of = [run for run, _ in found], [shown for _, shown in found]
     panels = [panel for panel in PANELS if any(name in run["curves"] for run in runs for name, _ in panel.lines)]
+    written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
     data = {
         "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
         "colours": page_parts.COLOURS,
-        "written": round(time.time()),
+        "written": written,
         "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
         "runs": runs,
     }
-    several = len(runs) > 1
-    if several:
+    if len(runs) > 1:
         top = page_parts.comparison([r["name"] for r in runs], [r["config"] for r in runs], numbers_of)
     else:
         top = page_parts.cards(numbers_of[0])
@@ -94,8 +95,9 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
         attributes="" if refresh is None else f' data-refresh="{refresh:.0f}"',
         again="" if refresh is None else f'<noscript><meta http-equiv="refresh" content="{refresh:.0f}"></noscript>',
         style=_asset("page.css"),
+        written=datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         top=top,
-        plain=f'<div class="grid">{pictures}</div>{answers}',
+        plain=f'<h2>Curves</h2><div class="grid">{pictures}</div>{answers}',
         # `</script>` in an answer must not end the element that the data are in
         data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         script=_asset("page.js"),
@@ -113,7 +115,7 @@ _PAGE = """<!doctype html>
 {style}</style>
 </head>
 <body>
-<header><h1>{title}</h1><div id="bar"></div><div id="runs"></div></header>
+<header><h1>{title}</h1><span class="unit">written {written}</span><div id="bar"></div><div id="runs"></div></header>
 <main>
 {top}
 <noscript>{plain}<p>More is drawn with JavaScript.</p></noscript>
@@ -219,6 +221,7 @@ _RECORDED: dict[str, type] = {
     "kernel_backends": dict,
     "base_hash": str,
     "result": dict,
+    "rows": dict,
     "total_steps": int,
 }
 """Fields of a run's record that the page takes apart; they may be null or missing."""

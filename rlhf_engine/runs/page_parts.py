@@ -17,6 +17,9 @@ COLOURS = ("#2f6fde", "#d9590f", "#1c9a5b", "#a23bc4", "#b8860b", "#c2185b", "#0
 """Colours of runs, in their order; the script draws with the same."""
 _PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to")
 """Options that say where a run writes; they differ between any two."""
+_FEW = 4
+"""Most options that stand before the numbers in a comparison."""
+_DASHES = ("", "7 4", "2 3")
 
 
 def cards(found: Sequence[Headline]) -> str:
@@ -27,6 +30,7 @@ def cards(found: Sequence[Headline]) -> str:
             f'<div><dt>{escape(h.label)} <span class="unit">{escape(h.unit)}</span></dt>'
             f'<dd class="figure">{escape(h.text)}</dd><dd class="unit">{escape(h.note)}</dd></div>'
             for h in found
+            if not h.is_minor
         )
         + "</dl>"
     )
@@ -45,23 +49,23 @@ def comparison(names: Sequence[str], configs: Sequence[Mapping[str, Any]], found
     """
     options = differing_options(configs)
     by_label = [{h.label: h for h in one} for one in found]
-    shown = {h.label: h for one in found for h in one}
+    named = {h.label for one in found for h in one if not h.is_minor}
+    shown = {h.label: h for one in found for h in one if h.label in named}
     best = {label: _best([one.get(label) for one in by_label], h.better) for label, h in shown.items()}
-    head = "".join(f'<th scope="col">{escape(option)}</th>' for option in options)
-    head += "".join(
+    options_head = "".join(f'<th scope="col">{escape(option)}</th>' for option in options)
+    numbers_head = "".join(
         f'<th scope="col" class="number">{escape(h.label)} <span class="unit">{escape(h.unit)}</span></th>'
         for h in shown.values()
     )
-    body = ""
+    # a few options name a run; many would push its numbers out of sight
+    is_short = len(options) <= _FEW
+    head, body = options_head + numbers_head if is_short else numbers_head + options_head, ""
     for i, name in enumerate(names):
         swatch = f'<span class="swatch" style="background:{COLOURS[i % len(COLOURS)]}"></span>'
         body += f'<tr><th scope="row" data-value="{i}">{swatch}{escape(show_controls(name))}</th>'
-        for option in options:
-            value = configs[i][option]
-            body += f"<td{_sort_key(value)}>{escape(_as_text(value))}</td>"
-        for label in shown:
-            body += _cell(by_label[i].get(label), best[label])
-        body += "</tr>"
+        chosen = "".join(f"<td{_sort_key(configs[i][o])}>{escape(_as_text(configs[i][o]))}</td>" for o in options)
+        reached = "".join(_cell(by_label[i].get(label), best[label]) for label in shown)
+        body += (chosen + reached if is_short else reached + chosen) + "</tr>"
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table id="comparison"><thead>'
         f'<tr><th scope="col">run</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -103,23 +107,22 @@ def picture(panel: Panel, runs: Sequence[Mapping[str, Any]]) -> str:
     """A panel as a drawing, for browsers without JavaScript; empty where no run has numbers for it."""
     width, height, left, bottom = 440, 200, 56, 20
     lines = [
-        (i, label, *run["curves"][name])
+        (i, dash, *run["curves"][name])
         for i, run in enumerate(runs)
-        for name, label in panel.lines
+        for dash, (name, _) in enumerate(panel.lines)
         if name in run["curves"]
     ]
     if not lines:
         return ""
     (x0, x1), (y0, y1) = (_range([v for line in lines for v in line[part]]) for part in (2, 3))
     drawn = ""
-    for i, label, xs, ys in lines:
+    for i, dash, xs, ys in lines:
         points = " ".join(
             f"{left + (width - left) * (x - x0) / (x1 - x0):.1f},{(height - bottom) * (y1 - y) / (y1 - y0):.1f}"
             for x, y in zip(xs, ys, strict=True)
         )
-        name = escape(show_controls(f"{runs[i]['name']}, {label}"))
-        drawn += f'<polyline points="{points}" fill="none" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.6">'
-        drawn += f"<title>{name}</title></polyline>"
+        look = f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-dasharray="{_DASHES[dash]}" stroke-width="1.6"'
+        drawn += f'<polyline points="{points}" fill="none" {look}/>'
     marks = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(format_value(value))}</text>'
         for x, y, anchor, value in (
@@ -129,7 +132,9 @@ def picture(panel: Panel, runs: Sequence[Mapping[str, Any]]) -> str:
             (width, height - 4, "end", round(x1)),
         )
     )
-    title = f'<h3>{escape(panel.title)}</h3><div class="unit">{escape(panel.unit)}, by step</div>'
+    styles = ("solid", "dashed", "dotted")
+    key = "; ".join(f"{styles[dash]}: {panel.lines[dash][1]}" for dash in sorted({line[1] for line in lines}))
+    title = f'<h3>{escape(panel.title)}</h3><div class="unit">{escape(panel.unit)}, by step. {escape(key)}</div>'
     svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(panel.title)}">{drawn}{marks}</svg>'
     return f'<div class="card">{title}{svg}</div>'
 
