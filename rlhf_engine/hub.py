@@ -84,9 +84,11 @@ def push_folder(folder: Path, name: str, *, private: bool) -> str:
     Raises:
         ConfigError: no access, no network, or a refusal by the Hub.
     """
-    import httpx
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
+    # its bases are OSError and the error of the HTTP library, which is another one in other versions
+    failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     require_push(name)
     api = HfApi(library_name="rlhf-engine")
     try:
@@ -98,8 +100,10 @@ def push_folder(folder: Path, name: str, *, private: bool) -> str:
             ignore_patterns=[MANIFEST_FILE],
             delete_patterns=list(MODEL_FILES),
         )
-    except (OSError, ValueError, RuntimeError, httpx.HTTPError) as error:
-        raise ConfigError(f"push_to_hub: {_push_reason(error, name)}; the export is in {str(folder)!r}") from error
+    except failures as error:
+        raise ConfigError(
+            f"push_to_hub: {_push_reason(error, name)}; `hf upload {name} {folder}` sends it again"
+        ) from error
     return str(done.commit_url)
 
 

@@ -13,13 +13,18 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_engine import hub
+from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, save_pretrained
+from rlhf_engine.hydra.peft_io import read_slot_config
 from rlhf_engine.planning.presets import find_config
 from rlhf_engine.tokenizing import load_tokenizer
+from tests.conftest import randomise
 from tests.hub_stand_in import Hub, commit_of
 from tests.hub_stand_in import hub as stand_in
 from tests.training.test_data import write_model
@@ -57,6 +62,7 @@ def server(root, tmp_path, monkeypatch) -> Iterator[Hub]:
             "HF_HUB_DISABLE_XET": True,
         }.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
         yield server
     hub._fetched.cache_clear()
 
@@ -169,3 +175,129 @@ def test_from_names_to_an_adapter_and_on_without_a_network(server, root, tmp_pat
     words = (*words[:2], "--adapter", "small/adapter", *words[4:])
     again = run(server, home, "generate", *words, "--max_completion_length", "3")
     assert (again.returncode, again.stdout) == (0, drawn.stdout), again.stderr
+
+
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+
+TOKEN = "hf_a_token_that_may_write"
+
+
+@pytest.fixture
+def adapter(server, tmp_path) -> Path:
+    """An actor's adapter on the model of the Hub, at a revision of it."""
+    roles = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
+    model = HydraModel.from_pretrained(f"{NAME}@v1", roles=roles, slots={"actor": SlotConfig(r=2)})
+    randomise(model, "actor")
+    save_pretrained(model, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def writer(server, tmp_path, monkeypatch) -> Hub:
+    """The stand-in, and a token that may write to it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    server.writers.add(TOKEN)
+    return server
+
+
+def export(source: Path, out: Path, *more: str) -> int:
+    return main(["export", str(source), "--to", "peft", "--output_dir", str(out), *more])
+
+
+def test_an_adapter_is_pushed_with_its_card_and_comes_back_by_name(writer, root, adapter, tmp_path, capsys):
+    name, out = "somebody/pushed", tmp_path / "out"
+    assert export(adapter, out, "--push_to_hub", name, "--license", "mit") == 0
+    shown = capsys.readouterr().out
+    pushed = root / "models" / name
+    assert shown.splitlines()[-1] == f"pushed   {writer.url}/{name}/commit/{commit_of(pushed)}"
+    assert TOKEN not in shown
+    assert files_of(pushed) == files_of(out) - {"manifest.json"}
+    assert all((pushed / file).read_bytes() == (out / file).read_bytes() for file in files_of(pushed))
+    assert writer.private == set()
+    config = json.loads((pushed / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (NAME, "v1")
+    card = (pushed / "README.md").read_text()
+    assert f"base_model: {NAME}\n" in card
+    assert f'folder, base = "{name}", "{NAME}"' in card
+    assert 'revision="v1"' in card
+    texts = "".join(path.read_text() for path in pushed.iterdir() if path.suffix in (".json", ".md"))
+    assert str(tmp_path) not in texts
+    assert TOKEN not in texts
+    # and back: the loader compares the hash of the base
+    roles = {"actor": RoleSpec(slot="actor"), "reference": RoleSpec()}
+    model = HydraModel.from_pretrained(NAME, roles=roles, slots={"actor": read_slot_config(name)})
+    ours = load_file(adapter / "adapter_model.safetensors")
+    for path, pair in model.backbone().slot("actor").items():
+        assert torch.equal(pair.B, ours[f"base_model.model.{path}.lora_B.weight"])
+    theirs = AutoPeftModelForCausalLM.from_pretrained(name)
+    assert theirs.peft_config["default"].base_model_name_or_path == NAME
+    assert f"/api/models/{NAME}/revision/v1" in writer.asked or f"/{NAME}/resolve/v1/config.json" in writer.asked
+
+
+def test_a_push_replaces_another_model_and_leaves_other_files(writer, root, adapter, tmp_path):
+    name = "somebody/again"
+    there = root / "models" / name
+    there.mkdir(parents=True)
+    for file in ("model.safetensors", "config.json", "notes.txt"):
+        (there / file).write_text("{}")
+    assert export(adapter, tmp_path / "out", "--push_to_hub", name, "--private") == 0
+    assert writer.private == set()  # it was there before
+    assert files_of(there) == files_of(tmp_path / "out") - {"manifest.json"} | {"notes.txt"}
+    assert export(adapter, tmp_path / "new", "--push_to_hub", "somebody/secret", "--private") == 0
+    assert writer.private == {"somebody/secret"}
+
+
+def test_a_reward_model_is_pushed_with_its_card(writer, root, tmp_path):
+    base = write_model(tmp_path / "base")
+    name, words = "somebody/reward", ["--to", "sequence_classification", "--push_to_hub", "somebody/reward"]
+    assert main(["export", str(base), "--output_dir", str(tmp_path / "out"), *words]) == 0
+    assert "- reward-model\n" in (root / "models" / name / "README.md").read_text()
+    theirs = AutoModelForSequenceClassification.from_pretrained(name)
+    assert torch.equal(theirs.score.weight, load_file(base / "heads.safetensors")["reward.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("token", "push_to_hub: expected a token for 'somebody/x', got none; run `hf auth login` or set HF_TOKEN"),
+        ("offline", "push_to_hub: expected a network for 'somebody/x', got HF_HUB_OFFLINE; unset it"),
+        ("rights", "push_to_hub: expected a token that may write 'somebody/x', got a refusal (403); make one"),
+        ("network", "push_to_hub: expected to reach the Hub for 'somebody/x', got: "),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_line(writer, adapter, tmp_path, capsys, monkeypatch, change, message):
+    if change == "token":
+        monkeypatch.delenv("HF_TOKEN")
+    elif change == "offline":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    elif change == "rights":
+        writer.writers.clear()
+    else:
+        hub.local_folder(f"{NAME}@v1")  # the base is in the cache
+        hub.local_folder(f"{NAME}@v1", weights=True)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    capsys.readouterr()
+    assert export(adapter, tmp_path / "out", "--push_to_hub", "somebody/x") == 2
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"rlhf-engine export: {message}")
+    assert TOKEN not in out + err
+    written = change in ("rights", "network")
+    assert (tmp_path / "out").exists() == written
+    assert ("; `hf upload somebody/x " in err) == written
+
+
+def test_a_token_is_no_option(writer, adapter, tmp_path, capsys):
+    assert export(adapter, tmp_path / "out", "--push_to_hub", "somebody/x", "--token", "hf_secret") == 2
+    out, err = capsys.readouterr()
+    assert "unknown option --token" in err
+    assert "hf_secret" not in out + err
+
+
+def test_a_card_that_the_hub_refuses_is_one_line(writer, tmp_path):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nbase_model: /home/somebody/model\n---\n")
+    with pytest.raises(ConfigError, match=r"^push_to_hub: 'somebody/x' was not uploaded: Invalid metadata"):
+        hub.push_folder(folder, "somebody/x", private=False)
