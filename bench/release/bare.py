@@ -3,9 +3,9 @@
 
     python bench/release/bare.py dist/rlhf_engine-….whl [--packages SITE]
 
-Without `--packages` pip installs the wheel with everything that it needs from the index, gigabytes and minutes. With it
-the wheel alone is installed, and what it needs comes from another environment's site-packages. Installations in
-development mode are not taken along from there. The environment is removed afterwards.
+Without `--packages` the pip of this environment installs the wheel with everything that it needs from the index,
+gigabytes and minutes. With it the wheel alone is installed, and what it needs comes from another environment's
+site-packages. Installations in development mode are not taken along from there. The environment is removed afterwards.
 
 Exit code: 0; 1 where a step fails, with its output; 2 for bad input.
 """
@@ -39,10 +39,11 @@ def try_wheel(wheel: Path, packages: Path | None = None) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        run([sys.executable, "-m", "venv", place / "bare"], place)
+        run([sys.executable, "-m", "venv", "--without-pip", place / "bare"], place)
         python = place / "bare" / "bin" / "python"
         begin = time.monotonic()
-        run([python, "-m", "pip", "install", "--quiet", *["--no-deps"] * (packages is not None), wheel], place)
+        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        run([*install, *["--no-deps"] * (packages is not None), wheel], place)
         if packages is not None:  # a line of a .pth file is added to sys.path; .pth files in there are not read
             (site,) = (place / "bare" / "lib").glob("python*/site-packages")
             (site / "others.pth").write_text(f"{packages}\n")

@@ -1,0 +1,93 @@
+"""Names importable from `rlhf_engine`: all there, listed, typed, and imported when they are used."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rlhf_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhf_engine"
+TREE = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+# Pages that tell a reader to import, and rooms whose names they are; algorithms and integrations keep theirs.
+PAGES = (ROOT / "docs" / "guides" / "python.md", ROOT / "README.md")
+LENT = ("hydra", "rollout", "tokenizing")
+
+
+def test_every_name_resolves_to_what_its_module_has():
+    assert len(rlhf_engine.__all__) == len(set(rlhf_engine.__all__)) > 20
+    for module, names in rlhf_engine._NAMES.items():
+        home = __import__(f"rlhf_engine.{module}", fromlist=names)
+        for name in names:
+            assert getattr(rlhf_engine, name) is getattr(home, name)
+
+
+def test_dir_lists_them():
+    assert set(rlhf_engine.__all__) <= set(dir(rlhf_engine))
+
+
+def test_type_checkers_see_the_same_names():
+    (guarded,) = (node for node in TREE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    seen = {(node.module, alias.name, alias.asname) for node in imports for alias in node.names}
+    lent = rlhf_engine._NAMES.items()
+    assert seen == {(f"rlhf_engine.{module}", name, name) for module, names in lent for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_that_pages_import_from_the_rooms_are_here(page):
+    found = re.findall(r"^from rlhf_engine\.(\w+) import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    names = {name.strip() for module, line in found if module in LENT for name in line.split(",")}
+    assert names <= set(rlhf_engine.__all__)
+    assert names or page.name == "README.md"
+
+
+def test_no_name_hides_a_module():
+    rooms = {path.stem for path in PACKAGE.iterdir()}
+    assert not rooms & set(rlhf_engine.__all__)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError, match=r"has no attribute 'HydraModle'; did you mean 'HydraModel'\?"):
+        _ = rlhf_engine.HydraModle
+    with pytest.raises(AttributeError, match=r"has no attribute 'xyzzy'$"):
+        _ = rlhf_engine.xyzzy
+
+
+def test_rooms_do_not_import_by_way_of_the_names():
+    """A room that did could import what is above it, and tests/test_imports.py would not see it."""
+    names = "|".join(name for name in rlhf_engine.__all__ if name != "__version__")
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(rf"^\s*from rlhf_engine import .*\b({names})\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["--help"]], ids=["import", "version", "help"])
+def test_torch_is_imported_by_none_of_these(arguments):
+    code = "import sys, rlhf_engine\n"
+    if arguments:
+        code += f"from rlhf_engine.commands.main import main\nassert main({arguments}) == 0\n"
+    code += "assert not {'torch', 'transformers', 'rlhf_kernels'} & set(sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_checkout_that_is_not_installed_says_so(tmp_path):
+    shutil.copytree(
+        PACKAGE, tmp_path / "rlhf_engine", ignore=lambda folder, names: [n for n in names if n != "__init__.py"]
+    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import rlhf_engine; print(rlhf_engine.__version__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert done.stdout.strip() == project["tool"]["setuptools_scm"]["fallback_version"] == "0.0+unknown"
