@@ -2,8 +2,8 @@
 
     W' = round(W + s B A)        W [out, in] of an adapted linear, A [r, in], B [out, r], s the adapter's scale
 
-The sum is made in float64 and rounded once, to the dtype that is written. Beside the base, memory holds one linear
-twice and blocks of `_ROWS` rows in float64. The base is held once, in the dtype of its file.
+The sum is made in float64 and rounded once, to the dtype that is written. Where that is the dtype of the base's files,
+memory holds the base once and blocks of `_ROWS` rows in float64. For another dtype it holds the merged linears, too.
 
 Refused: a quantised base, whose weights are no numbers that anything could be added to without being rounded again; an
 adapter that was trained on one, since the sum would be another function; and a base with another hash.
@@ -139,7 +139,8 @@ def _merge(model: PreTrainedModel, slot: AdapterSlot, dtype: torch.dtype) -> Non
             layer = linears[path]
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
-            merged = torch.empty_like(weight, dtype=dtype)
+            # in place where the dtype stays: pages of the file that are written to become the process's own
+            merged = weight.detach() if weight.dtype == dtype else torch.empty_like(weight, dtype=dtype)
             old, new = (weight.T, merged.T) if isinstance(layer, Conv1D) else (weight, merged)
             A = slot.config.scale * pair.A.double()
             for start in range(0, len(old), _ROWS):

@@ -121,7 +121,9 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_a_merged_run_is_the_actor(place, tmp_path):
+    before = (place / "model" / "model.safetensors").read_bytes()
     out = export(place / "ppo", "merged", tmp_path / "out")
+    assert (place / "model" / "model.safetensors").read_bytes() == before
     theirs, ours = (
         logits(AutoModelForCausalLM.from_pretrained(out)),
         our_logits(place / "ppo" / "final", place / "model"),
