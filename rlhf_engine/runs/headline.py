@@ -171,9 +171,9 @@ def is_number(value: Any) -> bool:
 
 def duration(seconds: float) -> str:
     """A time in the two units that matter, such as `3 min 20 s`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
     if minutes < 60:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import random
 import re
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
@@ -15,8 +17,9 @@ import pytest
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import MetricsWriter
-from rlhf_engine.runs.page import MOST_POINTS, write_page
+from rlhf_engine.runs.page import MOST_LOOKS, MOST_POINTS, MOST_TEXT, shareable, write_page
 from rlhf_engine.runs.samples import SampleLog, Samples
+from rlhf_engine.runs.text import show_controls
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_damaged_folders import damage
 from tests.training.test_data import train_config, write_model, write_prompts
@@ -45,26 +48,27 @@ def test_a_run_is_on_its_page(run, tmp_path, capsys):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found["name"] == "first"
     assert (found["steps"], found["every"], found["nonfinite"]) == (3, 1, {})
-    assert found["curves"]["reward"] == [[1, 2, 3], [row["reward"] for row in rows]]
-    assert found["curves"]["eval/kl"] == [[1, 2, 3], [row["eval/kl"] for row in rows]]
+    assert (found["state"], found["total"]) == ("done", 3)
+    for name in ("reward", "eval/kl"):
+        assert found["curves"][name] == [[1, 2, 3], pytest.approx([row[name] for row in rows], rel=1e-5)]
     assert {"seconds/step", "seconds/update", "peak_memory_bytes"} <= set(found["curves"])
     assert [look["step"] for look in found["samples"]] == [0, 1, 2, 3]
     assert len({tuple(look["prompts"]) for look in found["samples"]}) == 1
     assert found["config"]["max_steps"] == 3
     assert {"commit", "device", "torch", "command", "started", "kernels"} <= set(found["facts"]) | {"commit"}
-    text = out.read_text()
-    assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg", "", text.replace(json.dumps(found["facts"])[1:-1], ""))
+    assert set(re.findall(r"https?://[^\"\s]*", out.read_text())) == {"http://www.w3.org/2000/svg"}
 
 
-def copy_run(run, folder, *, steps=2, sample="fine", **metrics):
+def copy_run(run, folder, *, steps=2, sample="fine", prompt="p", option="d", **metrics):
     """A run's folder with other numbers and texts."""
     folder.mkdir(parents=True)
     record = json.loads((run / "run.json").read_text())
+    record["config"]["dataset_name"] = option
     (folder / "run.json").write_text(json.dumps(record))
     with MetricsWriter(folder / "metrics.jsonl") as writer:
         for step in range(1, steps + 1):
             writer.write(step, {"reward": float(step), "kl": 1.0, **metrics})
-    look = {"step": 0, "prompts": ["p"], "completions": [sample], "scores": [None]}
+    look = {"step": 0, "prompts": [prompt], "completions": [sample], "scores": [None]}
     (folder / "samples.jsonl").write_text(json.dumps(look) + "\n")
     return folder
 
@@ -83,17 +87,67 @@ def test_the_run_within_a_demo_s_folder_is_found(run, tmp_path):
     assert data_of(write_page([tmp_path / "demo"], tmp_path / "d.html"))["runs"][0]["name"] == "rl"
 
 
-def test_texts_of_a_run_stay_texts(run, tmp_path):
-    nasty = "</script><script>alert(1)</script> & <b>\u2028"
-    folder = copy_run(run, tmp_path / "<i>x", sample=nasty)
-    out = write_page([folder], tmp_path / "n.html")
+HOSTILE = {
+    "script": "</script><script>alert(1)</script> & <b>\u2028",
+    "comment": "<!--<script>",
+    "noscript": "</noscript><img src=x onerror=alert(1)>",
+    "attribute": '" onmouseover="alert(1)',
+    "braces": "{data} {0} %s ${DATA}",
+    "right to left": "safe \u202etxt.exe\u2069 \u200f",
+    "zero width": "a\u200bb\x00c\x1b[31m",
+    "long word": "x" * 20_000,
+    "markup": "&lt;i&gt; <i>x</i> </pre></div></body>",
+}
+
+
+class Markup(HTMLParser):
+    """Elements and attributes of a page, and its text outside of scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[str] = []
+        self.attributes: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        if self.elements and self.elements[-1] not in ("script", "style"):
+            self.text += data
+
+
+def markup_of(path) -> Markup:
+    found = Markup()
+    found.feed(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_texts_of_a_run_stay_texts(run, tmp_path, kind):
+    nasty = HOSTILE[kind]
+    harmless = markup_of(write_page([copy_run(run, tmp_path / "fine")], tmp_path / "fine.html", title="A"))
+    folder = copy_run(run, tmp_path / "<i>x", sample=nasty, prompt=nasty, option=nasty)
+    out = write_page([folder], tmp_path / "n.html", title=nasty)
     found = data_of(out)["runs"][0]
-    assert found["samples"][0]["completions"] == [nasty]
+    assert found["samples"][0]["completions"] == found["samples"][0]["prompts"] == [nasty]
+    assert found["config"]["dataset_name"] == shareable(nasty)
     assert found["name"] == "<i>x"
-    text = out.read_text()
-    assert "alert(1)</script>" not in text
-    assert "<i>" not in text
-    assert "innerHTML" not in text
+    there = markup_of(out)
+    assert there.elements == harmless.elements
+    assert there.attributes == harmless.attributes
+    assert show_controls(nasty) in there.text
+    assert not set(there.text.replace(nasty, "", 2)) & set("\u202e\u200b\x1b")
+    assert "innerHTML" not in out.read_text()
+
+
+def test_names_of_compared_runs_stay_texts(run, tmp_path):
+    folders = [copy_run(run, tmp_path / name) for name in ("<i>x", "a\u202eb", "plain")]
+    there = markup_of(write_page(folders, tmp_path / "n.html", title="t"))
+    assert "i" not in there.elements
+    assert "<i>x" in there.text
+    assert "a⟨U+202E⟩b" in there.text
 
 
 def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
@@ -103,8 +157,75 @@ def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
     steps, values = found["curves"]["reward"]
     assert len(steps) <= MOST_POINTS
     assert (steps[0], values[0]) == (3, 2.0)  # the mean of 1, 2, 3
-    assert found["nonfinite"]["1"] == {"bad": "nan"}
+    assert found["nonfinite"] == {"count": 2 * MOST_POINTS + 1, "first": 1, "names": ["bad"]}
     assert "bad" not in found["curves"]
+
+
+def test_a_page_of_a_long_run_stays_small(run, tmp_path):
+    folder = copy_run(run, tmp_path / "long", steps=3000, **{f"metric/{i}": 0.1234567890123 for i in range(30)})
+    log = SampleLog(folder / "samples.jsonl")
+    for step in range(1, 200):
+        log.write(Samples(step=step, prompts=["p"], completions=["word " * 2000], scores=[0.5]))
+    out = write_page([folder], tmp_path / "l.html")
+    found = data_of(out)["runs"][0]
+    steps = [look["step"] for look in found["samples"]]
+    assert (steps[0], steps[-1], found["looks"]) == (0, 199, 200)
+    assert len(steps) == MOST_LOOKS
+    assert steps == sorted(set(steps))
+    assert out.stat().st_size < 1_500_000
+
+
+def test_long_answers_leave_room_for_the_first_and_the_last(run, tmp_path):
+    folder = copy_run(run, tmp_path / "long")
+    log = SampleLog(folder / "samples.jsonl")
+    for step in range(1, 6):
+        log.write(Samples(step=step, prompts=["p"], completions=["x" * MOST_TEXT], scores=[0.5]))
+    looks = data_of(write_page([folder], tmp_path / "l.html"))["runs"][0]["samples"]
+    assert [look["step"] for look in looks] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ("/home/alice/models/llama", "…/llama"),
+        ("~/x/y", "…/y"),
+        ("~alice/x/y", "…/y"),
+        ("/home/al b/reward.py:reward", "…/reward.py:reward"),
+        ("--a=/home/alice/x/y.py:f,/etc/z.py:g", "--a=…/y.py:f,…/z.py:g"),
+        ("file:///home/alice/b", "…/b"),
+        ("C:\\Users\\alice\\x", "…/x"),
+        ("http://gpu7.example.org:8000/v1", "http://…/v1"),
+        (["/home/alice/a", 1, None], ["…/a", 1, None]),
+        ({"x": {"y": "/home/alice/a"}}, {"x": {"y": "…/a"}}),
+        ({"ray_address": "gpu7:6379"}, {"ray_address": "…"}),
+        # names and relative places say nothing of a machine
+        ("runs/sft", "runs/sft"),
+        ("../shared/m", "../shared/m"),
+        ("org/model@main", "org/model@main"),
+        ("reward.py:reward", "reward.py:reward"),
+        ("1/2", "1/2"),
+    ],
+)
+def test_places_of_a_machine_are_left_out(value, left):
+    assert shareable(value) == left
+
+
+def test_no_place_of_the_machine_is_on_a_page(run, tmp_path):
+    record = json.loads((run / "run.json").read_text())
+    folder = copy_run(run, tmp_path / "home" / "alice" / "run")
+    record["config"] |= {"model_name_or_path": "/home/alice/m", "ray_address": "gpu7:6379"}
+    record["command"] = [
+        "/home/alice/.venv/bin/rlhf-engine",
+        "train",
+        "--ray_address",
+        "gpu7:6379",
+        "--x=/home/alice/x",
+    ]
+    (folder / "run.json").write_text(json.dumps(record))
+    text = write_page([folder], tmp_path / "s.html").read_text()
+    assert "rlhf-engine train --ray_address … --x=…/x" in text
+    for word in ("alice", "gpu7", str(tmp_path), str(run), platform.node()):
+        assert word not in text
 
 
 def test_a_value_that_is_lost_moves_no_other(run, tmp_path):

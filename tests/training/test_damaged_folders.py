@@ -124,7 +124,7 @@ def model_files(folder: Path, part: str) -> list[Path]:
     if part != ".":
         return [folder / "manifest.json", *sorted((folder / part).iterdir())]
     if (folder / "run.json").is_file():
-        own = ("run.json", "metrics.jsonl", "curves.png", ".lock")
+        own = ("run.json", "metrics.jsonl", "page.html", "curves.png", ".lock")
         return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in own)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

@@ -288,7 +288,8 @@ def test_a_loss_that_is_not_finite_stops_and_writes_no_model(base, tmp_path, hea
 
     with pytest.raises(NonFiniteError, match=f"{culprit} is nan at step 2; nothing of it was applied"):
         trainer.run(poison)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LOCK_FILE, "metrics.jsonl", "run.json"]
+    left = [LOCK_FILE, "metrics.jsonl", "page.html", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == left
     assert not list(tmp_path.glob(".*"))
     assert all(p.grad is None for p in trainer.model.parameters())
 
