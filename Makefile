@@ -48,7 +48,7 @@ unit: $(INSTALLED)
 	$(TEST) -m unit $(SPREAD) $(ARGS)
 
 # the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
-test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(VERSIONS:%=.venv/%/.installed)
+test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(RELEASE) $(VERSIONS:%=.venv/%/.installed)
 ifeq ($(ARGS),)
 	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
 		fetches about 4 GB; make test-long VERSIONS=$v runs it";)

