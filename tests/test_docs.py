@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.completion import CONFIGS
 from rlhf_engine.commands.demo.task import build_tokenizer
-from rlhf_engine.commands.main import _COMMANDS
+from rlhf_engine.commands.main import _COMMANDS, main
 from rlhf_engine.config import (
     parse_config,
 )
@@ -135,14 +136,15 @@ SNIPPETS = [
 @pytest.mark.parametrize("code", [code for *_, code in SNIPPETS], ids=[f"{stem}-{i}" for stem, i, _ in SNIPPETS])
 def test_python_blocks_run(code, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = code.replace("path/to/model", str(model)).replace('"examples/', f'"{ROOT}/examples/')
+    code = code.replace("path/to/model", str(model)).replace('"rlhf_engine/', f'"{ROOT}/rlhf_engine/')
     exec(compile(code, "block", "exec"), {"__name__": "block"})
 
 
 def test_there_are_blocks_to_run():
     assert len(SNIPPETS) >= 4
     assert len(list(commands())) >= 6
-    assert {page for page in DOCS if blocks(page, "bash")} == {*COMMANDS, TUTORIALS / "first-ppo.md"}
+    tutorials = {TUTORIALS / f"{name}.md" for name in TUTORIALS_THAT_RUN}
+    assert {page for page in DOCS if blocks(page, "bash")} == {*COMMANDS, *tutorials}
 
 
 def test_the_reward_file_is_a_reward_function(tmp_path):
@@ -165,23 +167,63 @@ def test_the_tutorial_in_python_runs(model, tmp_path, monkeypatch):
     assert (tmp_path / "ppo" / "adapter_config.json").is_file()
 
 
-def test_the_first_tutorial_runs(tmp_path):
-    """Its commands and its reward, in their order, as a reader has them."""
-    page = TUTORIALS / "first-ppo.md"
-    (reward,) = blocks(page, "python")
-    assert reward.startswith("# reward.py\n")
-    (tmp_path / "reward.py").write_text(reward)
+TUTORIALS_THAT_RUN = {  # page → its start, and what its last command leaves
+    "first-ppo": ("tutorial", "runs/longer/curves.png"),
+    "from-trl": ("trl", "answers.jsonl"),
+    "own-reward": ("reward-function", "runs/shorter/curves.png"),
+    "thumbs": ("reward-model", "report.html"),
+}
+IN_THE_LONG_LANE = ("own-reward", "thumbs")  # their commands are those of the others for the most part
+
+
+def lines_of(page: Path) -> list[str]:
+    """Commands of the bash blocks of a page."""
+    return [line for block in blocks(page, "bash") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n in IN_THE_LONG_LANE else []) for n in TUTORIALS_THAT_RUN],
+)
+def test_a_tutorial_runs(name, tmp_path):
+    """Its commands in their order, as a reader has them; and its reward climbs."""
+    start, left = TUTORIALS_THAT_RUN[name]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    for block in blocks(page, "bash"):
-        for line in block.splitlines():
-            program, *words = shlex.split(line)
-            assert program == "rlhf-engine"
-            command = [sys.executable, "-m", "rlhf_engine", *words]
-            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path / "runs" / "first" / "metrics.jsonl")[-1]["step"] == 8
-    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 16
-    assert (tmp_path / "runs" / "first.html").is_file()
+    folder = tmp_path
+    for line in lines_of(TUTORIALS / f"{name}.md"):
+        program, *words = shlex.split(line)
+        if program == "cd":
+            folder /= words[0]
+            continue
+        assert program in ("rlhf-engine", "python")
+        command = [sys.executable, *(["-m", "rlhf_engine"] if program == "rlhf-engine" else []), *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / left).is_file()
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 64
+    if start == "trl":
+        history = json.loads((folder / "runs" / "ppo" / "trainer_state.json").read_text())["log_history"]
+        rewards = [row["reward"] for row in history if "reward" in row]
+    else:
+        rewards = [row["reward"] for row in read_metrics(folder / "runs" / "ppo" / "metrics.jsonl")]
+    assert rewards[-1] > rewards[0] + 1.0, rewards
+
+
+@pytest.mark.parametrize("name", TUTORIALS_THAT_RUN)
+def test_a_folder_to_begin_with_has_the_commands_of_its_page(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start, _ = TUTORIALS_THAT_RUN[name]
+    assert main(["init", start, "here"]) == 0
+    first, *commands = lines_of(TUTORIALS / f"{name}.md")
+    assert shlex.split(first)[:3] == ["rlhf-engine", "init", start]
+    assert set(lines_of(tmp_path / "here" / "README.md")) <= set(commands)
+    for line in lines_of(tmp_path / "here" / "README.md"):
+        words = shlex.split(line)
+        if words[0] == "python" or words[1] == "report":
+            continue
+        config = tmp_path / "here" / words[-1]
+        named = [*words[2:-1], str(config)] if "--config" in words else words[2:]
+        parse_config(CONFIGS[words[1]], named)
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -107,15 +107,15 @@ def _files(config: InitConfig, template: Template) -> dict[str, str]:
 
 
 def _values(config: InitConfig) -> dict[str, str]:
-    """What stands in the templates' braces."""
+    """Texts for the braces of the templates."""
     base = config.model_name_or_path
     small = base is None or _hidden_size(base) < _SMALL
     is_reward_model = config.start == "reward-model"
     return {
         "base": "runs/sft" if base is None else _from_inside(base, config.output_dir),
-        "steps": "15" if base is None else "30",
+        "steps": "15" if base is None else "20",
         "tokens": "40" if base is None else "96",
-        "eos_penalty": "1.0" if base is None else "none  # of answers that never end",
+        "eos_penalty": "1.0" if base is None else "none",
         "learning_rate": "2.0e-3" if base is None else "1.0e-3" if small else "1.0e-4",
         "reward": "reward_funcs: [reward_model]\nreward_adapter: runs/reward/final"
         if is_reward_model

@@ -39,6 +39,7 @@ _LARGEST_INT = 2**31 - 1
 """Largest whole number of an option that has no smaller bound: nothing counts further."""
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+_NONE = ("none", "null")
 _SPECIAL = ("config", "print_config", "help", "help_all")
 
 
@@ -301,7 +302,7 @@ def _only(name: str, expected: str, raw: list[str]) -> str:
 def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
     """The strings that followed `--name` as a value of `hint`; what no alternative can read is an error."""
     kinds = _alternatives(hint)
-    if type(None) in kinds and len(raw) == 1 and raw[0].lower() in ("none", "null"):
+    if type(None) in kinds and len(raw) == 1 and raw[0].lower() in _NONE:
         return None
     if hint is bool and not raw:
         return True
@@ -370,7 +371,9 @@ def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
             raise _unknown(f"key in {path}:", name, cls, "")
         if name in values:
             raise ConfigError(f"{name}: given twice in {path}, as {values[name]!r} and as {value!r}")
-        # YAML 1.1 reads `1e-4` (no dot) as a string, which nobody means by it
+        # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
+        if isinstance(value, str) and value.lower() in _NONE and type(None) in _alternatives(hints[name]):
+            value = None
         if isinstance(value, str) and float in _alternatives(hints[name]):
             value = _from_string(name, hints[name], float, value)
         values[name] = value

@@ -11,7 +11,7 @@ trainer = HydraPPOTrainer(
     reward_funcs=reward,
     args=HydraPPOConfig(
         output_dir="runs/ppo",
-        max_steps=24,
+        max_steps=48,
         per_device_train_batch_size=32,
         steps_per_generation=2,
         num_iterations=2,
@@ -28,3 +28,4 @@ trainer = HydraPPOTrainer(
 )
 trainer.train()
 trainer.save_model("runs/ppo/final")
+trainer.save_state()

@@ -1,0 +1,108 @@
+"""`rlhf-engine init`: what it writes, what it leaves alone, and what it refuses. tests/test_docs.py runs the folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_engine.commands.init import STARTS, TEMPLATES
+from rlhf_engine.commands.main import main
+from rlhf_engine.config import TrainConfig, parse_config
+from rlhf_engine.config.init import OWN_MODEL
+from rlhf_engine.data import Tally, load_rows
+from rlhf_engine.scoring.reward_functions import load_reward
+from tests.conftest import tiny_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(capsys, *words: str) -> str:
+    """The one line of a request that cannot be served."""
+    assert main(["init", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A model of the user's, in a folder beside the new one."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("start", OWN_MODEL)
+def test_a_model_of_yours_is_the_base(start, base, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", start, "new/here", "--model_name_or_path", "base"]) == 0
+    here = tmp_path / "new" / "here"
+    monkeypatch.chdir(here)
+    config = parse_config(TrainConfig, ["--config", "train.yaml"])
+    assert (here / config.model_name_or_path).samefile(base)
+    assert len(load_rows("prompts.jsonl", Tally(source="prompts.jsonl"), kinds=("prompt_only",))) == 64
+    reward = load_reward("reward.py:reward")
+    happy, plain = reward(prompts=["a"] * 2, completions=["They hugged and laughed together .", "no no"])
+    assert happy > plain
+    assert not (here / "model").exists()
+    assert "runs/sft" not in (here / "README.md").read_text()
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in (here / "README.md").read_text().splitlines() if line.startswith("rlhf-"))
+
+
+def test_a_name_of_the_hub_stays_a_name_and_takes_the_rate_of_a_large_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "reward-function", "here", "--model_name_or_path", "Qwen/Qwen3-0.6B"]) == 0
+    config = yaml.safe_load((tmp_path / "here" / "train.yaml").read_text())
+    assert (config["model_name_or_path"], config["learning_rate"]) == ("Qwen/Qwen3-0.6B", 1e-4)
+
+
+def test_the_recipe_has_the_settings_of_its_example(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "recipe:stories260k", "here", "--model_name_or_path", "base"]) == 0
+    written = yaml.safe_load((tmp_path / "here" / "train.yaml").read_text())
+    example = yaml.safe_load((ROOT / "examples" / "stories260k.yaml").read_text())
+    assert {**written, **example} == {**example, "model_name_or_path": "../base", "output_dir": "runs/ppo"}
+    for name, source in (("dataset_name", "prompts.jsonl"), ("eval_dataset_name", "heldout.jsonl")):
+        assert written[name] == source
+        assert (tmp_path / "here" / source).read_bytes() == (ROOT / example[name]).read_bytes()
+
+
+def test_thumbs_have_both_labels_and_some_have_no_prompt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "reward-model", "here", "--seed", "3"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "here" / "thumbs.jsonl").read_text().splitlines()]
+    assert 0.05 < sum(row["label"] for row in rows) / len(rows) < 0.5
+    assert sum(not row["prompt"] for row in rows) == len(rows) // 8
+
+
+def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert "output_dir: expected a new or an empty folder, got 'mine'" in refused(capsys, "tutorial", "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "missing required options: --start, --output_dir"),
+        (("tutorials", "x"), "start: expected one of 'tutorial', 'reward-function', 'reward-model', 'trl',"),
+        (("tutorial",), "missing required option: --output_dir"),
+        (("tutorial", "x", "y"), "unexpected argument 'y': expected a start and a folder"),
+        (("recipe:stories260k", "x"), "model_name_or_path: expected the base of 'recipe:stories260k', got none"),
+        (("trl", "x", "--model_name_or_path", "m"), "expected it with reward-function or recipe:stories260k, got it"),
+    ],
+)
+def test_what_it_refuses(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_template_is_used():
+    used = {name for start in STARTS.values() for name in (start.readme, *start.files.values())}
+    data = {"story_prompts.jsonl", "story_prompts_heldout.jsonl"}
+    assert {path.name for path in TEMPLATES.iterdir() if path.is_file()} == used | data
