@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.rollout import Request as Request
     from rlhf_engine.rollout import RolloutEngine as RolloutEngine
     from rlhf_engine.rollout import SamplingConfig as SamplingConfig
-    from rlhf_engine.rollout import generate as generate
+    from rlhf_engine.rollout.generate import generate as generate
     from rlhf_engine.tokenizing import encode_prompt as encode_prompt
     from rlhf_engine.tokenizing import eos_token_ids as eos_token_ids
     from rlhf_engine.tokenizing import load_tokenizer as load_tokenizer
@@ -50,7 +50,8 @@ _NAMES = {
         *("hydra_roles", "j_hydra_roles", "load_pretrained", "save_pretrained"),
     ),
     "integrations.peft": ("fuse_lora",),
-    "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig", "generate"),
+    "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),
+    "rollout.generate": ("generate",),
     "tokenizing": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
     "training.policy": ("Policy",),
     "training.rl": ("RlTrainer",),
