@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from rlhf_engine import __version__
 from rlhf_engine.distributed.launch import launched, launched_rank
-from rlhf_engine.errors import ConfigError, EngineError, notes
+from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
@@ -102,6 +102,9 @@ def run_and_exit() -> NoReturn:
 def _fail(name: str, error: Exception, code: int) -> int:
     rank = f", rank {launched_rank()}" if launched() > 1 else ""
     text = "; ".join([str(error), *notes(error)])
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RewardError) and cause.trace:
+            print(cause.trace, file=sys.stderr)
     print(f"rlhf-engine {name}{rank}: {' '.join(text.split())}", file=sys.stderr)
     return code
 

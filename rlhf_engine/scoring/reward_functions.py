@@ -21,6 +21,7 @@ import numbers
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,7 +186,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
             found.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and passed on
         del sys.modules[name]
-        raise RewardError(f"importing {str(path)!r} raised {type(error).__name__}: {error}") from error
+        raise _failure(f"importing {str(path)!r}", error) from error
     return module
 
 
@@ -198,9 +199,9 @@ def _load_module(name: str, spec: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             hint = "for a file write its path with .py"
             raise ConfigError(f"reward_funcs: no module named {error.name!r} (from {spec!r}); {hint}") from error
-        raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+        raise _failure(f"importing {name!r}", error) from error
     except (Exception, SystemExit) as error:  # as for files
-        raise RewardError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+        raise _failure(f"importing {name!r}", error) from error
 
 
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -283,7 +284,34 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], 
     except _TookTooLong as error:
         raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
     except (Exception, SystemExit) as error:  # a user's function may raise anything; it is named and passed on
-        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+        raise _failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
+
+
+def _failure(what: str, error: BaseException, prompts: Sequence[str] = (), answers: Sequence[str] = ()) -> RewardError:
+    """The error of a user's code that raised, with the answer that it had in hand and the lines that led there."""
+    text = f"{what} raised {type(error).__name__}: {error}"
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename != __file__ and not frame.f_code.co_filename.startswith("<frozen ")
+    ]
+    row = _row_in_hand([frame for frame, _ in frames], answers)
+    if row is not None:
+        text += f", on the answer {_excerpt(answers[row])!r} to {_excerpt(prompts[row])!r}"
+    lines = traceback.StackSummary.extract(iter(frames)).format()
+    if isinstance(error, SyntaxError):  # of a file that is imported: its line is in the error alone
+        lines += traceback.format_exception_only(error)[:-1]
+    return RewardError(text, "".join(lines).rstrip())
+
+
+def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[str]) -> int | None:
+    """Row of the answer that a variable held where the code failed, the innermost function first; None: no variable."""
+    rows = {id(answer): row for row, answer in enumerate(answers)}
+    for frame in reversed(frames):
+        held = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
+        if held:
+            return held[-1]
+    return None
 
 
 def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | None]:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,12 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def refused(capsys, *argv: str, code: int = 2) -> str:
-    """The one line on standard error of a request that is not served."""
+def refused(capsys, *argv: str, code: int = 2, trace: Sequence[str] = ()) -> str:
+    """The one line on standard error of a request that is not served, after lines of a reward function's own code."""
     found, _, err = run(capsys, *argv)
     lines = [line for line in err.splitlines() if not line.startswith("ppo ")]  # progress of the steps that were made
+    shown, lines = [line.strip(" ^~") for line in lines[:-1]], lines[-1:]
+    assert [line for line in shown if line and not line.startswith("File ")] == list(trace), err
     assert found == code, err
     assert len(lines) == 1, err
     assert lines[0].startswith(f"rlhf-engine {argv[0]}: " if len(argv) > 1 else "rlhf-engine")
@@ -595,23 +598,28 @@ def test_train_refuses_models_that_are_no_policy_by_their_config(capsys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "message", "trace"),
     [
-        ("return [1.0]", "reward function 'reward': expected 2 rewards, got 1"),
-        ("return 1.0", "reward function 'reward': expected a list, tuple or tensor, got float"),
-        ("raise KeyError('mood')", "reward function 'reward' raised KeyError: 'mood'"),
-        ("raise ValueError('one\\ntwo')", "reward function 'reward' raised ValueError: one two"),
+        ("return [1.0]", "reward function 'reward': expected 2 rewards, got 1", ()),
+        ("return 1.0", "reward function 'reward': expected a list, tuple or tensor, got float", ()),
+        ("raise KeyError('mood')", "reward function 'reward' raised KeyError: 'mood'", ["raise KeyError('mood')"]),
+        (
+            "raise ValueError('one\\ntwo')",
+            "reward function 'reward' raised ValueError: one two",
+            ["raise ValueError('one\\ntwo')"],
+        ),
     ],
 )
-def test_a_broken_reward_function_is_a_request_that_cannot_be_served(capsys, model, tmp_path, body, message):
+def test_a_broken_reward_function_is_a_request_that_cannot_be_served(capsys, model, tmp_path, body, message, trace):
     spec = write_reward(tmp_path, body)
-    assert message in refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", spec))
+    assert message in refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", spec), trace=trace)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_file_that_cannot_be_imported(capsys, model, tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
-    line = refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", f"{tmp_path}/bad.py:f"))
+    trace = ["import nothing_of_this_name"]
+    line = refused(capsys, *train_flags(model, tmp_path, "--reward_funcs", f"{tmp_path}/bad.py:f"), trace=trace)
     assert "raised ModuleNotFoundError: No module named 'nothing_of_this_name'" in line
 
 
@@ -631,7 +639,8 @@ def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, l
     # calls: the dry run, step 1, step 2
     spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 3 else {late}")
     flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1", "--logging_steps", "5")
-    assert message in refused(capsys, *flags, code=1)
+    trace = [f"return [1.0] * len(prompts) if len(calls) < 3 else {late}"] if "raised" in message else []
+    assert message in refused(capsys, *flags, code=1, trace=trace)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 

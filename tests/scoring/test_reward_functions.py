@@ -132,6 +132,35 @@ def test_what_a_function_raises_is_kept_as_the_cause() -> None:
     with pytest.raises(RewardError, match=r"reward function 'broken' raised KeyError: 'answer'") as caught:
         score(broken)
     assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.trace.splitlines()[-1].strip(" ^~") == 'raise KeyError("answer")'
+
+
+def test_the_answer_that_a_function_had_in_hand_is_named() -> None:
+    """Of nested functions the innermost variable that is an answer counts, whatever else was made of it."""
+
+    def words(text):
+        copy = text.split()
+        return len(copy) / (len(copy) - 3)
+
+    with pytest.raises(RewardError, match=r"division by zero, on the answer 'one two three' to 'second'$") as caught:
+        score_with_functions(
+            [lambda completions, **_: [words(c) for c in completions]],
+            None,
+            ["first", "second"],
+            ["one two", "one two three"],
+            [[1], [1]],
+        )
+    first, *_, last = (line for line in caught.value.trace.splitlines() if line.lstrip().startswith("File"))
+    assert __file__ in first
+    assert last.endswith("in words")
+
+
+def test_the_line_of_a_file_with_a_syntax_error_is_shown(tmp_path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(RewardError, match="raised SyntaxError: invalid syntax") as caught:
+        load_reward(f"{tmp_path}/bad.py:f")
+    assert "line 2" in caught.value.trace
+    assert "def f(:" in caught.value.trace
 
 
 def test_wrong_arguments_of_the_call_are_refused() -> None:
