@@ -50,7 +50,7 @@ def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = T
     stored = stored_dtype(source.base)
     # float32 holds every value of the other dtypes; a narrower one would round before the sum
     loaded = torch.float32 if dtype == torch.float32 else stored
-    if lm_head or source.decoder_hash is not None:
+    if lm_head or source.decoder_hash is not None or source.base_hash is None:
         model = load_model(source.base, dtype=loaded, device="cpu", lm_head=lm_head)
         require_base(source, model, "base_hash" if lm_head else "decoder_hash")
     else:  # the hash that is recorded may be one with the LM head

@@ -40,7 +40,10 @@ def write_adapter(
         ValueError: an adapter that is not plain LoRA.
     """
     if source.adapter is None:
-        raise ConfigError(f"to: expected an adapter for peft, got {source.base!r}, a whole model; merged writes that")
+        raise ConfigError(
+            f"to: expected an adapter for peft, got {source.base!r}, a whole model; merged or "
+            "sequence_classification writes that"
+        )
     peft_io.read_slot_config(source.adapter)
     tokenizer.save_pretrained(folder)
     copy_json(

@@ -263,7 +263,7 @@ def test_a_role_brings_its_head(place, tmp_path, capsys):
     run("train", "--model_name_or_path", place / "model", *prompts, *few, "--algorithm", "reinforce", *SHORT)
 
 
-# Facts of vLLM's LoRA loader (vllm/lora/peft_helper.py and utils.py of 0.32): what it reads and what it refuses.
+# Facts of vLLM's LoRA loader (vllm/lora/peft_helper.py): fields that it needs, values without which it refuses, names.
 VLLM_FIELDS = {"r", "lora_alpha", "target_modules"}
 VLLM_REFUSES = {"modules_to_save": None, "use_dora": False, "bias": "none"}
 VLLM_MODULE = re.compile(r"base_model\.model\.[\w.]+\.lora_[AB]\.weight")
@@ -336,6 +336,27 @@ def test_a_reward_model_gives_the_same_scores_in_padded_batches(place, tmp_path,
     ours = our_scores(place, [reader(text)["input_ids"] for text in texts])
     torch.testing.assert_close(found, ours, rtol=0, atol=BOUND)
     assert ours.std() > 0.1
+
+
+def test_a_whole_reward_model_and_the_one_of_a_run_are_exported_too(place, tmp_path, capsys):
+    pairs = ("--dataset_name", place / "pairs.jsonl", "--output_dir", tmp_path / "full", "--learning_rate", "1e-2")
+    run("reward", "--full", "--model_name_or_path", place / "model", *pairs, "--max_steps", 2, "--device", "cpu")
+    final = tmp_path / "full" / "final"
+    out = export(final, "sequence_classification", tmp_path / "out")
+    found = [AutoModelForSequenceClassification.from_pretrained(folder)(IDS[:1]).logits for folder in (final, out)]
+    assert torch.equal(*found)
+    assert "expected an adapter for peft" in refused(capsys, final, "peft", tmp_path / "no")
+    # a run of PPO has the reward model that it learned from
+    prompts = ("--dataset_name", place / "prompts.jsonl", "--output_dir", tmp_path / "ppo", "--algorithm", "reinforce")
+    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_samples", 0, "--max_completion_length", 4)
+    reward = ("--reward_adapter", place / "rm" / "final")
+    run("train", "--model_name_or_path", place / "model", *reward, *prompts, *few, *SHORT)
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        export(tmp_path / "ppo", "sequence_classification", tmp_path / "of-run")
+    )
+    with torch.no_grad():
+        scores = theirs(IDS).logits[:, 0]
+    torch.testing.assert_close(scores, our_scores(place, IDS.tolist()), rtol=0, atol=BOUND)
 
 
 def test_an_architecture_without_a_classifier_is_refused_with_those_that_have_one(tmp_path, capsys):
