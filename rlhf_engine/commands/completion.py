@@ -72,7 +72,7 @@ complete -o filenames -F _rlhf_engine rlhf-engine"""
 def run(argv: Sequence[str]) -> int:
     """Print the script for a shell; returns the exit code."""
     if list(argv) in (["-h"], ["--help"]):
-        print((__doc__ or "").strip())
+        print(f"usage: rlhf-engine completion {' | '.join(SHELLS)}\n\n{(__doc__ or '').strip()}")
         return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
         raise ConfigError(f"completion: expected one of {', '.join(SHELLS)}, got {' '.join(argv) or 'nothing'}")

@@ -313,5 +313,5 @@ class AlgorithmOptions(Options):
             if not is_read and value != defaults[option_name]:
                 raise ConfigError(
                     f"{option_name}: expected it unset for {name}, which does not read it "
-                    f"({', '.join(algorithms)}), got {value!r}"
+                    f"({', '.join(algorithms)}), got {value!r}; a file may have it in a section of theirs"
                 )

@@ -5,9 +5,9 @@ bounds are checked in `__post_init__`: a config made in Python, by flags or from
 
 Flags follow the conventions of transformers' HfArgumentParser, with errors that name the option:
 `--flag value`, `--flag=value`, `--a-flag` for `--a_flag`, `--switch` / `--no_switch` / `--switch false`,
-`--list a b c`, `none` for an optional value. `--config file.yaml` supplies values that flags override,
-`--print_config` shows the resolved YAML, `--help` the options that are used most and `--help_all` all of them, by
-section; these three exit with 0.
+`--list a b c`, `none` for an optional value. `--config file.yaml` supplies values that flags override; it may have a
+section for each value of one option, such as each algorithm (`SECTIONS`). `--print_config` shows the resolved YAML,
+`--help` the options that are used most and `--help_all` all of them, by class; these three exit with 0.
 
 It does not use argparse to read the flags, because argparse takes `-1e-3` and `- a prompt` for options.
 """
@@ -25,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -96,6 +96,8 @@ class Options:
     """Options that `--help` shows; none: all."""
     EXAMPLE: ClassVar[str] = ""
     """A command line, in `--help`."""
+    SECTIONS: ClassVar[str] = ""
+    """Option whose values may be sections of a file, with options for when it has that value; "": none."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -152,7 +154,7 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
         raise SystemExit(0)
     show = flags.pop("print_config", False)
     path = flags.pop("config", None)
-    values = {**(_read_yaml(cls, Path(path)) if path is not None else {}), **flags}
+    values = {**(_read_yaml(cls, Path(path), flags) if path is not None else {}), **flags}
     missing = [f for f in _fields(cls).values() if _default(f) is _REQUIRED and f.name not in values]
     if missing:
         names = [f"--{f.name}" + "".join(f" or --{switch}" for switch in f.metadata["switches"]) for f in missing]
@@ -253,7 +255,8 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
     switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
-    close = difflib.get_close_matches(name, [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL], n=1)
+    known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
+    close = difflib.get_close_matches(name, known, n=1)
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; did you mean {prefix}{close[0]}?" if close else ""))
 
 
@@ -348,7 +351,8 @@ class _YamlLoader(yaml.SafeLoader):
         return found
 
 
-def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
+def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a file by field name, those of the section that is chosen over those of the file's top."""
     _require_names("config", str(path))
     if not path.is_file():
         raise ConfigError(f"config: expected the path of a YAML file, but there is no file {str(path)!r}")
@@ -362,15 +366,43 @@ def _read_yaml(cls: type[Options], path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"config: {path}: expected `name: value` lines, got a {type(content).__name__}")
+    names = _sections(cls)
+    values = _yaml_values(cls, {k: v for k, v in content.items() if k not in names}, str(path))
+    sections = {}
+    for name in (key for key in content if key in names):
+        if not isinstance(content[name], dict):
+            raise ConfigError(f"config: {path}: expected `name: value` lines in section {name!r}, got {content[name]!r}")
+        sections[name] = _yaml_values(cls, content[name], f"section {name!r} of {path}")
+        if cls.SECTIONS in sections[name]:
+            raise ConfigError(f"config: {path}: expected {cls.SECTIONS} outside of section {name!r}, got it in there")
+    if sections:
+        default = _default(_fields(cls)[cls.SECTIONS])
+        chosen = flags.get(cls.SECTIONS, values.get(cls.SECTIONS, default))
+        values |= sections.pop(chosen, {})
+        if sections and os.environ.get("RANK", "0") == "0":
+            left = "; ".join(f"{name} ({', '.join(found) or 'empty'})" for name, found in sections.items())
+            print(f"note: {cls.SECTIONS} {chosen!r} leaves out of {path} the sections {left}", file=sys.stderr)
+    return values
+
+
+def _sections(cls: type[Options]) -> tuple[str, ...]:
+    """Names that sections of a file may have."""
+    if not cls.SECTIONS:
+        return ()
+    return typing.get_args(typing.get_type_hints(cls)[cls.SECTIONS])
+
+
+def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Values by field name."""
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = _aliases(cls).get(name, name)
-        if name not in hints:
-            raise _unknown(f"key in {path}:", name, cls, "")
+        if name not in hints or name not in _fields(cls):
+            raise _unknown(f"key in {where}:", name, cls, "")
         if name in values:
-            raise ConfigError(f"{name}: given twice in {path}, as {values[name]!r} and as {value!r}")
+            raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
         if isinstance(value, str) and value.lower() in _NONE and type(None) in _alternatives(hints[name]):
             value = None

@@ -33,6 +33,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         "rlhf-engine train --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl "
         "--reward_funcs reward.py:score --output_dir runs/ppo"
     )
+    SECTIONS = "algorithm"
 
     method: Method = option(
         "hydra_ppo",

@@ -302,6 +302,69 @@ def test_missing_options_and_stray_words_are_named() -> None:
         parse_config(DemoConfig, ["word"])
 
 
+SECTIONED = """
+model_name_or_path: m
+dataset_name: d
+output_dir: o
+learning_rate: 1e-3
+ppo:
+  vf_coef: 0.3
+  learning_rate: 2e-3
+rloo: {num_generations: 8}
+grpo:
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "algorithm", "generations", "rate", "left"),
+    [
+        ((), "ppo", None, 2e-3, "'ppo' leaves out of {} the sections rloo (num_generations)"),
+        (("--algorithm", "rloo"), "rloo", 8, 1e-3, "'rloo' leaves out of {} the sections ppo (vf_coef, learning_rate)"),
+        (
+            ("--algorithm", "grpo", "--learning_rate", "5e-4"),
+            "grpo",
+            None,
+            5e-4,
+            "'grpo' leaves out of {} the sections ppo (vf_coef, learning_rate); rloo (num_generations)",
+        ),
+    ],
+)
+def test_one_file_serves_several_algorithms(tmp_path, capsys, flags, algorithm, generations, rate, left) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(SECTIONED.replace("grpo:", "grpo: {}"))
+    config = parse_config(TrainConfig, ["--config", str(file), *flags])
+    assert (config.algorithm, config.num_generations, config.learning_rate) == (algorithm, generations, rate)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: algorithm " + left.format(file))
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    assert parse_config(TrainConfig, ["--config", str(again)]) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("vf_coef", "vf_coeff", r"unknown key in section 'ppo' of .*c\.yaml: vf_coeff; did you mean vf_coef\?"),
+        ("rloo:", "rlooo:", r"unknown key in .*c\.yaml: rlooo; did you mean rloo\?"),
+        ("num_generations: 8", "algorithm: grpo", "expected algorithm outside of section 'rloo'"),
+        ("grpo:", "grpo: 3", "expected `name: value` lines in section 'grpo', got 3"),
+        ("learning_rate: 1e-3", "advantage_clip: 3.0", "advantage_clip: expected it unset for ppo, .* in a section of"),
+    ],
+)
+def test_sections_are_checked_whether_they_are_read_or_not(tmp_path, old, new, message) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(SECTIONED.replace("grpo:", "grpo: {}").replace(old, new).replace("grpo: 3 {}", "grpo: 3"))
+    with pytest.raises(ConfigError, match=message):
+        parse_config(TrainConfig, ["--config", str(file)])
+
+
+def test_commands_without_an_algorithm_have_no_sections(tmp_path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("ppo: {seed: 1}\n")
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_config(GenerateConfig, ["--config", str(file), "--model_name_or_path", "m"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
