@@ -90,7 +90,7 @@ function range(values) {
 
 // ---- a chart --------------------------------------------------------------------------------------------------------
 
-// series: {run, label, dash, xs, ys}; raw: not smoothed; path: points follow each other in any direction
+// series: {run, label, dash, xs, ys, low, high}, the last two where a point is the mean of several steps; raw: not smoothed; path: points follow each other in any direction
 function chart(title, unit, xLabel, series, { path = false, raw = path } = {}) {
   const card = element("div", { className: "card" });
   card.append(element("h3", { textContent: title }), element("div", { className: "unit", textContent: unit }));
@@ -108,7 +108,7 @@ function chart(title, unit, xLabel, series, { path = false, raw = path } = {}) {
     holder.append(picture);
     if (!visible.length) return;
     const drawn = visible.map((s) => ({ ...s, line: raw || s.ys.length < SMOOTHED_FROM ? s.ys : smooth(s.ys) }));
-    const [x0, x1] = range(drawn.flatMap((s) => s.xs)), [y0, y1] = range(drawn.flatMap((s) => [...s.ys, ...s.line]));
+    const [x0, x1] = range(drawn.flatMap((s) => s.xs)), [y0, y1] = range(drawn.flatMap((s) => [...s.ys, ...s.line, ...(s.low || []), ...(s.high || [])]));
     const x = (v) => L + (W - L - R) * (v - x0) / (x1 - x0), y = (v) => H - B - (H - T - B) * (v - y0) / (y1 - y0);
     for (const v of ticks(y0, y1, 5)) {
       picture.append(svg("line", { x1: L, x2: W - R, y1: y(v), y2: y(v), stroke: "currentColor", "stroke-opacity": 0.12 }));
@@ -120,6 +120,10 @@ function chart(title, unit, xLabel, series, { path = false, raw = path } = {}) {
     const points = (xs, ys) => xs.map((v, i) => `${x(v).toFixed(1)},${y(ys[i]).toFixed(1)}`).join(" ");
     for (const s of drawn) {
       const look = { fill: "none", stroke: colour(s.run), "stroke-dasharray": DASHES[s.dash % 3], "stroke-linejoin": "round" };
+      if (s.low) {
+        const band = `${points(s.xs, s.high)} ${points([...s.xs].reverse(), [...s.low].reverse())}`;
+        picture.append(svg("polygon", { points: band, fill: colour(s.run), "fill-opacity": 0.12 }));
+      }
       if (s.line !== s.ys) picture.append(svg("polyline", { ...look, points: points(s.xs, s.ys), "stroke-opacity": 0.25, "stroke-width": 1 }));
       picture.append(svg("polyline", { ...look, points: points(s.xs, s.line), "stroke-width": 1.8 }));
       if (s.ys.length < SMOOTHED_FROM) {
@@ -192,7 +196,7 @@ const label = (run, line) => many ? (line ? `${named[run]}, ${line}` : named[run
 function seriesOf(lines) {
   return DATA.runs.flatMap((run, i) => lines.flatMap(([name, text], dash) => {
     const found = run.curves[name];
-    return found ? [{ run: i, label: label(i, lines.length > 1 ? text : ""), dash, xs: found[0], ys: found[1] }] : [];
+    return found ? [{ run: i, label: label(i, lines.length > 1 ? text : ""), dash, xs: found[0], ys: found[1], low: found[2], high: found[3] }] : [];
   }));
 }
 
@@ -233,7 +237,7 @@ function curves() {
     const series = seriesOf(panel.lines);
     if (series.length) grid.append(chart(panel.title, panel.unit, "step", series));
   }
-  const thinned = DATA.runs.flatMap((run, i) => run.every > 1 ? [`${many ? `${named[i]}: each` : "Each"} point is the mean of ${run.every} logged steps.`] : []);
+  const thinned = DATA.runs.flatMap((run, i) => run.every > 1 ? [`${many ? `${named[i]}: each` : "Each"} point is the mean of ${run.every} logged steps; the band is from their least to their most.`] : []);
   const smoothed = `Pale: as logged. Solid: exponential mean, decay ${DECAY}.`;
   section("Curves", element("p", { className: "unit", textContent: [smoothed, ...thinned].join(" ") }), grid);
 }

@@ -29,6 +29,7 @@ MOST_POINTS = 500
 """Most points of a line; where there are more, each point is the mean of several steps."""
 MOST_LOOKS, MOST_TEXT = 40, 1_000_000
 """Most looks at the answers, and most characters in them; where there are more, looks between first and last go."""
+_DRAWN = {name for panel in PANELS for name, _ in panel.lines}
 _PATIENCE = 600.0
 """Seconds without news after which a page no longer reads itself again, unless 20 steps take longer."""
 
@@ -162,7 +163,7 @@ def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], li
 
 
 def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
-    """What the page's script draws of a run, and its headline numbers."""
+    """Read a run: data that the page's script draws, and the headline numbers."""
     rows = read_metrics(folder / METRICS_FILE)
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
@@ -243,7 +244,8 @@ def _record(path: Path) -> dict[str, Any]:
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
     """Steps per point, and metric → [steps, values] of all that are numbers; the same steps are a point in all.
 
-    Values are rounded to six digits.
+    Values are rounded to six digits. Where a point is the mean of several steps, metrics of panels have their least and
+    their most as well: [steps, values, least, most].
     """
     every = -(-len(rows) // MOST_POINTS)
     names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value) and name != "step")
@@ -251,8 +253,11 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list
     found: dict[str, list[list[float]]] = {}
     for name in names:
         points = [(group[-1]["step"], [value for _, value in numbers(group, name)]) for group in groups]
-        kept = [(step, sum(values) / len(values)) for step, values in points if values]
-        found[name] = [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
+        kept = [(step, values) for step, values in points if values]
+        lines = [[sum(values) / len(values) for _, values in kept]]
+        if every > 1 and name in _DRAWN:
+            lines += [[min(values) for _, values in kept], [max(values) for _, values in kept]]
+        found[name] = [[step for step, _ in kept], *([float(f"{value:.6g}") for value in line] for line in lines)]
     return every, found
 
 

@@ -107,7 +107,7 @@ def picture(panel: Panel, runs: Sequence[Mapping[str, Any]]) -> str:
     """A panel as a drawing, for browsers without JavaScript; empty where no run has numbers for it."""
     width, height, left, bottom = 440, 200, 56, 20
     lines = [
-        (i, dash, *run["curves"][name])
+        (i, dash, *run["curves"][name][:2])
         for i, run in enumerate(runs)
         for dash, (name, _) in enumerate(panel.lines)
         if name in run["curves"]

@@ -154,8 +154,9 @@ def test_long_runs_are_thinned_and_what_is_not_finite_is_told(run, tmp_path):
     folder = copy_run(run, tmp_path / "long", steps=2 * MOST_POINTS + 1, bad=float("nan"))
     found = data_of(write_page([folder], tmp_path / "l.html"))["runs"][0]
     assert found["every"] == 3
-    steps, values = found["curves"]["reward"]
+    steps, values, least, most = found["curves"]["reward"]
     assert len(steps) <= MOST_POINTS
+    assert (least[0], most[0]) == (1.0, 3.0)  # no spike is lost
     assert (steps[0], values[0]) == (3, 2.0)  # the mean of 1, 2, 3
     assert found["nonfinite"] == {"count": 2 * MOST_POINTS + 1, "first": 1, "names": ["bad"]}
     assert "bad" not in found["curves"]
