@@ -224,6 +224,10 @@ def test_an_adapter_is_pushed_with_its_card_and_comes_back_by_name(writer, root,
     texts = "".join(path.read_text() for path in pushed.iterdir() if path.suffix in (".json", ".md"))
     assert str(tmp_path) not in texts
     assert TOKEN not in texts
+    again = tmp_path / "again"
+    assert main(["export", name, "--to", "peft", "--output_dir", str(again)]) == 0
+    for file in ("adapter_model.safetensors", "adapter_config.json", "rlhf_engine.json"):
+        assert (again / file).read_bytes() == (out / file).read_bytes()
     # and back: the loader compares the hash of the base
     roles = {"actor": RoleSpec(slot="actor"), "reference": RoleSpec()}
     model = HydraModel.from_pretrained(NAME, roles=roles, slots={"actor": read_slot_config(name)})

@@ -42,6 +42,8 @@ _DATA = ("dataset_name", "eval_dataset_name")
 _PARTS = ("reward_adapter", "reward_model_path", "actor_adapter", "reference_adapter")
 _LIBRARY = {"merged": "transformers", "sequence_classification": "transformers", "peft": "peft"}
 _TASK = {"merged": "text-generation", "sequence_classification": "text-classification", "peft": "text-generation"}
+_SPEAKS = ("actor", "sft")
+"""Roles whose adapter answers prompts. Those of others end in a scalar head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ def write_card(card: Card, source: Source, folder: Path) -> None:
         "Data": _data(source),
         "Method": _method(source),
         "Curve": _curve(source, folder),
-        "How to load it": _loading(card, folder),
+        "How to load it": _loading(card, source, folder),
         "Limits": _limits(card, source),
     }
     kind = {
@@ -101,10 +103,12 @@ def _front_matter(card: Card, source: Source) -> str:
     """YAML that the Hub reads."""
     options = source.run.get("config", {})
     tags = ["rlhf-engine", *(["lora"] if source.adapter is not None else [])]
-    tags += ["reward-model"] if card.to == "sequence_classification" else []
+    tags += ["reward-model"] if card.to == "sequence_classification" or source.role == "reward" else []
     tags += [_one_line(options["algorithm"])] if "algorithm" in options else []
     datasets = [name for name, on_hub in (_data_name(options.get(key)) for key in _DATA) if on_hub]
-    found: dict[str, Any] = {"library_name": _LIBRARY[card.to], "pipeline_tag": _TASK[card.to], "tags": tags}
+    found: dict[str, Any] = {"library_name": _LIBRARY[card.to], "tags": tags}
+    if card.to != "peft" or source.role in _SPEAKS:
+        found["pipeline_tag"] = _TASK[card.to]
     if card.base_on_hub:
         found["base_model"] = card.base
     if datasets:
@@ -189,7 +193,7 @@ def _curve(source: Source, folder: Path) -> str:
     return f"{picture}{_table(('metric', 'of', 'first', 'last'), found)}"
 
 
-def _loading(card: Card, folder: Path) -> str:
+def _loading(card: Card, source: Source, folder: Path) -> str:
     """Code that loads the export."""
     place, base = json.dumps(card.place), json.dumps(card.base)
     if card.to == "merged":
@@ -218,14 +222,18 @@ def _loading(card: Card, folder: Path) -> str:
         )
     config = peft_io.read_json(folder, peft_io.CONFIG_FILE, "adapter")
     revision = f", revision={json.dumps(card.revision)}" if card.revision else ""
+    classifier = config.get("task_type") == "SEQ_CLS"
+    loader = "AutoModelForSequenceClassification" if classifier else "AutoModelForCausalLM"
     text = _python(
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
+        f"from transformers import {loader}",
         "",
         f"folder, base = {place}, {base}",
-        f"model = AutoModelForCausalLM.from_pretrained(base{revision})",
+        f"model = {loader}.from_pretrained(base{revision}{', num_labels=1' if classifier else ''})",
         "model = PeftModel.from_pretrained(model, folder)  # or model.load_adapter(folder)",
     )
+    if source.head is not None:
+        text += f"\n\n`{peft_io.HEADS_FILE}` has weight and bias of its scalar head {code(source.head_name)}."
     obstacle = vllm_obstacle(config)
     if obstacle is not None:
         return f"{text}\n\nvLLM does not take this adapter: {obstacle}."

@@ -471,6 +471,24 @@ def test_a_card_says_what_was_recorded_and_its_code_runs(place, tmp_path, monkey
     assert capsys.readouterr().out or to == "peft"
 
 
+def test_cards_of_adapters_that_do_not_answer(place, tmp_path, monkeypatch):
+    classifier = export(place / "rm" / "final" / "sequence_classification", "peft", tmp_path / "classifier")
+    critic = export(place / "actor", "peft", tmp_path / "critic", "--role", "critic")
+    for out, head in ((classifier, "reward"), (critic, "value")):
+        text = (out / card.CARD).read_text()
+        assert "pipeline_tag" not in front_matter(text)
+        assert f"`heads.safetensors` has weight and bias of its scalar head `{head}`." in text
+        (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        monkeypatch.chdir(out)
+        loaded: dict[str, object] = {}
+        exec(compile(block.replace('"model"', repr(str(place / "model"))), "card", "exec"), loaded)
+        assert ("Sequence" in type(loaded["model"]).__name__) == (out == classifier)
+    assert (
+        "vLLM does not take this adapter: it has ['score'] under modules_to_save."
+        in (classifier / card.CARD).read_text()
+    )
+
+
 def test_a_card_of_a_folder_without_a_run_invents_nothing(tmp_path):
     base = write_model(tmp_path / "base", reward_head=False)
     out = export(write_actor(base, tmp_path / "adapter"), "merged", tmp_path / "out")
