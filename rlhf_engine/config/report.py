@@ -14,7 +14,7 @@ from rlhf_engine.config.training import (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig(Options):
-    """A page of one run or several: curves, reward against KL and time, answers over time, options and versions."""
+    """A page of one run or several: numbers, a table that compares runs, curves, answers side by side, options."""
 
     run: list[str] = option([], "output folders of runs; may also be the first arguments")
     out: str = option("report.html", "the page, which needs nothing but a browser")
