@@ -68,7 +68,7 @@ def check_native() -> str:
     assert (reference - exact).abs().max() < 1e-4
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
-        assert native.threads() == n_threads
+        assert 1 <= native.threads() <= n_threads  # a quota of the CPU may leave fewer
         error = (linear_logprob(hidden, weight, target, backend="cpu").logprob - exact).abs().max().item()
         assert error < 1e-4, f"linear_logprob with {n_threads} threads is {error} off"
     return f"{native.isa()}, one of {len(native.isas())} instruction sets; linear_logprob at most {error:.1e} off"
