@@ -29,6 +29,8 @@ MOST_POINTS = 500
 """Most points of a line; where there are more, each point is the mean of several steps."""
 MOST_LOOKS, MOST_TEXT = 40, 1_000_000
 """Most looks at the answers, and most characters in them; where there are more, looks between first and last go."""
+SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")
+"""Files of the page's script, in their order."""
 _DRAWN = {name for panel in PANELS for name, _ in panel.lines}
 _PATIENCE = 600.0
 """Seconds without news after which a page no longer reads itself again, unless 20 steps take longer."""
@@ -101,7 +103,7 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
         plain=f'<h2>Curves</h2><div class="grid">{pictures}</div>{answers}',
         # `</script>` in an answer must not end the element that the data are in
         data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script=_asset("page.js"),
+        script="\n".join(_asset(name) for name in SCRIPTS),
     )
 
 

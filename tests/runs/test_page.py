@@ -254,7 +254,7 @@ def test_any_text_may_be_an_answer_and_a_run_may_still_write(run, tmp_path, end)
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 @pytest.mark.parametrize("value", [100, 0, 1e-5, 0.1, 102.0, 1e300, -7])
 def test_the_axis_of_a_constant_has_an_end(value):
-    script = resources.files("rlhf_engine.runs").joinpath("page.js").read_text(encoding="utf-8")
+    script = resources.files("rlhf_engine.runs").joinpath("page_chart.js").read_text(encoding="utf-8")
     functions = script[script.index("function smooth") : script.index("// ---- a chart")]
     asked = "const [a, b] = range(smooth(Array(30).fill(V))); console.log(JSON.stringify([a, b, ticks(a, b, 5)]))"
     program = f"const DECAY = 0.8;\n{functions}\n{asked.replace('V', repr(value))}"
@@ -268,7 +268,7 @@ def test_the_axis_of_a_constant_has_an_end(value):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e15, 1e15 + 4), (0.96, 40.5)])
 def test_ticks_are_within_the_axis(low, high):
-    script = resources.files("rlhf_engine.runs").joinpath("page.js").read_text(encoding="utf-8")
+    script = resources.files("rlhf_engine.runs").joinpath("page_chart.js").read_text(encoding="utf-8")
     functions = script[script.index("function ticks") : script.index("function range")]
     program = f"{functions}\nconsole.log(JSON.stringify(ticks({low!r}, {high!r}, 5)))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)

@@ -10,12 +10,13 @@ from importlib import resources
 
 import pytest
 
-from rlhf_engine.runs.page import write_page
+from rlhf_engine.runs.page import SCRIPTS, write_page
 
 NODE, BROWSER = shutil.which("node"), shutil.which("chromium") or shutil.which("google-chrome")
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
-SCRIPT = resources.files("rlhf_engine.runs").joinpath("page.js").read_text(encoding="utf-8")
+FOLDER = resources.files("rlhf_engine.runs")
+SCRIPT = "\n".join(FOLDER.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
 
 
 def evaluate(functions: str, expression: str):
