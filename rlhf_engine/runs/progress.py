@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from rlhf_engine.runs.dashboard import WATCHED, Dashboard
-from rlhf_engine.runs.text import format_value
+from rlhf_engine.runs.text import format_duration, format_score
 
 ASYNC_SHOWN = {
     "staleness/max": "age",
@@ -32,6 +32,8 @@ ASYNC_SHOWN = {
     "async/speedup_bound": "of at most",
 }
 """Metrics that a run's progress shows as well where answers are drawn beside the updates, with their labels."""
+LONG_S = 60.0
+"""Seconds from which on a run says after two steps how long the others will take."""
 _FACTS = {"tokens_per_second": "tokens/s"}
 """Shown by a dashboard in its last line anyway."""
 
@@ -66,6 +68,8 @@ class TrainingProgress:
         self.console = console or _Console(file=sys.stderr)
         self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
         self._began, self._first_step = time.monotonic(), step
+        self._last: tuple[int, float] | None = None  # the step before and its time, until there is an estimate
+        self._has_estimate = False
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,14 +91,35 @@ class TrainingProgress:
         )
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`step` steps are done; those metrics that are to be shown and are there are shown."""
+        """`step` steps are done; those metrics that are to be shown and are there are shown.
+
+        After the second of them a line says how long the others will take, if that is more than `LONG_S`.
+        """
+        self._estimate(step, metrics)
         if not self.plain:
             self._dashboard.update(metrics)
             self._bar.update(self._task, completed=step)
             return
-        shown = [f"{label} {format_value(metrics[name])}" for name, label in self.shown.items() if name in metrics]
+        shown = [f"{label} {format_score(metrics[name])}" for name, label in self.shown.items() if name in metrics]
         rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
         line = f"{self.title} {step}/{self.total_steps}  {'  '.join(shown)}  {rate:.2f} s/step"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _estimate(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Say once how long the run will take. The first step of a process is left out: it compiles and allocates."""
+        now, before = time.monotonic(), self._last
+        self._last = step, now
+        if before is None or self._has_estimate or step <= before[0]:
+            return
+        self._has_estimate = True
+        left = (now - before[1]) / (step - before[0]) * (self.total_steps - step)
+        if left <= LONG_S:
+            return
+        until = time.strftime("%H:%M", time.localtime(time.time() + left))
+        peak = metrics.get("peak_memory_bytes")
+        memory = "" if peak is None else f"; peak memory so far {float(peak) / 1e9:.2f} GB"
+        steps = self.total_steps - step
+        line = f"about {format_duration(left)} for the other {steps:,} steps, until {until}{memory}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> TrainingProgress:

@@ -50,14 +50,27 @@ def summary_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequenc
 
 
 def format_value(value: Any) -> str:
-    """A number with three decimals or thousands separated; None as a dash; anything else as text."""
+    """A number with three decimals, or three digits below 0.01; thousands separated; None as a dash; else as text."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.2e}"
+    return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3g}"
+
+
+def format_score(value: Any) -> str:
+    """A reward, KL or loss: as `format_value`, but what is nothing except rounding is 0."""
+    return format_value(0.0 if isinstance(value, float) and abs(value) < 1e-6 else value)
+
+
+def format_duration(seconds: float) -> str:
+    """A time to wait: seconds below two minutes, minutes below two hours, then hours and minutes."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _fenced(text: str) -> str:

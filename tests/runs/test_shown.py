@@ -16,7 +16,7 @@ from rlhf_engine.runs.dashboard import Course
 from rlhf_engine.runs.metrics import MetricsWriter
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.runs.summary import exit_summary
-from rlhf_engine.runs.text import format_value, samples_markdown, summary_table
+from rlhf_engine.runs.text import format_score, format_value, samples_markdown, summary_table
 
 
 def write(path: Path, steps: int, *names: str) -> None:
@@ -78,7 +78,7 @@ def test_samples_stay_text() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (3, "3"), (12345, "12,345"), (12345.6, "12,346"), (0.12345, "0.123"), (0.0, "0.000"),
-     (0.00012345, "1.23e-04"), (-2.5, "-2.500"), (math.nan, "nan"), (True, "True"), ("x", "x")],
+     (0.00012345, "0.000123"), (-2.5, "-2.500"), (math.nan, "nan"), (True, "True"), ("x", "x")],
 )  # fmt: skip
 def test_numbers_are_readable(value: object, text: str) -> None:
     assert format_value(value) == text
@@ -102,9 +102,38 @@ def test_progress_is_plain_lines_off_a_terminal() -> None:
         progress.update(6, {"reward": 0.5, "kl": 0.001, "tokens_per_second": 1234.5, "other": 1})
         progress.update(7, {})
     first, second = buffer.getvalue().splitlines()
-    assert first.startswith("ppo [x] 6/9  reward 0.500  kl 1.00e-03  tokens/s 1,234  ")
+    assert first.startswith("ppo [x] 6/9  reward 0.500  kl 0.001  tokens/s 1,234  ")
     assert second.startswith("ppo [x] 7/9  ")
     assert "\x1b" not in buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("apart", "total", "line"),
+    [
+        (20.0, 100, r"^about 33 min for the other 98 steps, until \d\d:\d\d; peak memory so far 2\.50 GB$"),
+        (0.7, 100, r"^about 69 s for the other 98 steps, until \d\d:\d\d; peak"),
+        (90.0, 1000, r"^about 24 h 57 min for the other 998 steps"),
+        (0.5, 100, None),  # under a minute
+    ],
+)
+def test_a_long_run_says_after_two_steps_how_long_it_will_take(monkeypatch, apart, total, line) -> None:
+    """Once, and without the first step, which compiles; the same in a pipe as on a terminal."""
+    now = [1000.0]
+    monkeypatch.setattr("rlhf_engine.runs.progress.time.monotonic", lambda: now[0])
+    buffer = io.StringIO()
+    with TrainingProgress(total, title="ppo", console=Console(file=buffer, width=200)) as progress:
+        for step in range(1, 6):
+            now[0] += 500.0 if step == 1 else apart
+            progress.update(step, {"reward": 1.0, "peak_memory_bytes": 2.5e9})
+    found = [shown for shown in buffer.getvalue().splitlines() if not shown.startswith("ppo ")]
+    assert len(found) == (line is not None)
+    assert line is None or re.search(line, found[0]), found
+
+
+def test_scores_that_are_rounding_are_zero() -> None:
+    assert [format_score(x) for x in (1.31e-07, -3e-8, 0.0012, 1e-4, 0.5, 3, None)] == [
+        *("0.000", "0.000", "0.0012", "0.0001", "0.500", "3", "–"),
+    ]
 
 
 def test_a_terminal_shows_the_course_of_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
