@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_engine.runs.text import format_value
+from rlhf_engine.runs.text import format_duration, format_score, format_value
 
 MOST_AVERAGED = 20
 """Most logged steps that a number of training is a mean of."""
@@ -112,7 +112,7 @@ def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapp
     last = (kept, dict(points)[kept]) if isinstance(kept, int) and kept in dict(points) else points[-1]
     ends = dict([points[0], last])
     note = f"step {' → '.join(f'{step:,}' for step in ends)}{', which was kept' if last[0] == kept else ''}"
-    text = " → ".join(map(format_value, ends.values()))
+    text = " → ".join(map(format_score, ends.values()))
     n = record.get("rows", {}).get("eval")
     if outcome.is_share and isinstance(n, int) and n > 0:
         text += f" ± {format_value(1.96 * math.sqrt(max(0.0, last[1] * (1 - last[1])) / n))}"
@@ -127,7 +127,7 @@ def _training(outcome: _Outcome, rows: Sequence[Mapping[str, Any]]) -> Headline 
     n = max(1, min(MOST_AVERAGED, len(values) // 10))
     first, now = _mean(values[:n]), _mean(values[-n:])
     note = "last step" if n == 1 else f"means of {n} steps"
-    text = format_value(now) if len(values) == 1 else f"{format_value(first)} → {format_value(now)}"
+    text = format_score(now) if len(values) == 1 else f"{format_score(first)} → {format_score(now)}"
     return Headline(f"{outcome.label}, training", outcome.unit, now, text, note, outcome.better)
 
 
@@ -137,7 +137,7 @@ def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | No
     seconds = [value for _, value in numbers(rows, "seconds/step")][-MOST_AVERAGED:]
     note = state or ""
     if state == "running" and total is not None and seconds and total > done:
-        note = f"running, about {duration(_mean(seconds) * (total - done))} of steps left"
+        note = f"running, about {format_duration(_mean(seconds) * (total - done))} of steps left"
     return Headline("Steps", "", done, text, note, 0)
 
 
@@ -146,7 +146,7 @@ def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Head
     seconds = [value for _, value in numbers(rows, "seconds/step")]
     if seconds:
         steps = rows[-1]["step"] - rows[0]["step"] + 1
-        note = f"mean; all steps {duration(_mean(seconds) * steps)}"
+        note = f"mean; all steps {format_duration(_mean(seconds) * steps)}"
         found.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
     speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
     if speeds:
@@ -167,17 +167,6 @@ def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[i
 def is_number(value: Any) -> bool:
     """Whether a value of the metrics is a number, which true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def duration(seconds: float) -> str:
-    """A time in the two units that matter, such as `3 min 20 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest} s"
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _mean(values: Sequence[float]) -> float:

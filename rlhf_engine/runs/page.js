@@ -148,7 +148,7 @@ function facts() {
     }
     return keep(title, element("details", { open }, element("summary", { textContent: title }), element("div", { className: "scroll" }, table)));
   };
-  section("What ran", compare("Versions and machine", "facts", true), compare("Options", "config", !many));
+  section("What ran", compare("Versions and machine", "facts", true), compare("Options", "config", false));
   if (many) page.append(element("p", { className: "unit", textContent: "Rows in which runs differ are marked." }));
 }
 
