@@ -57,6 +57,12 @@ def plain_name(name: str | os.PathLike[str]) -> str:
     return found[1] if found is not None and is_hub_name(name) else str(Path(name).resolve())
 
 
+def revision_of(name: str | os.PathLike[str]) -> str | None:
+    """Revision in a name of the Hub; None where there is none, or for something here."""
+    found = _NAME.fullmatch(os.fspath(name))
+    return found[2] if found is not None and is_hub_name(name) else None
+
+
 def require_push(name: str) -> None:
     """Raise ConfigError for an upload that cannot succeed: offline, or without a token."""
     from huggingface_hub import constants, get_token

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import plain_name, revision_of
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
 
@@ -54,7 +55,8 @@ def save_slot(
         backbone: the backbone that has the slot.
         name: of the slot.
         folder: the folder to write; it need not exist.
-        base_name: name or path of the base for PEFT's config.
+        base_name: name of the base on the Hub, with its revision if it has one, or its folder: PEFT's config has the
+            whole path, which holds from wherever the adapter is loaded.
         score: weight [1, H] of a reward head. The folder is then one of a sequence classifier (PEFT's SEQ_CLS, with
             `score` under `modules_to_save`).
 
@@ -129,7 +131,8 @@ def write_adapter(
         fan_in_fan_out=backbone.transposed,
         task_type=task,  # type: ignore[arg-type]  # PEFT annotates str and takes None: no methods beside forward
         modules_to_save=None if score is None else [SCORE_MODULES[0]],
-        base_model_name_or_path=base_name,
+        base_model_name_or_path=plain_name(base_name) if base_name else "",
+        revision=revision_of(base_name),
         inference_mode=True,
     ).save_pretrained(str(folder))
     tensors = {}

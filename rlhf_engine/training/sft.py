@@ -33,7 +33,6 @@ from rlhf_engine.data import (
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import (
     OFF,
     HydraModel,
@@ -397,7 +396,7 @@ class SftTrainer(SupervisedRun[SftState]):
         if self.config.mode == "full":
             backbone.model.save_pretrained(temporary)
         else:
-            save_slot(backbone, SFT_SLOT, temporary, base_name=plain_name(self.config.model_name_or_path))
+            save_slot(backbone, SFT_SLOT, temporary, base_name=self.config.model_name_or_path)
         self.tokenizer.save_pretrained(temporary)
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
         write_manifest(temporary)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import (
     OFF,
     HydraModel,
@@ -136,7 +135,7 @@ def write_reward_model(
     if config.mode == "full":
         reward_model.save_classifier(backbone.model, head, folder, tokenizer=tokenizer)
         return
-    name = plain_name(config.model_name_or_path)
+    name = config.model_name_or_path
     save_slot(backbone, REWARD_SLOT, folder, base_name=name)
     peft_io.save_heads(model.heads, {"reward"}, folder)
     tokenizer.save_pretrained(folder)
