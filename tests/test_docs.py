@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from rlhf_engine.commands.main import _COMMANDS, main
 from rlhf_engine.config import (
     parse_config,
 )
+from rlhf_engine.config.parser import Options
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
@@ -91,7 +92,8 @@ def commands() -> Iterator[list[str]]:
     """Every line of the bash blocks of the pages, as words."""
     for block in (block for page in COMMANDS for block in blocks(page, "bash")):
         for line in block.replace("\\\n", " ").splitlines():
-            if words := shlex.split(line, comments=True):
+            words = shlex.split(line, comments=True)
+            if words and words[0] != "cd":
                 yield words
 
 
@@ -221,20 +223,33 @@ def test_a_folder_to_begin_with_has_the_commands_of_its_page(name, tmp_path, mon
         words = shlex.split(line)
         if words[0] == "python" or words[1] == "report":
             continue
-        config = tmp_path / "here" / words[-1]
-        named = [*words[2:-1], str(config)] if "--config" in words else words[2:]
+        named = [*words[2:-1], str(tmp_path / "here" / words[-1])] if "--config" in words else words[2:]
         parse_config(CONFIGS[words[1]], named)
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory) -> Path:
+    """The folder of the README's first command."""
+    folder = tmp_path_factory.mktemp("started") / "hotel"
+    assert main(["init", "tutorial", str(folder)]) == 0
+    return folder
+
+
+def parsed(words: Sequence[str]) -> Options:
+    """Options of a command of the pages."""
+    return parse_config(CONFIGS[words[1]], words[2:], prog=" ".join(words[:2]))
+
+
 @pytest.mark.parametrize("words", list(commands()), ids=lambda words: " ".join(words[1:3]))
-def test_commands_parse(words):
+def test_commands_parse(words, started, monkeypatch):
+    monkeypatch.chdir(started)
     assert words[0] == "rlhf-engine"
-    config = parse_config(CONFIGS[words[1]], words[2:], prog=" ".join(words[:2]))
+    config = parsed(words)
     given = {word.removeprefix("--") for word in words[2:] if word.startswith("--")}
-    assert given - {"full", "lora"} <= option_names(type(config))
+    assert given - {"full", "lora", "config"} <= option_names(type(config))
     for source in getattr(config, "reward_funcs", []):
         assert source in ("reward_model", "reward.py:reward") or is_built_in(source)
 
@@ -245,11 +260,12 @@ def option_names(config: type) -> set[str]:
     return {field.name for field in fields} | {field.metadata["alias"] for field in fields} - {None}
 
 
-def test_commands_lead_from_one_to_the_next():
+def test_commands_lead_from_one_to_the_next(started, monkeypatch):
     """What a command takes from runs/ is where an earlier one put it."""
+    monkeypatch.chdir(started)
     made: set[str] = set()
     for words in commands():
-        config = parse_config(CONFIGS[words[1]], words[2:])
+        config = parsed(words)
         taken = [
             getattr(config, n, None) for n in ("model_name_or_path", "adapter", "reference_adapter", "reward_adapter")
         ]

@@ -10,9 +10,7 @@ from rlhf_engine.config.export import ExportConfig
 
 
 def run(argv: Sequence[str]) -> int:
-    # the source may stand first, without its flag
-    first = ["--source"] if argv and not argv[0].startswith("-") else []
-    config = parse_config(ExportConfig, [*first, *argv], prog="rlhf-engine export")
+    config = parse_config(ExportConfig, argv, prog="rlhf-engine export")
     prepare("auto")
     from rlhf_engine.export.write import export
 

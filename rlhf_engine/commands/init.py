@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -68,11 +67,7 @@ STARTS = {
 
 def run(argv: Sequence[str]) -> int:
     """Write the folder and print what to do there; returns the exit code."""
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    if len(words) > 2:
-        raise ConfigError(f"unexpected argument {words[2]!r}: expected a start and a folder, then options")
-    named = [token for name, word in zip(("start", "output_dir"), words, strict=False) for token in (f"--{name}", word)]
-    config = parse_config(InitConfig, [*named, *argv[len(words) :]], prog="rlhf-engine init")
+    config = parse_config(InitConfig, argv, prog="rlhf-engine init")
     folder = Path(config.output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output_dir: expected a new or an empty folder, got {config.output_dir!r}")

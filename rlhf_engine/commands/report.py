@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from rlhf_engine.config import ReportConfig, parse_config
 
 
 def run(argv: Sequence[str]) -> int:
-    # runs may stand first, without their flag
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    config = parse_config(
-        ReportConfig, [*(["--run", *words] if words else []), *argv[len(words) :]], prog="rlhf-engine report"
-    )
+    config = parse_config(ReportConfig, argv, prog="rlhf-engine report")
     from rlhf_engine.runs.page import write_page
 
     print(f"page {write_page(config.run, config.out, title=config.title)}")

@@ -25,6 +25,7 @@ class ExportConfig(Options):
     The first argument may be the source: a run's folder, one of its checkpoints, or a folder of an adapter or a model.
     """
 
+    POSITIONAL = ("source",)
     FIRST = ("source", "to", "output_dir", "license", "push_to_hub")
     EXAMPLE = "rlhf-engine export runs/ppo --to merged --output_dir ppo-merged"
 

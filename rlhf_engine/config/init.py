@@ -24,6 +24,7 @@ class InitConfig(Options):
     model to PPO; trl: a TRL script with two more lines; recipe:stories260k: happy endings for a story model.
     """
 
+    POSITIONAL = ("start", "output_dir")
     EXAMPLE = "rlhf-engine init reward-function mine --model_name_or_path Qwen/Qwen3-0.6B"
 
     start: Start = required("what to begin with; may also be the first argument")

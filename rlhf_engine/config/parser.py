@@ -20,6 +20,7 @@ import dataclasses
 import difflib
 import errno
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -96,6 +97,8 @@ class Options:
     """Options that `--help` shows; none: all."""
     EXAMPLE: ClassVar[str] = ""
     """A command line, in `--help`."""
+    POSITIONAL: ClassVar[tuple[str, ...]] = ()
+    """Options whose values may stand first, without their flags; an option with a list takes all that is left."""
     SECTIONS: ClassVar[str] = ""
     """Option whose values may be sections of a file, with options for when it has that value; "": none."""
 
@@ -148,7 +151,7 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
         ConfigError: an unknown or missing option, a value that does not fit, or a file that cannot be read.
         SystemExit: `--help`, `--help_all` or `--print_config`, with code 0.
     """
-    flags = _scan(cls, argv)
+    flags = _scan(cls, _with_flags(cls, argv))
     if "help" in flags or "help_all" in flags:
         print(_help(cls, prog, everything="help_all" in flags or not cls.FIRST), end="")
         raise SystemExit(0)
@@ -258,6 +261,19 @@ def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigErr
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     close = difflib.get_close_matches(name, known, n=1)
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; did you mean {prefix}{close[0]}?" if close else ""))
+
+
+def _with_flags(cls: type[Options], argv: Sequence[str]) -> list[str]:
+    """The tokens, with a flag before each value that stands first without one."""
+    hints = typing.get_type_hints(cls)
+    words = list(itertools.takewhile(lambda token: not token.startswith("-"), argv)) if cls.POSITIONAL else []
+    rest, found = list(argv[len(words) :]), list[str]()
+    for name in cls.POSITIONAL:
+        n = len(words) if typing.get_origin(hints[name]) is list else 1
+        if words:
+            found += [f"--{name}", *words[:n]]
+        words = words[n:]
+    return [*words, *found, *rest]
 
 
 def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:

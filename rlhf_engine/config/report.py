@@ -16,6 +16,8 @@ from rlhf_engine.config.training import (
 class ReportConfig(Options):
     """A page of one run or several: numbers, a table that compares runs, curves, answers side by side, options."""
 
+    POSITIONAL = ("run",)
+
     run: list[str] = option([], "output folders of runs; may also be the first arguments")
     out: str = option("report.html", "the page, which needs nothing but a browser")
     title: str | None = option(None, "its heading; none: the run's name, or how many there are", is_text=True)
