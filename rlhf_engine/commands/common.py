@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -83,6 +82,7 @@ def run_trainer(
         shown: metric → label, in place of the usual ones.
         notes: lines to print before the first step.
     """
+    from rlhf_engine.runs.live import PAGE_FILE
     from rlhf_engine.runs.progress import TrainingProgress
 
     finished = trainer.world.gather(trainer.finished())[0]
@@ -94,6 +94,7 @@ def run_trainer(
     print_what_was_left_out(trainer.reports.values())
     for note in notes:
         print(note, file=sys.stderr)
+    print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
     with TrainingProgress(trainer.total_steps, title=title, step=trainer.state.step, shown=shown) as progress:
         code = _run_until_stopped(name, lambda is_stopped: trainer.run(progress.update, stop=is_stopped))
     if not code:
@@ -118,11 +119,12 @@ def _run_until_stopped(name: str, run: Callable[[Callable[[], bool]], Any]) -> i
 def _print_where_results_are(output: Path, results: Mapping[str, Any]) -> None:
     """Standard output of a run that is over."""
     from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
+    from rlhf_engine.runs.live import PAGE_FILE
     from rlhf_engine.runs.summary import exit_summary
 
     metrics = output / METRICS_FILE
-    files = {"curves": output / CURVES_FILE, "metrics": metrics}
-    print(exit_summary(metrics, {**results, **files, "page": f"rlhf-engine report {shlex.quote(str(output))}"}))
+    files = {"curves": output / CURVES_FILE, "metrics": metrics, "page": output / PAGE_FILE}
+    print(exit_summary(metrics, {**results, **files}))
 
 
 def print_what_was_left_out(reports: Iterable[Any]) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rlhf_engine import __version__
+import rlhf_engine
 from rlhf_engine.distributed.launch import launched, launched_rank
 from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_USAGE)
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(f"rlhf-engine {__version__}")
+        print(f"rlhf-engine {rlhf_engine.__version__}")
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in _COMMANDS:

@@ -387,7 +387,8 @@ def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict
     sections = {}
     for name in (key for key in content if key in names):
         if not isinstance(content[name], dict):
-            raise ConfigError(f"config: {path}: expected `name: value` lines in section {name!r}, got {content[name]!r}")
+            found = content[name]
+            raise ConfigError(f"config: {path}: expected `name: value` lines in section {name!r}, got {found!r}")
         sections[name] = _yaml_values(cls, content[name], f"section {name!r} of {path}")
         if cls.SECTIONS in sections[name]:
             raise ConfigError(f"config: {path}: expected {cls.SECTIONS} outside of section {name!r}, got it in there")

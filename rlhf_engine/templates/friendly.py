@@ -1,9 +1,11 @@
 """Reward of friendly words, to begin with: change it, and look at what the policy learns."""
 
-FRIENDLY = frozenset(
-    "hello welcome dear sorry apologise thank pleasant restful patience please kind happy glad smiled love friend "
-    "friends hug hugged laughed together".split()
-)
+from itertools import pairwise
+
+FRIENDLY = {
+    *("hello", "welcome", "dear", "sorry", "apologise", "thank", "please", "pleasant", "restful", "patience"),
+    *("happy", "glad", "kind", "love", "smiled", "laughed", "hug", "hugged", "friend", "friends", "together"),
+}
 
 
 def reward(prompts, completions, **columns):
@@ -21,7 +23,7 @@ def reward(prompts, completions, **columns):
     for answer in completions:
         words = answer.lower().split()
         friendly = len(FRIENDLY.intersection(words))
-        said_twice = sum(a == b for a, b in zip(words, words[1:], strict=False))
+        said_twice = sum(a == b for a, b in pairwise(words))
         too_long = max(0, len(words) - 60)
         scores.append(min(friendly, 4) - said_twice - 0.1 * too_long)
     return scores

@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +69,8 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 def refused(capsys, *argv: str, code: int = 2, trace: Sequence[str] = ()) -> str:
     """The one line on standard error of a request that is not served, after lines of a reward function's own code."""
     found, _, err = run(capsys, *argv)
-    lines = [line for line in err.splitlines() if not line.startswith("ppo ")]  # progress of the steps that were made
+    # progress of the steps that were made
+    lines = [line for line in err.splitlines() if not line.startswith(("ppo ", "page "))]
     shown, lines = [line.strip(" ^~") for line in lines[:-1]], lines[-1:]
     assert [line for line in shown if line and not line.startswith("File ")] == list(trace), err
     assert found == code, err
@@ -223,7 +223,8 @@ def test_sft_full_then_train_then_generate(capsys, tmp_path):
     where = lying(out)
     assert where["model"] == str(tmp_path / "run" / "final")
     assert all(Path(where[name]).exists() for name in ("model", "curves", "metrics"))
-    assert run(capsys, *shlex.split(where["page"])[1:], "--out", str(tmp_path / "page.html"))[0] == 0
+    assert Path(where["page"]).is_file()
+    assert run(capsys, "report", str(Path(where["page"]).parent), "--out", str(tmp_path / "page.html"))[0] == 0
     first, last = (format_value(row["reward"]) for row in read_metrics(Path(where["metrics"])))
     assert out.startswith(f"2 steps; reward {first} → {last}; KL, nats per answer ")
     assert "ppo 2/2" in err

@@ -1,4 +1,4 @@
-"""`rlhf-engine init`: what it writes, what it leaves alone, and what it refuses. tests/test_docs.py runs the folders."""
+"""`rlhf-engine init`: what it writes, leaves alone and refuses. tests/test_docs.py runs the folders."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _print_demo(result: Any, before: Any, after: Any, algorithm: str, as_json: b
         console.print(f"  RL   {after.completions[i]}", markup=False)
     console.print(
         f"\n{result.seconds:.0f} s ({result.seconds_sft:.0f} supervised, {result.seconds_rl:.0f} RL), peak memory "
-        f"{result.peak_memory_bytes / 2**20:.0f} MiB; curves {result.output_dir}/rl/curves.png, "
+        f"{result.peak_memory_bytes / 2**20:.0f} MiB; page {result.output_dir}/rl/page.html, "
         f"samples {result.output_dir}/rl/samples.md",
         markup=False,
         highlight=False,

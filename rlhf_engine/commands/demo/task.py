@@ -217,8 +217,9 @@ class DemoTask:
         return rows
 
     def thumbs(self, n: int) -> list[dict[str, str | bool]]:
-        """n rows of prompt, completion, label: answers of mixed quality that were liked or not. Every eighth row has
-        lost its prompt, as rows of a chat's first turn do.
+        """n rows of prompt, completion, label: answers of mixed quality that were liked or not.
+
+        Every eighth row has lost its prompt, as data of real chats have it.
 
             P(liked) = σ(3 (s(x, y) − 1))
         """
