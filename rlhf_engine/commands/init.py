@@ -53,8 +53,8 @@ STARTS = {
     ),
     "trl": Template(
         readme="trl.md",
-        files={"sft.py": "sft_trl.py", "ppo.py": "ppo_trl.py", "reward.py": "friendly.py"},
-        commands=("python sft.py", "python ppo.py", _PPO[1]),
+        files={"sft.py": "sft_trl.py", "ppo.py": "ppo_trl.py", "loop.py": "loop_peft.py", "reward.py": "friendly.py"},
+        commands=("python sft.py", "python ppo.py", _PPO[1], "python loop.py"),
     ),
     "recipe:stories260k": Template(
         readme="recipe-stories260k.md",

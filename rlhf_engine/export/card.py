@@ -23,7 +23,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs.curves import PANELS, plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.text import format_value
+from rlhf_engine.runs.text import format_score
 
 CARD = "README.md"
 _LONGEST = 120
@@ -138,7 +138,7 @@ def _data(source: Source) -> str:
         if options.get(key) is None:
             continue
         counts = reports.get(key, {})
-        shown = (format_value(counts[n]) if n in counts else "not recorded" for n in ("read", "used", "truncated"))
+        shown = (format_score(counts[n]) if n in counts else "not recorded" for n in ("read", "used", "truncated"))
         rows.append((key, code(_data_name(options[key])[0]), *shown))
     if not rows:
         return _NOT_RECORDED
@@ -166,7 +166,7 @@ def _method(source: Source) -> str:
     rows += [(name, code(public_name(str(options[name]))[0])) for name in _PARTS if options.get(name)]
     versions = source.run.get("versions", {})
     rows += [(name, code(versions[name])) for name in ("rlhf-engine", "torch", "transformers") if versions.get(name)]
-    rows.append(("steps", format_value(source.step) if source.step is not None else "not recorded"))
+    rows.append(("steps", format_score(source.step) if source.step is not None else "not recorded"))
     return _table(("option", "value"), rows)
 
 
@@ -188,7 +188,7 @@ def _curve(source: Source, folder: Path) -> str:
         for metric, label in panel.lines:
             values = [row[metric] for row in rows if row.get(metric) is not None]
             if values:
-                found.append((panel.title, label, format_value(values[0]), format_value(values[-1])))
+                found.append((panel.title, label, format_score(values[0]), format_score(values[-1])))
     picture = f"![metrics of the run by step]({CURVES_FILE})\n\n" if (folder / CURVES_FILE).is_file() else ""
     return f"{picture}{_table(('metric', 'of', 'first', 'last'), found)}"
 

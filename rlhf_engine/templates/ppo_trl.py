@@ -1,10 +1,14 @@
 """PPO behind TRL's names: actor and critic are adapters on the base, which is the reference."""
 
+import matplotlib
 from datasets import Dataset
 from peft import LoraConfig
 from reward import reward
 
 from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 trainer = HydraPPOTrainer(
     model="runs/sft",
@@ -29,3 +33,9 @@ trainer = HydraPPOTrainer(
 trainer.train()
 trainer.save_model("runs/ppo/final")
 trainer.save_state()
+
+logged = [row for row in trainer.state.log_history if "reward" in row]
+pyplot.plot([row["step"] for row in logged], [row["reward"] for row in logged])
+pyplot.xlabel("step")
+pyplot.ylabel("reward")
+pyplot.savefig("runs/ppo/curve.png")
