@@ -216,7 +216,16 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     for kind in _alternatives(hint):
         if _matches(kind, value):
             return _convert(kind, value)
-    raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}")
+    raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(hint, value)}")
+
+
+def _meant(hint: Any, value: Any) -> str:
+    """The choice that is nearest to a value that is none."""
+    choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]
+    if not isinstance(value, str) or not choices:
+        return ""
+    close = [c for c in choices if value and value in c] or difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _require_names(name: str, value: Any) -> None:

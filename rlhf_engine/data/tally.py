@@ -25,14 +25,16 @@ _REPR.maxstring = _REPR.maxother = 80
 class RowError(ValueError):
     """A row that cannot be used. Rows are counted by what was expected of them."""
 
-    def __init__(self, expected: str, got: str) -> None:
+    def __init__(self, expected: str, got: str, hint: str = "") -> None:
         """Make the message `expected …, got …`.
 
         Args:
             expected: what the row should have had, the same text for all rows of one reason.
             got: what it had.
+            hint: an option that would serve such rows; "": none.
         """
         super().__init__(f"expected {expected}, got {got}")
+        self.hint = hint
         self.expected = expected
         self.got = got
 
@@ -134,6 +136,7 @@ class Tally:
     """Rows that are used and have an answer to an empty prompt."""
     _bad: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     _first: str | None = None
+    _hint: str = ""
 
     def __post_init__(self) -> None:
         value = self.max_bad_rows
@@ -153,6 +156,7 @@ class Tally:
         self._bad[error.expected] = (count + 1, places)
         if self._first is None:
             self._first = f"{place}: {error}"
+            self._hint = error.hint
 
     @property
     def n_bad(self) -> int:
@@ -172,12 +176,14 @@ class Tally:
         """
         n, left = self.n_bad, self.read - self.n_bad - self.dropped
         if n > self.allowed:
+            on = f"; max_bad_rows={n} goes on without {'it' if n == 1 else 'them'}" if left else ""
+            on = f"; {self._hint}" if self._hint else on
             if n == 1:
-                raise ConfigError(f"{self._first}; max_bad_rows=1 goes on without it")
+                raise ConfigError(f"{self._first}{on}")
             others = "; ".join(f"expected {e}: {_places(p, c)}" for e, (c, p) in self._bad.items())
             raise ConfigError(
                 f"{self._first}. {n} of {self.read} rows cannot be used, where max_bad_rows is "
-                f"{self.max_bad_rows:g}: {others}; max_bad_rows={n} goes on without them"
+                f"{self.max_bad_rows:g}: {others}{on}"
             )
         if left == 0:
             found = "none" if self.read == 0 else self.report().text()

@@ -222,7 +222,8 @@ def fit_to_length(
     if truncation == "keep_start" and tokens.answers and room > 0:
         answers = tuple(answer[:room] for answer in tokens.answers)
         return Tokenized(row=tokens.row, prompt=tokens.prompt, answers=answers, truncated=True)
-    raise RowError(f"at most {max_length} {limit_name}", str(length))
+    hint = "truncation=drop leaves such rows out, keep_end cuts their prompts" if truncation == "error" else ""
+    raise RowError(f"at most {max_length} {limit_name}", str(length), hint)
 
 
 # ---- chat templates --------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def recognise(
         left_out.add("prompt_only")
     candidates = [kind for kind in wanted if kind not in left_out] or list(wanted)
     best = max(candidates, key=fit)  # the first of equals
-    if len(candidates) > 1 and columns and fit(best) == (0, 0.0):
+    if columns and fit(best)[0] == 0:
         types = " or ".join("(" + ", ".join(_COLUMNS[kind]) + ")" for kind in wanted)
         raise ConfigError(f"{argument}: expected the columns {types}, got {sorted(set().union(*columns))}")
     return best

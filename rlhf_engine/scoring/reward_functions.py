@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import math
 import numbers
+import re
 import signal
 import sys
 import threading
@@ -53,7 +54,7 @@ def load_reward(spec: str) -> RewardFunction:
         return verifiable.make(spec)
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
-        raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}")
+        raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}{_function_of(spec)}")
     module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
     found: Any = module
     for part in attribute.split("."):
@@ -64,6 +65,14 @@ def load_reward(spec: str) -> RewardFunction:
     if not callable(found):
         raise ConfigError(f"reward_funcs: expected a function at {spec!r}, got a {type(found).__name__}")
     return found
+
+
+def _function_of(spec: str) -> str:
+    """A hint at the last function of a file that was given without one."""
+    if not spec.endswith(".py") or not Path(spec).is_file():
+        return ""
+    found = re.findall(r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return f"; did you mean '{spec}:{found[-1]}'?" if found else ""
 
 
 def reward_name(function: RewardFunction) -> str:

@@ -302,6 +302,20 @@ def test_missing_options_and_stray_words_are_named() -> None:
         parse_config(DemoConfig, ["word"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dtype", "bf16"), "dtype: expected one of 'float32', 'bfloat16', got 'bf16'; did you mean 'bfloat16'?"),
+        (("--algorithm", "dpo"), "'rloo', got 'dpo'; did you mean 'online_dpo'?"),
+        (("--algorithm", "zzz"), "'rloo', got 'zzz'"),
+    ],
+)
+def test_the_nearest_choice_is_named(flags, message) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(TrainConfig, ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", *flags])
+    assert str(refused.value).endswith(message)
+
+
 SECTIONED = """
 model_name_or_path: m
 dataset_name: d

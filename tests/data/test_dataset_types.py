@@ -58,7 +58,8 @@ def test_types_are_recognised_by_columns(rows, kind):
 
 def test_only_wanted_types_are_recognised():
     assert recognise(counts("prompt completion label"), ("preference", "prompt_completion")) == "prompt_completion"
-    assert recognise(counts("text"), ("prompt_only",)) == "prompt_only"  # each row says what it lacks
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected the columns \(prompt\), got \['text'\]$"):
+        recognise(counts("text"), ("prompt_only",))
     with pytest.raises(ConfigError, match=r"^dataset_name: .*\(prompt, chosen, rejected\) or .*, got \['n', 'text'\]$"):
         recognise(counts("text", "n"))
 

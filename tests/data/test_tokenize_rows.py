@@ -244,7 +244,7 @@ def test_nothing_is_cut_or_dropped_without_being_counted():
         assert report.text() == text
         assert not report.is_plain
         assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 6
-    message = r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7; max_bad_rows=1 goes on without it$"
+    message = r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7; truncation=drop leaves"
     with pytest.raises(ConfigError, match=message):
         tokenize_rows(rows, WORDS, Tally(source="s", read=2), max_length=5)
     with pytest.raises(ConfigError, match=r"expected at least one row in 's', got .*0 used, 2 dropped as too long"):

@@ -135,6 +135,12 @@ def test_what_a_function_raises_is_kept_as_the_cause() -> None:
     assert caught.value.trace.splitlines()[-1].strip(" ^~") == 'raise KeyError("answer")'
 
 
+def test_a_file_without_its_function_is_asked_for_one(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def _help(): ...\n\ndef score(completions, **_): ...\n")
+    with pytest.raises(ConfigError, match=r"got '.*mine\.py'; did you mean '.*mine\.py:score'\?$"):
+        load_reward(f"{tmp_path}/mine.py")
+
+
 def test_the_answer_that_a_function_had_in_hand_is_named() -> None:
     """Of nested functions the innermost variable that is an answer counts, whatever else was made of it."""
 

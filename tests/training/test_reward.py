@@ -626,8 +626,12 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
     [
         ([ROW, OTHER, PAIR], {}, "rows.jsonl:3: expected a string .* in column 'completion', got None"),
         ([PAIR, ROW], {}, "rows.jsonl:2: expected a string or a list of messages in column 'chosen', got None"),
-        ([ROW, OTHER], {"objective": "pairwise"}, "rows.jsonl:1: expected .* in column 'chosen', got None"),
-        ([{"prompt": "red"}], {}, "rows.jsonl:1: expected .* in column 'chosen', got None"),
+        (
+            [ROW, OTHER],
+            {"objective": "pairwise"},
+            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['completion', 'label', 'prompt'",
+        ),
+        ([{"prompt": "red"}], {}, r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .* got \['p"),
         ([{**ROW, **PAIR}, {"prompt": "red"}], {}, "rows.jsonl:2: expected .* in column 'chosen', got None"),
         ([{**ROW, **PAIR}], {}, "objective: expected 'pairwise' or 'pointwise' for dataset_name, whose rows have the"),
         ([ROW, {**OTHER, "label": "no"}], {}, "rows.jsonl:2: expected true, false, 1 or 0 in column 'label', got 'no'"),
@@ -684,7 +688,7 @@ def test_contradictory_options(tmp_path, options, message):
 
 def test_held_out_rows_of_the_other_kind_or_of_one_class(base, tmp_path):
     held = write_rows(tmp_path / "held.jsonl", [ROW, ROW])
-    with pytest.raises(ConfigError, match=r"held.jsonl:1: expected .* in column 'chosen', got None"):
+    with pytest.raises(ConfigError, match=r"eval_dataset_name: expected the columns \(prompt, chosen, rejected\) or"):
         RewardTrainer(reward_config(base, tmp_path / "a", [PAIR], eval_dataset_name=str(held)))
     trainer = RewardTrainer(reward_config(base, tmp_path / "b", max_steps=2, eval_dataset_name=str(held)))
     assert trainer.notes[0].startswith("the held-out rows are of one class only (2 true, 0 false): AUC")

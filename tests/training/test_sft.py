@@ -232,7 +232,7 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
         (
             [{"prompt": "red", "chosen": "a"}],
             {},
-            r"rows\.jsonl:1: expected a string or .* in column 'rejected', got None",
+            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['chosen', 'prompt'\]",
         ),
         (
             [{"prompt": "red", "chosen": "a", "rejected": "b"}, {"prompt": "red", "chosen": "a", "rejected": None}],
@@ -252,7 +252,7 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
         (
             [{"completion": "a"}],
             {},
-            r"rows\.jsonl:1: expected a string or a list of messages in column 'prompt', got None",
+            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['completion'\]",
         ),
     ],
 )
