@@ -138,9 +138,7 @@ def table(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the environment, walk the ways, write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--wheel", type=Path, help="what is installed; none: this interpreter serves"
-    )
+    parser.add_argument("--wheel", type=Path, help="what is installed; none: this interpreter serves")
     parser.add_argument("--model", type=Path, required=True, help="folder of a small pretrained story model")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("runs/first_minutes"))
