@@ -629,7 +629,7 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
         (
             [ROW, OTHER],
             {"objective": "pairwise"},
-            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['completion', 'label', 'prompt'",
+            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['completion', 'label'",
         ),
         ([{"prompt": "red"}], {}, r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .* got \['p"),
         ([{**ROW, **PAIR}, {"prompt": "red"}], {}, "rows.jsonl:2: expected .* in column 'chosen', got None"),
