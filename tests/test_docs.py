@@ -65,6 +65,7 @@ PLAIN = [
             "trl",
             "scaling",
             "vllm",
+            "peers",
         )
     ),
 ]
