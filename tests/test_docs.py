@@ -176,7 +176,7 @@ TUTORIALS_THAT_RUN = {  # page → its start, and what its last command leaves
     "own-reward": ("reward-function", "runs/shorter/curves.png"),
     "thumbs": ("reward-model", "report.html"),
 }
-IN_THE_LONG_LANE = ("own-reward", "thumbs")  # their commands are those of the others for the most part
+IN_THE_LONG_LANE = ("from-trl", "own-reward", "thumbs")  # their commands are those of the others for the most part
 
 
 def lines_of(page: Path) -> list[str]:

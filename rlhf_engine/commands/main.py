@@ -5,12 +5,14 @@ Exit codes:
     1     the run failed
     2     the request cannot be served; one line on standard error says why
     130   stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1
+    141   nobody reads the output any more
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 import threading
 from collections.abc import Sequence
@@ -64,12 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+    except BrokenPipeError as error:
+        return _BROKEN_PIPE if _reader_has_gone() else _fail(name, error, 1)
     except ConfigError as error:
         return _fail(name, error, 2)
     except (EngineError, OSError) as error:  # a disk that is full or fails, a file that cannot be read
         return _fail(name, error, 1)
 
 
+_BROKEN_PIPE = 141
+"""Exit code of a program that SIGPIPE ends."""
 _THREADS_END_WITHIN = 5.0
 """Seconds that threads of other libraries or of a reward function have, once a command is done."""
 
@@ -97,6 +103,16 @@ def run_and_exit() -> NoReturn:
     finally:
         last.start()
     sys.exit(code)
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`; it is then written nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would fail as well
+    return gone
 
 
 def _fail(name: str, error: Exception, code: int) -> int:

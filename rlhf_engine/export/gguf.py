@@ -45,7 +45,8 @@ def convert(converter: Path, model: Path, file: Path, *, outtype: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise EngineError(f"{SCRIPT} ended with {done.returncode}: {lines[-1] if lines else 'it says nothing'}")
+        hint = "; its requirements.txt says what it needs" if lines and "ModuleNotFoundError" in lines[-1] else ""
+        raise EngineError(f"{SCRIPT} ended with {done.returncode}: {lines[-1] if lines else 'it says nothing'}{hint}")
     if not file.is_file():
         raise EngineError(f"{SCRIPT}: expected {file.name}, which it has not written")
     with file.open("rb") as written:

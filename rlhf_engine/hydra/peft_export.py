@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hub import plain_name, revision_of
+from rlhf_engine.hub import is_hub_name, plain_name, revision_of
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
 
@@ -131,7 +131,7 @@ def write_adapter(
         fan_in_fan_out=backbone.transposed,
         task_type=task,  # type: ignore[arg-type]  # PEFT annotates str and takes None: no methods beside forward
         modules_to_save=None if score is None else [SCORE_MODULES[0]],
-        base_model_name_or_path=plain_name(base_name) if base_name else "",
+        base_model_name_or_path=plain_name(base_name) if is_hub_name(base_name) else os.path.abspath(base_name or "."),
         revision=revision_of(base_name),
         inference_mode=True,
     ).save_pretrained(str(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +25,18 @@ def completed(*words: str, cwd=None) -> list[str]:
     done = subprocess.run(["bash", "-uc", program], capture_output=True, text=True, cwd=cwd, check=True)
     assert done.stderr == ""
     return done.stdout.split()
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    """The script is written in one go; a pipe that is closed before takes none of it."""
+    program = (
+        "import os, sys, time; from rlhf_engine.commands.main import run_and_exit; time.sleep(0.3); run_and_exit()"
+    )
+    command = [sys.executable, "-c", program, "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 @bash
