@@ -29,9 +29,7 @@ def completed(*words: str, cwd=None) -> list[str]:
 
 def test_a_reader_that_has_enough_is_no_failure():
     """The script is written in one go; a pipe that is closed before takes none of it."""
-    program = (
-        "import os, sys, time; from rlhf_engine.commands.main import run_and_exit; time.sleep(0.3); run_and_exit()"
-    )
+    program = "import time; from rlhf_engine.commands.main import run_and_exit; time.sleep(0.3); run_and_exit()"
     command = [sys.executable, "-c", program, "completion", "bash"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
