@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(name, error, 1)
 
 
+_SPINS = "10000"
+"""Turns in which a thread waits for the others before it sleeps: its share of a core belongs to who has work to do."""
 _BROKEN_PIPE = 141
 """Exit code of a program that SIGPIPE ends."""
 _THREADS_END_WITHIN = 5.0
@@ -86,6 +88,8 @@ def run_and_exit() -> NoReturn:
     A thread that somebody's code has left running does not keep the process: it has a few seconds to end.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP's library, which reads it once
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     code = 1
 
     def end() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -642,6 +643,20 @@ def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, l
     trace = [f"return [1.0] * len(prompts) if len(calls) < 3 else {late}"] if "raised" in message else []
     assert message in refused(capsys, *flags, code=1, trace=trace)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_threads_that_wait_give_their_core_away_soon(given, spins):
+    """Beside other busy processes a thread that spins keeps the core from the one that it waits for."""
+    program = (
+        "import os; from rlhf_engine.commands import main as m; "
+        "m.main = lambda: print(os.environ.get('GOMP_SPINCOUNT')) or 0; m.run_and_exit()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{spins}\n"
 
 
 def test_control_c(capsys, model, tmp_path):
