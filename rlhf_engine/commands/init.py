@@ -33,8 +33,6 @@ class Template:
     """File → its template."""
     commands: tuple[str, ...]
     """Commands, in their order. Braces name what `_values` gives."""
-    makes_model: bool = True
-    """Whether a small model and its data are made where the user names no model."""
 
 
 STARTS = {
@@ -60,7 +58,6 @@ STARTS = {
         readme="recipe-stories260k.md",
         files={"train.yaml": "recipe-stories260k.yaml", "reward.py": "happy_endings.py"},
         commands=_PPO,
-        makes_model=False,
     ),
 }
 
@@ -72,10 +69,13 @@ def run(argv: Sequence[str]) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output_dir: expected a new or an empty folder, got {config.output_dir!r}")
     template = STARTS[config.start]
-    values = _values(config)
-    commands = [command.format_map(values) for command in _commands(config, template)]
+    values, files, commands = _values(config), dict(template.files), list(template.commands)
+    if config.model_name_or_path is None and commands[0] == _PPO[0]:  # the small model has learned nothing yet
+        files["sft.yaml"] = "sft.yaml"
+        commands.insert(0, _SFT)
+    commands = [command.format_map(values) for command in commands]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, source in _files(config, template).items():
+    for name, source in files.items():
         text = (TEMPLATES / source).read_text(encoding="utf-8")
         is_code = source.endswith(".py")
         (folder / name).write_text(text if is_code else text.format_map(values), encoding="utf-8")
@@ -84,21 +84,10 @@ def run(argv: Sequence[str]) -> int:
     if config.model_name_or_path is None:
         _make_small_model(config, folder)
     else:
-        for name in ("prompts", "heldout"):
-            source = "story_prompts.jsonl" if name == "prompts" else "story_prompts_heldout.jsonl"
-            shutil.copyfile(TEMPLATES / source, folder / f"{name}.jsonl")
+        shutil.copyfile(TEMPLATES / "story_prompts.jsonl", folder / "prompts.jsonl")
+        shutil.copyfile(TEMPLATES / "story_prompts_heldout.jsonl", folder / "heldout.jsonl")
     print("\n".join([f"made {folder}; next:", "", f"  cd {config.output_dir}", *(f"  {line}" for line in commands)]))
     return 0
-
-
-def _commands(config: InitConfig, template: Template) -> tuple[str, ...]:
-    untrained = config.model_name_or_path is None and template.commands[0].startswith("rlhf-engine train")
-    return (_SFT, *template.commands) if untrained else template.commands
-
-
-def _files(config: InitConfig, template: Template) -> dict[str, str]:
-    made = {"sft.yaml": "sft.yaml"} if config.model_name_or_path is None and config.start != "trl" else {}
-    return {**made, **template.files}
 
 
 def _values(config: InitConfig) -> dict[str, str]:

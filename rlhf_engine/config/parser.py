@@ -425,7 +425,7 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = _aliases(cls).get(name, name)
-        if name not in hints or name not in _fields(cls):
+        if name not in _fields(cls):
             raise _unknown(f"key in {where}:", name, cls, "")
         if name in values:
             raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")

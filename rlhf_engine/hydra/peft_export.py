@@ -131,7 +131,7 @@ def write_adapter(
         fan_in_fan_out=backbone.transposed,
         task_type=task,  # type: ignore[arg-type]  # PEFT annotates str and takes None: no methods beside forward
         modules_to_save=None if score is None else [SCORE_MODULES[0]],
-        base_model_name_or_path=plain_name(base_name) if is_hub_name(base_name) else os.path.abspath(base_name or "."),
+        base_model_name_or_path=_whole_name(base_name) if base_name else "",  # a model made in memory has no name
         revision=revision_of(base_name),
         inference_mode=True,
     ).save_pretrained(str(folder))
@@ -142,6 +142,11 @@ def write_adapter(
     if score is not None:
         tensors[f"{PREFIX}{SCORE_MODULES[0]}.weight"] = score.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _whole_name(base: str) -> str:
+    """Name of a base that holds from everywhere: on the Hub without its revision, else the path as it was given."""
+    return plain_name(base) if is_hub_name(base) else os.path.abspath(base)
 
 
 def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedModel:
