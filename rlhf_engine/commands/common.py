@@ -82,6 +82,7 @@ def run_trainer(
         shown: metric → label, in place of the usual ones.
         notes: lines to print before the first step.
     """
+    from rlhf_engine.planning.before_run import before_run
     from rlhf_engine.runs.live import PAGE_FILE
     from rlhf_engine.runs.progress import TrainingProgress
 
@@ -95,6 +96,8 @@ def run_trainer(
     for note in notes:
         print(note, file=sys.stderr)
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
+    for line in before_run(trainer):
+        print(line, file=sys.stderr, flush=True)
     with TrainingProgress(trainer.total_steps, title=title, step=trainer.state.step, shown=shown) as progress:
         code = _run_until_stopped(name, lambda is_stopped: trainer.run(progress.update, stop=is_stopped))
     if not code:

@@ -38,6 +38,21 @@ _FACTS = {"tokens_per_second": "tokens/s"}
 """Shown by a dashboard in its last line anyway."""
 
 
+def how_long(seconds: float, steps: int, which: str = "the") -> str:
+    """Say how long some steps will take, and until what time of the day.
+
+    Args:
+        seconds: seconds of all of them.
+        steps: number of steps.
+        which: article of the steps.
+
+    Returns:
+        A clause such as "about 12 min for the 100 steps, until 14:20".
+    """
+    until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
+    return f"about {format_duration(seconds)} for {which} {steps:,} steps, until {until}"
+
+
 class _Console(Console):
     """One that a run outlives: whoever read it may have gone, as `| tee` goes with Ctrl-C."""
 
@@ -115,11 +130,9 @@ class TrainingProgress:
         left = (now - before[1]) / (step - before[0]) * (self.total_steps - step)
         if left <= LONG_S:
             return
-        until = time.strftime("%H:%M", time.localtime(time.time() + left))
         peak = metrics.get("peak_memory_bytes")
         memory = "" if peak is None else f"; peak memory so far {float(peak) / 1e9:.2f} GB"
-        steps = self.total_steps - step
-        line = f"about {format_duration(left)} for the other {steps:,} steps, until {until}{memory}"
+        line = f"{how_long(left, self.total_steps - step, 'the other')}{memory}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> TrainingProgress:

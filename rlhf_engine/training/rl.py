@@ -20,7 +20,7 @@ from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import build_policy_model, shard_base
-from rlhf_engine.rollout import SamplingConfig
+from rlhf_engine.rollout import PromptBatch, SamplingConfig
 from rlhf_engine.rollout.build import make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
@@ -210,6 +210,14 @@ class RlTrainer(Run[TrainerState]):
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
+    def next_prompts(self) -> PromptBatch:
+        """Choose the prompts of the next step.
+
+        Returns:
+            Those that this rank draws answers to, one per answer.
+        """
+        return self._share(self._prompts.prompts(self.state.step))
+
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
@@ -228,7 +236,7 @@ class RlTrainer(Run[TrainerState]):
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
         prompts = self._prompts.prompts(state.step)
-        own = self._prompts.shares(prompts, world.size)[world.rank]
+        own = self._share(prompts)
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
@@ -269,6 +277,9 @@ class RlTrainer(Run[TrainerState]):
         }
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _share(self, prompts: PromptBatch) -> PromptBatch:
+        return self._prompts.shares(prompts, self.world.size)[self.world.rank]
 
     def _write_model(self, folder: Path) -> None:
         save_pretrained(self.model, folder)

@@ -349,6 +349,30 @@ class SupervisedRun(Run[State]):
         """Rows of one optimizer step."""
         return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
 
+    def next_rows(self) -> list[Any]:
+        """Choose the rows of the next step.
+
+        Returns:
+            The rows, in the order of the step's places.
+        """
+        places = batch_indices(len(self.rows), self.rows_per_step, self.state.step, self.config.seed)
+        return [self.rows[i] for i in places]
+
+    def micro_batches(self, rows: Sequence[HasTokens]) -> list[list[int]]:
+        """Divide a step's rows.
+
+        Args:
+            rows: all rows of the step.
+
+        Returns:
+            Places of the rows of each forward and backward.
+        """
+        return pack(
+            [row.tokens for row in rows],
+            max_rows=self.config.per_device_train_batch_size,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+        )
+
     def count_steps(self) -> int:
         """Count the steps of the whole run.
 
@@ -375,15 +399,10 @@ class SupervisedRun(Run[State]):
         """
         config, step = self.config, self.state.step
         began = time.perf_counter()
-        rows = [self.rows[i] for i in batch_indices(len(self.rows), self.rows_per_step, step, config.seed)]
+        rows = self.next_rows()
         totals: dict[str, torch.Tensor] = {}
         self.model.train()
-        parts = pack(
-            [row.tokens for row in rows],
-            max_rows=config.per_device_train_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
-        )
-        for part in parts:
+        for part in self.micro_batches(rows):
             loss, stats = self.loss(rows, part, dropout_seed=config.seed * 1_000_003 + step)
             loss.backward()
             for name, value in stats.items():
