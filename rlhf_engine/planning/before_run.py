@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ SOON_S = 20.0
 """Seconds within which two steps, after which a run tells its time anyway, need no prediction."""
 _TRIAL_S = 0.5
 """Seconds that a part's trial of several rows may take; one row is tried in any case."""
+_CALLS = 5
+"""Calls of a part, of which the fastest counts, as far as they fit into these seconds."""
 _ROLES = ("actor", "reference", "critic", "reward")
 
 
@@ -113,7 +115,8 @@ class Memory:
             "trained weights": _bytes(p for p in weights.values() if p.requires_grad),
             "adapters and heads": _bytes([*slots, *model.heads.parameters()]),
         }
-        optim, trained = trainer.config.optim, adamw.parameters
+        optim = trainer.config.optim
+        trained = {name: p for name, p in adamw.parameters.items() if p.requires_grad}  # a head's bias may stay
         layouts = {name: state_layout(optim, p.shape, p.dtype) for name, p in trained.items()}
         state = {name: sum(s.numel() * d.itemsize for s, d in fields.values()) for name, fields in layouts.items()}
         to_come = {
@@ -130,10 +133,12 @@ class Memory:
         Returns:
             The line.
         """
-        held, to_come = (", ".join(f"{_size(n)} {part}" for part, n in parts.items() if n) for parts in self._parts)
-        free = "" if self.free is None else f" of {_size(self.free)} free"
-        packed = " and packed copies of weights" if self.device_type == "cpu" else ""
-        return f"memory: {held}; the first step adds {to_come}{free}, and activations{packed}"
+        held, to_come = (
+            ", ".join(f"{_size(n)} {part}" for part, n in parts.items() if n) for parts in (self.held, self.to_come)
+        )
+        free = "" if self.free is None else f"; {_size(self.free)} free"
+        packed = " and packed weights" if self.device_type == "cpu" else ""
+        return f"memory: {held}; the first step adds {to_come}, activations{packed}{free}"
 
     def warning(self) -> str:
         """Name the option to lower where the first step needs more than is free.
@@ -155,17 +160,14 @@ class Memory:
             f"{largest}: {advice[largest]}"
         )
 
-    @property
-    def _parts(self) -> tuple[dict[str, int], dict[str, int]]:
-        return self.held, self.to_come
-
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _size(n: int) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+    unit, name = (1e9, "GB") if n >= 1e8 else (1e6, "MB") if n >= 1e5 else (1e3, "kB")
+    return f"{n / unit:.3g} {name}"
 
 
 def _cache_bytes(trainer: RlTrainer) -> int:
@@ -233,14 +235,16 @@ class Line(NamedTuple):
 
         Args:
             small: units and seconds of a small call.
-            large: the same of one that is larger, or as large.
+            large: the same of a larger one.
 
         Returns:
-            The line; through the origin where two points do not make a rising one.
+            The line, flat where the larger call was faster; through the origin for two calls of one size.
         """
         (u, s), (v, t) = small, large
-        unit = (t - s) / (v - u) if v > u and t > s else t / v
-        return cls(max(0.0, s - unit * u), unit)
+        if u == v:
+            return cls(0.0, min(s, t) / u)
+        unit = max(0.0, t - s) / (v - u)
+        return cls(max(0.0, min(s, t) - unit * u), unit)
 
 
 def predict_step(trainer: Run[Any], steps: int) -> float | None:
@@ -275,11 +279,11 @@ class _SupervisedTrial:
         self.parts = trainer.micro_batches(self.rows)
 
     def seconds(self, steps: int) -> float | None:
-        one = _timed_twice(lambda: self._learn(1), self.trainer.model.device)
+        one = _fastest(lambda: self._learn(1), self.trainer.model.device)
         if not _is_worth(one * len(self.rows), steps):
             return None
         n = _affordable(one, max(map(len, self.parts)))
-        several = _timed_twice(lambda: self._learn(n), self.trainer.model.device)
+        several = _fastest(lambda: self._learn(n), self.trainer.model.device)
         line = Line.through((self._tokens(1), one), (self._tokens(n), several))
         return line.seconds(len(self.parts), self._tokens(len(self.rows)))
 
@@ -306,14 +310,14 @@ class _RlTrial:
 
     def seconds(self, steps: int) -> float | None:
         n, config = len(self.prompts), self.config
-        one = _timed_twice(lambda: self._score(1), self.model.device)
+        one = _fastest(lambda: self._score(1), self.model.device)
         if not _is_worth(4 * n * one, steps):  # an update takes about two scorings, drawing one
             return None
         scoring = self._line(self._score, one, n)
         calls = math.ceil(self._tokens(n) * self._lanes(self.roles) / self.model.token_budget)
         found = scoring.seconds(calls, self._tokens(n))
         micro_batch = min(config.per_device_train_batch_size, math.ceil(n / config.mini_batches))
-        one = _timed_twice(lambda: self._learn(1), self.model.device)
+        one = _fastest(lambda: self._learn(1), self.model.device)
         learning = self._line(self._learn, one, micro_batch)
         updates = config.epochs * self._lanes(self.trained)
         found += updates * learning.seconds(math.ceil(n / micro_batch), self._tokens(n))
@@ -322,7 +326,7 @@ class _RlTrial:
     def _line(self, run: Callable[[int], object], one: float, most: int) -> Line:
         """The line of a part, with one row's seconds known."""
         n = _affordable(one, most)
-        several = _timed_twice(lambda: run(n), self.model.device)
+        several = _fastest(lambda: run(n), self.model.device)
         return Line.through((self._tokens(1), one), (self._tokens(n), several))
 
     def _tokens(self, n: int) -> int:
@@ -347,39 +351,47 @@ class _RlTrial:
     def _drawing(self) -> float:
         """Seconds of prompts and answers."""
         n, alive = len(self.prompts), _rows_alive(self.trainer, len(self.prompts))
-        tokens, one = self._draw(1)
-        tokens, one = min((tokens, one), self._draw(1)) if one.all < _TRIAL_S else (tokens, one)
-        m = _affordable(one.all, alive)
-        more_tokens, several = self._draw(m)
-        prefill = Line.through((tokens, one.prefill), (more_tokens, several.prefill))
+        one = self._fastest_draw(1)
+        m = max(_affordable(one.prefill, alive), min(4, alive))  # a line through one row says nothing of others
+        several = self._fastest_draw(m)
+        prefill = Line.through((one.prompt_tokens, one.prefill), (several.prompt_tokens, several.prefill))
         token = Line.through((1, one.token), (m, several.token))
         different = sum(map(len, dict.fromkeys(map(tuple, self.prompts))))
         rounds = math.ceil(n / alive)
         return prefill.seconds(rounds, different) + rounds * (self.length - 1) * token.seconds(1, alive)
 
-    def _draw(self, n: int) -> tuple[int, _Drawn]:
-        """Draw answers of few tokens to `n` prompts that reach into the middle of an answer; tokens of the prompts."""
-        few = WORTH if self.model.device.type == "cuda" else 2
-        short, long = min(few, self.length), min(4 * few, self.length)
-        middle = [0] * min(self.length // 2, self.length - long)
-        sampling = SamplingConfig(
-            max_completion_length=long, eos_token_ids=(), temperature=self.config.temperature, seed=self.config.seed
+    def _fastest_draw(self, n: int) -> _Drawn:
+        found = []
+        _fastest(lambda: found.append(self._draw(n)), self.model.device)
+        return _Drawn(
+            found[0].prompt_tokens, min(drawn.prefill for drawn in found), min(drawn.token for drawn in found)
         )
-        began = time.perf_counter()
+
+    def _draw(self, n: int) -> _Drawn:
+        """Draw answers of few tokens to `n` prompts that reach into the middle of an answer.
+
+        Of two lengths, because a first decoding step prepares others; on a GPU beyond the length that makes graphs.
+        """
+        few, many = (2 * WORTH, 4 * WORTH) if self.model.device.type == "cuda" else (2, 8)
+        short, long = few if self.length > few else 1, min(many, self.length)
+        middle = [0] * min(self.length // 2, self.length - long)
         prompts = [prompt + middle for prompt in self.prompts[:n]]
+        temperature, seed = self.config.temperature, self.config.seed
         first, second = (
-            self.trainer.rollouts.generate(prompts, replace(sampling, max_completion_length=k)).stats
+            self.trainer.rollouts.generate(
+                prompts,
+                SamplingConfig(max_completion_length=k, eos_token_ids=(), temperature=temperature, seed=seed),
+            ).stats
             for k in (short, long)
         )
-        spent = time.perf_counter() - began
         token = (second.decode_seconds - first.decode_seconds) / max(1, long - short)
-        return first.prompt_tokens, _Drawn(spent, min(first.prefill_seconds, second.prefill_seconds), max(0.0, token))
+        return _Drawn(first.prompt_tokens, min(first.prefill_seconds, second.prefill_seconds), max(0.0, token))
 
 
 class _Drawn(NamedTuple):
-    """Seconds of some answers."""
+    """Seconds of the first tokens of some answers."""
 
-    all: float
+    prompt_tokens: int
     prefill: float
     token: float
     """A decoding step."""
@@ -390,16 +402,14 @@ def _affordable(one: float, most: int) -> int:
     return max(1, min(most, int(_TRIAL_S / one)))
 
 
-def _timed_twice(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the faster of two calls: the first one packs and compiles. A long call is not made again."""
-    found = math.inf
-    for _ in range(2):
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few calls: first ones pack and compile, and other processes disturb the rest."""
+    found: list[float] = []
+    least = 1 if device.type == "cpu" else 2
+    while len(found) < _CALLS and (len(found) < least or sum(found) < _TRIAL_S):
         began = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        spent = time.perf_counter() - began
-        found = min(found, spent)
-        if device.type != "cuda" and spent > _TRIAL_S:
-            break
-    return found
+        found.append(time.perf_counter() - began)
+    return min(found)
