@@ -3,9 +3,10 @@
 // where wanted, the product of the block's probabilities (or gradients) with the same rows, packed once for all threads.
 //
 // Logits of a panel lie as [v][16 rows n]: a lane is a row of the batch, so every reduction over the vocabulary is a
-// vertical one. Exponentials are taken relative to a running reference of the row, which moves only when a block's
-// maximum exceeds it by more than kSlack; then what was summed so far is rescaled. Sums over a block are made first and
-// then added, which keeps the rounding of a sum over 10^5 terms near that of 10^3.
+// vertical one. Exponentials are taken relative to a running power of two of the row, which moves only when a maximum
+// exceeds it by more than e^kSlack; then what was summed so far is rescaled. Sums over a block are made first and then
+// added, which keeps the rounding of a sum over 10^5 terms near that of 10^3. Rescaling by a power of two is exact: a row's
+// log-prob has the same bits wherever its maxima were met, here or in `head_sample`.
 
 constexpr int64_t kPanel = kHeadPanel;
 constexpr int64_t kBlock = kHeadBlock;
@@ -13,6 +14,9 @@ constexpr int64_t kMaxGroup = 8;  // panels that a thread takes through a block 
 constexpr int64_t kDepthTiles = 16;  // a strip of them, 32 KiB, stays in the nearest caches for all panels
 constexpr float kSlack = 8.0f;
 constexpr float kLowest = -3.402823466e38f;
+constexpr float kLn2 = 0.693147180559945f;
+constexpr float kFar = 1 << 20;  // logits beyond it, from `base`, leave too few bits to take whole powers of two off
+constexpr float kGone = -160.0f;  // a power of two that is 0
 constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
 
 struct Sizes {
@@ -287,16 +291,62 @@ static void add_products(const Element* p, int64_t p_step, const Columns& column
 
 // --- forward ---------------------------------------------------------------------------------------------------------
 
+// What exponentials of sixteen rows are relative to: e(z) = e^(z - base) 2^-power. The base is 0, except where logits are
+// beyond kFar.
+struct alignas(64) Reference {
+    f32x16 base, power;
+    f32x16 value;  // a logit near base + power ln 2; lower than all where nothing was met
+    f32x16 top;    // largest logit
+
+    // Takes maxima in; where one is above by more than kSlack, moves there. The factor of what was summed, 1 where nothing
+    // has moved.
+    __attribute__((always_inline)) f32x16 meet(f32x16 maximum) {
+        top = max16(maximum, top);
+        const i32x16 moved = maximum > value + kSlack;
+        if (!any_lane(moved)) return splat(1.0f);
+        const float magic = 12582912.0f;
+        const f32x16 above = maximum - base;
+        const i32x16 far = moved & ((above > kFar) | (above < -kFar));
+        base = select(far, maximum, base);
+        const f32x16 near = muladd(above, splat(1.44269504088896341f), splat(magic)) - magic;
+        const f32x16 next = select(far, splat(0.0f), select(moved, near, power));
+        f32x16 change = max16(power - next, splat(kGone));
+        change = select(change > 0.0f, splat(0.0f), change);  // up, from a start where nothing was summed
+        power = next;
+        value = select(moved, maximum, value);
+        return select(far, splat(0.0f), times_power(splat(1.0f), change));
+    }
+};
+
+RLHF_INLINE Reference no_reference() { return {splat(0.0f), splat(0.0f), splat(kLowest), splat(kLowest)}; }
+
+struct Exponential {
+    f32x16 base, power, least;
+    __attribute__((always_inline)) explicit Exponential(const Reference& reference)
+        : base(reference.base), power(reference.power), least((reference.power + kGone) * kLn2) {}
+    __attribute__((always_inline)) f32x16 operator()(f32x16 z) const {
+        return exp_by_parts(max16(least, z - base), power);  // NaN stays
+    }
+};
+
+// log sum exp of a lane, from a sum relative to a reference. The largest logit's own exponential is taken out, so that its
+// rounding cancels; in double, so that powers of two leave no trace.
+static double log_sum_exp(const Reference& reference, float sum, int64_t lane) {
+    const float largest = Exponential(reference)(reference.top)[lane];
+    return reference.top[lane] + std::log(static_cast<double>(sum) / largest);
+}
+
 // What a panel carries from block to block.
 struct alignas(64) PanelState {
-    f32x16 reference[2], sum[2], sum_z[2], sum_square[2], weighted[2], logit[2], best[2];
+    Reference reference[2], pair_reference[2];
+    f32x16 sum[2], sum_z[2], sum_square[2], weighted[2], logit[2], best[2];
     i32x16 best_at[2];
-    f32x16 pair_reference[2], pair_sum[2], pair_logit[2], difference[2];
+    f32x16 pair_sum[2], pair_logit[2], difference[2];
 };
 
 static void reset(PanelState& s) {
     for (int h = 0; h < 2; ++h) {
-        s.reference[h] = s.pair_reference[h] = splat(kLowest);
+        s.reference[h] = s.pair_reference[h] = no_reference();
         s.sum[h] = s.sum_z[h] = s.sum_square[h] = s.weighted[h] = s.logit[h] = splat(0.0f);
         s.best[h] = splat(-__builtin_inff());
         s.best_at[h] = i32x16{};
@@ -357,24 +407,27 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
                        Element* q) {
     const i32x16 target = targets.at[half];
     const bool any_target = targets.any[half];
-    const f32x16 reference = s.reference[half], pair_reference = s.pair_reference[half];
-    f32x16 sum = splat(0.0f), weighted = sum, sum_z = sum, square = sum, pair_sum = sum, difference = sum;
+    const Exponential exponential(s.reference[half]), pair_exponential(s.pair_reference[half]);
+    const f32x16 reference = s.reference[half].value;
+    f32x16 sum, weighted, sum_z, square, pair_sum, difference;
     const auto one = [&](int64_t v, f32x16& out, f32x16& pair_out) __attribute__((always_inline)) {
         if (v >= count) {
             out = pair_out = splat(0.0f);
             return;
         }
         const f32x16 z = load16(logit_row(logits, v, half));
-        const f32x16 d = z - reference;
-        f32x16 e = exp16(d);
+        f32x16 e = exponential(z);
         sum += e;
-        if (wanted.entropy) weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
+        if (wanted.entropy) {
+            const f32x16 d = z - reference;
+            weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
+        }
         if (wanted.mean) sum_z += z;
         if (wanted.square) square = muladd(e, e, square);
         f32x16 gap = splat(0.0f);
         if (kPair) {
             const f32x16 zr = load16(logit_row(pair_logits, v, half));
-            pair_sum += exp16(zr - pair_reference);
+            pair_sum += pair_exponential(zr);
             gap = select(e == 0.0f, splat(0.0f), z - zr);
             difference = muladd(e, gap, difference);
         }
@@ -385,25 +438,28 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
             if (kPair) pair_out = e * gap;
         }
     };
-    for (int64_t v0 = 0; v0 < count; v0 += KT) {
-        TileOut p_tile, q_tile;
+    f32x16 block[6];  // a block is the sum of its strips, which are sums of kStrip terms
+    for (f32x16& x : block) x = splat(0.0f);
+    for (int64_t strip = 0; strip < count; strip += kStrip) {
+        sum = weighted = sum_z = square = pair_sum = difference = splat(0.0f);
+        for (int64_t v0 = strip; v0 < strip + kStrip && v0 < count; v0 += KT) {
+            TileOut p_tile, q_tile;
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < KT; i += 2) {
-            f32x16 even = splat(0.0f), odd = even, pair_even = even, pair_odd = even;
-            one(v0 + i, even, pair_even);
-            one(v0 + i + 1, odd, pair_odd);
-            if (kAhead) p_tile.put(i, even, odd);
-            if (kAhead && kPair) q_tile.put(i, pair_even, pair_odd);
+            for (int64_t i = 0; i < KT; i += 2) {
+                f32x16 even = splat(0.0f), odd = even, pair_even = even, pair_odd = even;
+                one(v0 + i, even, pair_even);
+                one(v0 + i + 1, odd, pair_odd);
+                if (kAhead) p_tile.put(i, even, odd);
+                if (kAhead && kPair) q_tile.put(i, pair_even, pair_odd);
+            }
+            if (kAhead) p_tile.write(p + (v0 / KT) * kTileElements);
+            if (kAhead && kPair && q) q_tile.write(q + (v0 / KT) * kTileElements);
         }
-        if (kAhead) p_tile.write(p + (v0 / KT) * kTileElements);
-        if (kAhead && kPair && q) q_tile.write(q + (v0 / KT) * kTileElements);
+        const f32x16 strips[6] = {sum, weighted, sum_z, square, pair_sum, difference};
+        for (int i = 0; i < 6; ++i) block[i] += strips[i];
     }
-    s.sum[half] += sum;
-    s.weighted[half] += weighted;
-    s.sum_z[half] += sum_z;
-    s.sum_square[half] += square;
-    s.pair_sum[half] += pair_sum;
-    s.difference[half] += difference;
+    f32x16* const sums[6] = {s.sum, s.weighted, s.sum_z, s.sum_square, s.pair_sum, s.difference};
+    for (int i = 0; i < 6; ++i) sums[i][half] += block[i];
 }
 
 // Rows of an accumulator panel [K / 32][half][2][16 n][16 k] times a factor per row.
@@ -460,27 +516,21 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
     float* sums_kl = ahead_kl ? call.sums_kl + panel * sizes.padded_K * kPanel : nullptr;
     for (int64_t half = 0; half < 2; ++half) {
         const f32x16 top = block_maximum(logits, count, half);
-        const i32x16 moved = top > s.reference[half] + kSlack;
-        if (any_lane(moved)) {
-            const f32x16 next = select(moved, top, s.reference[half]);
-            const f32x16 shift = s.reference[half] - next;
-            const f32x16 factor = select(moved, exp16(shift), splat(1.0f));
+        const f32x16 before = s.reference[half].value, factor = s.reference[half].meet(top);
+        if (any_lane(factor != 1.0f)) {
+            const f32x16 shift = before - s.reference[half].value;
             // sum e (z - m) for the new m, from the sums for the old one
             s.weighted[half] =
                 select(s.sum[half] == 0.0f, splat(0.0f), factor * (s.weighted[half] + shift * s.sum[half]));
             s.sum[half] *= factor;
             s.sum_square[half] *= factor * factor;
             s.difference[half] *= factor;
-            s.reference[half] = next;
             if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
             if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
         }
         if (call.pair) {
             const f32x16 pair_top = block_maximum(pair_logits, count, half);
-            const i32x16 pair_moved = pair_top > s.pair_reference[half] + kSlack;
-            const f32x16 next = select(pair_moved, pair_top, s.pair_reference[half]);
-            s.pair_sum[half] *= select(pair_moved, exp16(s.pair_reference[half] - next), splat(1.0f));
-            s.pair_reference[half] = next;
+            s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);
         }
         if (call.wanted.best) note_best(s, logits, v0, count, half);
         const f32x16 cap = inverse.x[half] * head.softcap;
@@ -540,25 +590,27 @@ static void finish_row(const ForwardCall& call, int64_t n) {
     const Head& head = call.head;
     const PanelState& s = call.states[n / kPanel];
     const int64_t half = n % kPanel / 16, lane = n % 16;
-    const float sum = s.sum[half][lane], reference = s.reference[half][lane], log_sum = __builtin_logf(sum);
-    const float lse = reference + log_sum;
+    const float sum = s.sum[half][lane];
+    const double lse = log_sum_exp(s.reference[half], sum, lane);
     const Statistics& out = call.out;
-    if (out.logprob) out.logprob[n] = (s.logit[half][lane] - reference) - log_sum;
-    if (out.lse) out.lse[n] = lse;
-    if (out.entropy) out.entropy[n] = log_sum - s.weighted[half][lane] / sum;
+    if (out.logprob) out.logprob[n] = static_cast<float>(s.logit[half][lane] - lse);
+    if (out.lse) out.lse[n] = static_cast<float>(lse);
+    const double expected = s.weighted[half][lane] / static_cast<double>(sum);  // of z less the reference
+    if (out.entropy) out.entropy[n] = static_cast<float>((lse - s.reference[half].value[lane]) - expected);
     if (out.is_top1) out.is_top1[n] = s.best_at[half][lane] == call.batch.target[n] ? 1.0f : 0.0f;
     if (out.mean_logit) out.mean_logit[n] = s.sum_z[half][lane] / static_cast<float>(head.V);
-    if (out.log_sum_sq_prob) out.log_sum_sq_prob[n] = __builtin_logf(s.sum_square[half][lane]) - 2 * log_sum;
+    if (out.log_sum_sq_prob) {
+        out.log_sum_sq_prob[n] = static_cast<float>(std::log(static_cast<double>(s.sum_square[half][lane])) -
+                                                    2 * std::log(static_cast<double>(sum)));
+    }
     float gap = 0.0f;
     if (call.pair) {
-        const float pair_reference = s.pair_reference[half][lane];
-        const float pair_log_sum = __builtin_logf(s.pair_sum[half][lane]);
-        const float pair_lse = pair_reference + pair_log_sum;
-        const float kl = (s.difference[half][lane] / sum - lse) + pair_lse;
-        call.pair->logprob[n] = (s.pair_logit[half][lane] - pair_reference) - pair_log_sum;
-        call.pair->lse[n] = pair_lse;
-        call.pair->kl[n] = kl;
-        gap = (lse - pair_lse) + kl;  // log p - log p2 - kl = (z - z2) - gap
+        const double pair_lse = log_sum_exp(s.pair_reference[half], s.pair_sum[half][lane], lane);
+        const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
+        call.pair->logprob[n] = static_cast<float>(s.pair_logit[half][lane] - pair_lse);
+        call.pair->lse[n] = static_cast<float>(pair_lse);
+        call.pair->kl[n] = static_cast<float>(kl);
+        gap = static_cast<float>((lse - pair_lse) + kl);  // log p - log p2 - kl = (z - z2) - gap
     }
     const Sizes& sizes = call.sizes;
     const float by = head.scale / (call.batch.temperature[n] * sum);

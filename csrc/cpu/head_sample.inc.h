@@ -10,23 +10,24 @@
 // exceeds the best so far has its number computed, in double: a handful per row of the batch and chunk at first, then
 // hardly ever.
 
-constexpr int64_t kChunk = 512;
+constexpr int64_t kChunk = kBlock;  // sums begin where those of `head_forward` do
 constexpr int64_t kSerialProducts = 1 << 22;  // n K V of about a tenth of a millisecond
 
 // --- what a row draws ------------------------------------------------------------------------------------------------
 
 // What sixteen rows of the batch know of a chunk.
 struct alignas(64) DrawState {
-    f32x16 reference, sum, weighted;  // exp-sum and sum e (z - reference) relative to the reference
-    f32x16 score, drawn;              // largest z + g, and its z
-    f32x16 top;                       // largest c
+    Reference reference;
+    f32x16 sum, weighted;  // exp-sum and sum e (z - reference) relative to the reference
+    f32x16 score, drawn;   // largest z + g, and its z
+    f32x16 top, top_z;     // largest c, and its z
     i32x16 drawn_at, top_at;
 };
 
 // What they know of themselves.
 struct alignas(64) HalfOptions {
     PhiloxRows noise;
-    f32x16 temperature;
+    f32x16 inverse;             // 1 / T, as `transform` multiplies by it
     f32x16 nothing_yet;         // -inf where a number is to be drawn, inf elsewhere: nothing exceeds that
     i32x16 forbids;             // all bits of rows that never draw what is forbidden
     bool cools, greedy, draws;  // any temperature but 1; any greedy row; any row that is not
@@ -111,7 +112,7 @@ static HalfOptions half_options(const SampleCall& call, int64_t half) {
     for (int64_t i = 0; i < 16 && half * 16 + i < call.batch.n; ++i) {
         const int64_t n = half * 16 + i;
         set_row(o.noise, i, call.draws.seed[n], call.draws.position[n]);
-        o.temperature[i] = call.batch.temperature[n];
+        o.inverse[i] = 1.0f / call.batch.temperature[n];
         o.cools |= call.batch.temperature[n] != 1.0f;
         o.forbids[i] = call.draws.n_forbidden > 0 && call.draws.forbids[n] ? -1 : 0;
         if (is_greedy(call, n)) {
@@ -137,43 +138,51 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
                       DrawState& s) {
     const Head& head = call.head;
     const f32x16 per_cap = splat(head.softcap != 0.0f ? head.scale / head.softcap : 0.0f);
-    f32x16 top = s.top, largest = splat(kLowest);
+    const f32x16 cap = o.inverse * head.softcap;
+    f32x16 top = s.top, top_z = s.top_z, largest = splat(kLowest);
     i32x16 top_at = s.top_at;
     for (int64_t v = 0; v < count; ++v) {
-        f32x16 z = load16(logits + v * 16);
-        if (head.bias) z = z + head.bias[v0 + v];
+        f32x16 c = load16(logits + v * 16), z;
+        if (head.bias) c = c + head.bias[v0 + v];
         if (head.softcap != 0.0f) {
-            z = tanh16(z * per_cap) * head.softcap;
-        } else if (head.scale != 1.0f) {
-            z = z * head.scale;
+            const f32x16 bent = tanh16(c * per_cap);
+            c = bent * head.softcap;
+            z = bent * cap;
+        } else {
+            if (head.scale != 1.0f) c = c * head.scale;
+            z = o.cools ? c * o.inverse : c;
         }
         if (call.draws.n_forbidden > 0 && is_forbidden(call.draws, v0 + v)) {
+            c = select(o.forbids, splat(-__builtin_inff()), c);
             z = select(o.forbids, splat(-__builtin_inff()), z);
         }
-        if (o.greedy) {  // before the temperature: dividing could round two different logits onto each other
-            const i32x16 better = (top == top) & ~(z <= top);
-            top = select(better, z, top);
+        if (o.greedy) {  // before the temperature: it could round two different logits onto each other
+            const i32x16 better = (top == top) & ~(c <= top);
+            top = select(better, c, top);
+            top_z = select(better, z, top_z);
             top_at = select(better, i32x16{} + static_cast<int32_t>(v0 + v), top_at);
         }
-        if (o.cools) z = z / o.temperature;
         largest = max16(z, largest);
         store16(logits + v * 16, z);
     }
     s.top = top;
+    s.top_z = top_z;
     s.top_at = top_at;
-    const i32x16 moved = largest > s.reference + kSlack;
-    if (any_lane(moved)) {
-        const f32x16 next = select(moved, largest, s.reference), shift = s.reference - next;
-        const f32x16 factor = select(moved, exp16(shift), splat(1.0f));
-        s.weighted = select(s.sum == 0.0f, splat(0.0f), factor * (s.weighted + shift * s.sum));
+    const f32x16 before = s.reference.value, factor = s.reference.meet(largest);
+    if (any_lane(factor != 1.0f)) {
+        s.weighted = select(s.sum == 0.0f, splat(0.0f), factor * (s.weighted + (before - s.reference.value) * s.sum));
         s.sum *= factor;
-        s.reference = next;
     }
+    const Exponential exponential(s.reference);
+    const f32x16 reference = s.reference.value;
     f32x16 sum = splat(0.0f), weighted = sum;
     for (int64_t v = 0; v < count; ++v) {
-        const f32x16 d = load16(logits + v * 16) - s.reference, e = exp16(d);
+        const f32x16 z = load16(logits + v * 16), e = exponential(z);
         sum += e;
-        if (call.draws.entropy) weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
+        if (call.draws.entropy) {
+            const f32x16 d = z - reference;
+            weighted = muladd(e, select(d < kVeryLow, splat(kVeryLow), d), weighted);
+        }
     }
     s.sum += sum;
     s.weighted += weighted;
@@ -194,9 +203,9 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
     alignas(64) float logits[2 * kStrip * 16];
     for (int64_t half = 0; half < call.halves; ++half) {
         DrawState& s = states[half];
-        s.reference = splat(kLowest);
+        s.reference = no_reference();
         s.sum = s.weighted = splat(0.0f);
-        s.score = s.drawn = s.top = splat(-__builtin_inff());
+        s.score = s.drawn = s.top = s.top_z = splat(-__builtin_inff());
         s.drawn_at = s.top_at = i32x16{};
     }
     for (int64_t v0 = first; v0 < end; v0 += kStrip) {
@@ -227,31 +236,58 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
     }
 }
 
+// The higher of two references, and the factors of what was summed relative to either.
+struct Joined {
+    float base, power, value, first, second;
+};
+
+static Joined join(const Reference& a, const Reference& b, int64_t lane) {
+    const bool a_is_higher = a.value[lane] > b.value[lane];
+    const Reference& high = a_is_higher ? a : b;
+    const Reference& low = a_is_higher ? b : a;
+    const float change = low.power[lane] - high.power[lane];
+    const bool gone = low.base[lane] != high.base[lane] || change < kGone || change > 0;
+    const float factor = gone ? 0.0f : std::ldexp(1.0f, static_cast<int>(change));
+    return {high.base[lane], high.power[lane], high.value[lane], a_is_higher ? 1.0f : factor, a_is_higher ? factor : 1.0f};
+}
+
 static void finish_draw(const SampleCall& call, int64_t chunks, int64_t n) {
     const int64_t half = n / 16, lane = n % 16;
     const bool greedy = is_greedy(call, n);
-    float best = -__builtin_inff(), z = 0.0f, reference = kLowest;
+    float best = -__builtin_inff(), z = 0.0f;
     int64_t token = -1;
     for (int64_t i = 0; i < chunks; ++i) {
         const DrawState& s = call.states[i * call.halves + half];
-        if (s.reference[lane] > reference) reference = s.reference[lane];
         const float score = greedy ? s.top[lane] : s.score[lane];
         if (token >= 0 && !beats(score, best)) continue;
         best = score;
-        z = greedy ? s.top[lane] / call.batch.temperature[n] : s.drawn[lane];
+        z = greedy ? s.top_z[lane] : s.drawn[lane];
         token = greedy ? s.top_at[lane] : s.drawn_at[lane];
     }
-    double sum = 0, weighted = 0;
+    // The chunks' sums in their order, in float: what `head_forward` adds up, but for powers of two.
+    Reference reference = no_reference();
+    float sum = 0.0f;
+    double weighted = 0;
     for (int64_t i = 0; i < chunks; ++i) {
         const DrawState& s = call.states[i * call.halves + half];
-        const double shift = static_cast<double>(s.reference[lane]) - reference, factor = std::exp(shift);
-        sum += factor * s.sum[lane];
-        if (s.sum[lane] != 0.0f && factor > 0) weighted += factor * (s.weighted[lane] + shift * s.sum[lane]);
+        if (s.sum[lane] == 0.0f) continue;
+        const Joined joined = join(reference, s.reference, lane);
+        const double before = joined.value - static_cast<double>(reference.value[lane]);
+        const double shift = joined.value - static_cast<double>(s.reference.value[lane]);
+        weighted = (sum == 0.0f ? 0 : joined.first * (weighted - before * sum)) +
+                   joined.second * (s.weighted[lane] - shift * s.sum[lane]);
+        sum = sum * joined.first + s.sum[lane] * joined.second;
+        reference.base[lane] = joined.base;
+        reference.power[lane] = joined.power;
+        reference.value[lane] = joined.value;
+        reference.top[lane] = s.reference.top[lane] > reference.top[lane] ? s.reference.top[lane] : reference.top[lane];
     }
-    const double log_sum = std::log(sum);
+    const double lse = log_sum_exp(reference, sum, lane);
     call.draws.token[n] = token;
-    call.draws.logprob[n] = static_cast<float>((static_cast<double>(z) - reference) - log_sum);
-    if (call.draws.entropy) call.draws.entropy[n] = static_cast<float>(log_sum - weighted / sum);
+    call.draws.logprob[n] = static_cast<float>(z - lse);
+    if (call.draws.entropy) {
+        call.draws.entropy[n] = static_cast<float>((lse - reference.value[lane]) - weighted / sum);
+    }
 }
 
 static void run_sample(const Head& head, const Batch& batch, const Draws& draws, int threads) {

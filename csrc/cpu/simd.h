@@ -403,8 +403,37 @@ RLHF_INLINE uint32_t lane_bits(i32x16 mask) {
 #endif
 }
 
-// exp(x), relative error about 1e-7 (2 ulp): x = n ln2 + r, a polynomial of degree 6 for e^r, and n added to the exponent
-// in two steps so that results near and below the smallest normal number come out right (or as 0). -inf gives 0, NaN NaN.
+// x 2^n for whole n from -250 to 250, in two steps so that results near and below the smallest normal number come out right
+// (or as 0). A NaN in x stays, whatever n is.
+RLHF_INLINE f32x16 times_power(f32x16 x, f32x16 n) {
+#if defined(RLHF_AVX512)
+    return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+    // The bits of 1.5 * 2^23 + n are those of 1.5 * 2^23 plus n.
+    const i32x16 whole = as_ints(n + 12582912.0f) - int32_t(0x4b400000);
+    const i32x16 half = whole >> 1;
+    return x * as_float((half + int32_t(127)) << 23) * as_float((whole - half + int32_t(127)) << 23);
+#endif
+}
+
+// 2^n p(r), where p is a polynomial of degree 6 for e^r, of a vector y and n with y = n ln2 + r: relative error about 1e-7.
+// n: y log2(e) rounded. `power`: what is taken off n, which scales the result exactly.
+RLHF_INLINE f32x16 exp_by_parts(f32x16 y, f32x16 power) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const f32x16 n = muladd(y, splat(1.44269504088896341f), splat(magic)) - magic;
+    f32x16 r = muladd(n, splat(-0.693145751953125f), y);
+    r = muladd(n, splat(-1.42860682030941723e-6f), r);
+    f32x16 p = splat(1.0f / 720);
+    p = muladd(p, r, splat(1.0f / 120));
+    p = muladd(p, r, splat(1.0f / 24));
+    p = muladd(p, r, splat(1.0f / 6));
+    p = muladd(p, r, splat(0.5f));
+    p = muladd(p, r, splat(1.0f));
+    p = muladd(p, r, splat(1.0f));
+    return times_power(p, n - power);  // NaN comes through r
+}
+
+// exp(x), relative error about 1e-7 (2 ulp). -inf gives 0, NaN NaN.
 RLHF_INLINE f32x16 exp16(f32x16 x) {
     const f32x16 low = max16(splat(-104.0f), x);  // NaN stays: the second operand wins
 #if defined(RLHF_AVX512)
@@ -415,26 +444,7 @@ RLHF_INLINE f32x16 exp16(f32x16 x) {
 #else
     const f32x16 y = select(low > 89.0f, splat(89.0f), low);
 #endif
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 shifted = muladd(y, splat(1.44269504088896341f), splat(magic));
-    const f32x16 n = shifted - magic;
-    f32x16 r = muladd(n, splat(-0.693145751953125f), y);
-    r = muladd(n, splat(-1.42860682030941723e-6f), r);
-    f32x16 p = splat(1.0f / 720);
-    p = muladd(p, r, splat(1.0f / 120));
-    p = muladd(p, r, splat(1.0f / 24));
-    p = muladd(p, r, splat(1.0f / 6));
-    p = muladd(p, r, splat(0.5f));
-    p = muladd(p, r, splat(1.0f));
-    p = muladd(p, r, splat(1.0f));
-#if defined(RLHF_AVX512)
-    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);  // NaN comes through r
-#else
-    // The bits of 1.5 * 2^23 + n are those of 1.5 * 2^23 plus n; a NaN has come through p.
-    const i32x16 whole = as_ints(shifted) - int32_t(0x4b400000);
-    const i32x16 half = whole >> 1;
-    return p * as_float((half + int32_t(127)) << 23) * as_float((whole - half + int32_t(127)) << 23);
-#endif
+    return exp_by_parts(y, splat(0.0f));
 }
 
 // tanh(x), relative error about 2e-7; a series near 0, where 1 - exp(-2|x|) would cancel.

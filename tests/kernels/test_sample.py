@@ -133,6 +133,31 @@ def test_logprob_and_entropy_are_those_of_linear_logprob(with_options, backend):
     assert out.logprob.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 7.0, "logit_scale": 0.3}, {"bias": True}], ids=["plain", "cap", "bias"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_a_logprob_has_the_bits_of_linear_logprob(dtype, options, scale, backend):
+    """Rows with temperatures and greedy rows, a vocabulary of several blocks, and scores from few logits to one alone."""
+    if backend == "reference":
+        pytest.skip("torch promises no bits")
+    n, vocabulary = 37, 1203
+    hidden, weight, seed, position = make(n, 40, vocabulary, dtype=dtype, scale=scale)
+    options = {**options, **({"bias": torch.randn(vocabulary)} if "bias" in options else {})}
+    temperature = torch.tensor([1.0, 0.7, 1.3]).repeat(n)[:n]
+    for heat in (1.0, temperature):
+        drawn = sample(
+            hidden, weight, seed=seed, position=position, greedy=torch.arange(n) % 5 == 0, temperature=heat, **options
+        )
+        scored = linear_logprob(hidden, weight, drawn.token, temperature=heat, **options).logprob
+        assert torch.equal(drawn.logprob, scored)
+        some = slice(3, 20)  # other neighbours
+        heat = heat if isinstance(heat, float) else heat[some]
+        assert torch.equal(
+            drawn.logprob[some],
+            linear_logprob(hidden[some], weight, drawn.token[some], temperature=heat, **options).logprob,
+        )
+
+
 def test_greedy_rows_in_a_mixed_batch():
     hidden, weight, seed, position = make(10, 8, 50)
     greedy = torch.arange(10) < 4
