@@ -73,7 +73,7 @@ def before_run(trainer: Run[Any]) -> Iterator[str]:
 
 
 def _assumed(trainer: Run[Any]) -> str:
-    """What a prediction leaves out."""
+    """Name the assumptions of a prediction."""
     if not isinstance(trainer, RlTrainer):
         return ""
     length = trainer.config.max_completion_length
