@@ -26,9 +26,9 @@ void define_rotate(py::module_& m, const std::string& name) {
 
 template <typename T>
 void define(py::module_& m, const std::string& dtype) {
-    m.def(("rms_norm_apply_" + dtype).c_str(), [](Address x, Address weight, Address rstd, int64_t rows, int64_t width,
-                                                  int threads, Address y) {
-        rms_norm_apply<T>(at<T>(x), at<T>(weight), at<float>(rstd), rows, width, threads, at<T>(y));
+    m.def(("rms_norm_apply_" + dtype).c_str(), [](Address x, Address weight, float eps, int64_t rows, int64_t width,
+                                                  int threads, Address y, Address rstd) {
+        rms_norm_apply<T>(at<T>(x), at<T>(weight), eps, rows, width, threads, at<T>(y), at<float>(rstd));
     }, NoGil());
     m.def(("rms_norm_gradient_" + dtype).c_str(), [](Address dy, Address x, Address weight, Address rstd, int64_t rows,
                                                      int64_t width, int threads, Address dx) {
@@ -36,6 +36,9 @@ void define(py::module_& m, const std::string& dtype) {
     }, NoGil());
     define_rotate<T, rotary_apply<T>>(m, "rotary_apply_" + dtype);
     define_rotate<T, rotary_gradient<T>>(m, "rotary_gradient_" + dtype);
+    m.def(("swiglu_apply_" + dtype).c_str(), [](Address gate, Address up, int64_t count, int threads, Address y) {
+        swiglu_apply<T>(at<T>(gate), at<T>(up), count, threads, at<T>(y));
+    }, NoGil());
     m.def(("swiglu_gradient_" + dtype).c_str(), [](Address dy, Address gate, Address up, int64_t count, int threads,
                                                    Address d_gate, Address d_up) {
         swiglu_gradient<T>(at<T>(dy), at<T>(gate), at<T>(up), count, threads, at<T>(d_gate), at<T>(d_up));
@@ -45,9 +48,6 @@ void define(py::module_& m, const std::string& dtype) {
 }  // namespace
 
 RLHF_BINDINGS(llama_ops) {
-    m.def("squares_bfloat16", [](Address x, int64_t count, int threads, Address y) {
-        squares(at<uint16_t>(x), count, threads, at<float>(y));
-    }, NoGil());
     define<float>(m, "float32");
     define<uint16_t>(m, "bfloat16");
 }

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kSerialProducts = 1 << 24;  // of less than a millisecond: too few to wait for a second core
 constexpr int64_t kLine = 64;
+constexpr int64_t kSharedRanks = 8;  // of a shrink that one thread takes: enough to hide the latency of an addition
 
 constexpr Group kGroupOf[kNames] = {QKV, QKV, QKV, ATTENDED, GATED, GATED, INNER};
 constexpr const char* kNamed[kNames] = {"q", "k", "v", "o", "gate", "up", "down"};
@@ -113,10 +114,10 @@ void DecodeStep::make_plans(const std::vector<Adapter>& adapters) {
                     RLHF_CHECK_POINTER(pair.B.data, pair.rank);
                     expands_.push_back({pair.B, pair.rank, int64_t(slot), h});
                     const int64_t size = pair.A.type == Type::float32 ? 4 : 2;
-                    for (int64_t r = 0; r < pair.rank; r += 4) {
+                    for (int64_t r = 0; r < pair.rank; r += kSharedRanks) {
                         Matrix A = pair.A;
                         A.data = static_cast<char*>(A.data) + r * A.stride * size;
-                        shrinks_.push_back({A, std::min<int64_t>(4, pair.rank - r), int64_t(slot), h + r});
+                        shrinks_.push_back({A, std::min(kSharedRanks, pair.rank - r), int64_t(slot), h + r});
                     }
                     h += pair.rank;
                 }

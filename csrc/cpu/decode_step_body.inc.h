@@ -31,19 +31,22 @@ RLHF_INLINE int64_t rows_of(const StepCall& call, int64_t half) {
 
 // ---- norms and rotary embedding -------------------------------------------------------------------------------------
 
-// 1 / root mean square of every lane of panel [count][16].
+// 1 / root mean square of every lane of panel [count][16], in the order of llama_ops_kernel.inc.h, where a row is dense:
+// every kLanes-th square has a sum, and the sums are added up by halves.
 RLHF_INLINE f32x16 rstd_of(const float* panel, int64_t count, float eps) {
-    f32x16 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-    int64_t k = 0;
-    for (; k + 4 <= count; k += 4) {
-        for (int i = 0; i < 4; ++i) {
+    f32x16 sums[kLanes];
+    for (int i = 0; i < kLanes; ++i) sums[i] = splat(0.0f);
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const int64_t some = count - k < kLanes ? count - k : kLanes;
+        for (int64_t i = 0; i < some; ++i) {
             const f32x16 x = load16(panel + (k + i) * 16);
             sums[i] = muladd(x, x, sums[i]);
         }
     }
-    for (; k < count; ++k) sums[0] = muladd(load16(panel + k * 16), load16(panel + k * 16), sums[0]);
-    const f32x16 mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) / splat(static_cast<float>(count));
-    return 1.0f / sqrt16(mean + eps);
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
+    }
+    return 1.0f / sqrt16(sums[0] / splat(static_cast<float>(count)) + eps);
 }
 
 RLHF_INLINE f32x16 normed(const float* panel, int64_t k, const Stored* weight, f32x16 rstd) {

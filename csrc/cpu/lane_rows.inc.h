@@ -114,41 +114,34 @@ RLHF_INLINE void round_strip(const Strip& strip, const void* bias, float* sums) 
     }
 }
 
-// What adapters are multiplied with in registers: rows of A with kShrinkParts sums each, and rows of B.
-constexpr int kShrinkParts = kSums16 >= 16 ? 4 : 2;
-constexpr int kShrinkRanks = at_least_one(kSums16 / kShrinkParts) < 4 ? power_below(kSums16 / kShrinkParts) : 4;
+// What adapters are multiplied with in registers: rows of A, as many as hide the latency of an addition, and rows of B.
+constexpr int kShrinkRanks = power_below(kSums16) < 8 ? power_below(kSums16) : 8;
 constexpr int kDeltaRows = power_below(kSums16) < 8 ? power_below(kSums16) : 8;
 
-// h [COUNT][16] = scale times COUNT rows of A times sixteen rows of x [K]. Every kShrinkParts-th of the depth has a sum.
+// h [COUNT][16] = scale times COUNT rows of A times sixteen rows of x [K], in the order of `shrink_muladd` in
+// lora_kernels.inc.h: pieces of kLoraColumns have a sum each, and the sums are added up in order.
 template <int COUNT, typename T>
 RLHF_INLINE void shrink(const T* A, int64_t stride, int64_t K, const Element* column, f32x16 scale, float* h) {
-    f32x16 sums[COUNT][kShrinkParts];
-    for (int r = 0; r < COUNT; ++r) {
-        for (int i = 0; i < kShrinkParts; ++i) sums[r][i] = splat(0.0f);
-    }
-    int64_t k = 0;
-    for (; k + kShrinkParts <= K; k += kShrinkParts) {
-#pragma GCC unroll 2
-        for (int i = 0; i < kShrinkParts; i += 2) {
-            const Two x = load_two(column, k + i);
-#pragma GCC unroll 4
+    f32x16 sums[COUNT];
+    for (int64_t from = 0; from == 0 || from < K; from += kLoraColumns) {  // without depth the sums are zeros
+        const int64_t end = K - from < kLoraColumns ? K : from + kLoraColumns;
+        for (int r = 0; r < COUNT; ++r) sums[r] = splat(0.0f);
+        int64_t k = from;
+        for (; k + 2 <= end; k += 2) {
+            const Two x = load_two(column, k);
+#pragma GCC unroll 8
             for (int r = 0; r < COUNT; ++r) {
-                const T* at = A + r * stride + k + i;
-                sums[r][i] = muladd(splat(wide(at[0])), x.even, sums[r][i]);
-                sums[r][i + 1] = muladd(splat(wide(at[1])), x.odd, sums[r][i + 1]);
+                const T* at = A + r * stride + k;
+                sums[r] = muladd(splat(wide(at[1])), x.odd, muladd(splat(wide(at[0])), x.even, sums[r]));
             }
         }
+        if (k < end) {
+            const f32x16 x = load_two(column, k).even;
+            for (int r = 0; r < COUNT; ++r) sums[r] = muladd(splat(wide(A[r * stride + k])), x, sums[r]);
+        }
+        for (int r = 0; r < COUNT; ++r) store16(h + r * 16, from > 0 ? load16(h + r * 16) + sums[r] : sums[r]);
     }
-    for (; k < K; ++k) {
-        const Two both = load_two(column, k / 2 * 2);
-        const f32x16 x = k % 2 ? both.odd : both.even;
-        for (int r = 0; r < COUNT; ++r) sums[r][0] = muladd(splat(wide(A[r * stride + k])), x, sums[r][0]);
-    }
-    for (int r = 0; r < COUNT; ++r) {
-        f32x16 sum = sums[r][0] + sums[r][1];
-        if constexpr (kShrinkParts == 4) sum += sums[r][2] + sums[r][3];
-        store16(h + r * 16, sum * scale);
-    }
+    for (int r = 0; r < COUNT; ++r) store16(h + r * 16, load16(h + r * 16) * scale);
 }
 
 // Rows [from, to) of h.

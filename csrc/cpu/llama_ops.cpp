@@ -1,11 +1,12 @@
-// RMS norm, rotary embedding and the gradient of the gated MLP's product.
+// RMS norm, rotary embedding and the gated MLP's product.
 //
 // Contract. Equations: kernels/rlhf_kernels/llama_ops/__init__.py. Every element of the output is written, nothing is
 // accumulated. x, dy of a norm [rows, width], weight [width], rstd [rows], gate, up, dy of the product: dense. Heads
 // [batch, heads, tokens, dim] have strides of their own and dim is even; what comes out is dense as [batch, tokens, heads,
 // dim], where the projections put them. cos, sin [1 or batch, tokens, dim] are dense within one sequence. Arithmetic is
-// float; the two forward functions have the bits of torch's elementwise ops. Rows do not interact, so the bits do not
-// depend on the number of threads.
+// float; rotary_apply has the bits of torch's elementwise ops, and the other forward functions those of decode_step.cpp. An
+// element of the product depends on nothing but itself, and rows of a norm do not interact: the bits depend neither on the
+// number of rows, nor on where in memory they lie, nor on the number of threads.
 
 #include "cpu/llama_ops.h"
 
@@ -65,30 +66,17 @@ void check_rows(int64_t rows, int64_t width, int threads) {
 
 }  // namespace
 
-void squares(const uint16_t* x, int64_t count, int threads, float* y) {
-    RLHF_CHECK_SIZE(count);
-    RLHF_CHECK_THREADS(threads);
-    RLHF_CHECK_POINTER(x, count);
-    RLHF_CHECK_POINTER(y, count);
-    void (*square)(const uint16_t*, int64_t, float*);
-    RLHF_PICK(square, square_stretch);
-    for_each((count + kStretch - 1) / kStretch, count, threads, [=](int64_t i) {
-        const int64_t begin = i * kStretch;
-        square(x + begin, std::min(kStretch, count - begin), y + begin);
-    });
-}
-
 template <typename T>
-void rms_norm_apply(const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width, int threads, T* y) {
+void rms_norm_apply(const T* x, const T* weight, float eps, int64_t rows, int64_t width, int threads, T* y, float* rstd) {
     check_rows(rows, width, threads);
     RLHF_CHECK_POINTER(x, rows);
     RLHF_CHECK_POINTER(weight, width);
     RLHF_CHECK_POINTER(rstd, rows);
     RLHF_CHECK_POINTER(y, rows);
-    void (*norm)(const T*, const T*, float, int64_t, T*);
+    float (*norm)(const T*, const T*, float, int64_t, T*);
     RLHF_PICK(norm, norm_row);
     for_each(rows, rows * width, threads,
-             [=](int64_t i) { norm(x + i * width, weight, rstd[i], width, y + i * width); });
+             [=](int64_t i) { rstd[i] = norm(x + i * width, weight, eps, width, y + i * width); });
 }
 
 template <typename T>
@@ -124,6 +112,21 @@ void rotary_gradient(const T* dy, HeadStrides strides, const T* cos, const T* si
 }
 
 template <typename T>
+void swiglu_apply(const T* gate, const T* up, int64_t count, int threads, T* y) {
+    RLHF_CHECK_SIZE(count);
+    RLHF_CHECK_THREADS(threads);
+    RLHF_CHECK_POINTER(gate, count);
+    RLHF_CHECK_POINTER(up, count);
+    RLHF_CHECK_POINTER(y, count);
+    void (*product)(const T*, const T*, int64_t, T*);
+    RLHF_PICK(product, swiglu_stretch);
+    for_each((count + kStretch - 1) / kStretch, count, threads, [=](int64_t i) {
+        const int64_t begin = i * kStretch;
+        product(gate + begin, up + begin, std::min(kStretch, count - begin), y + begin);
+    });
+}
+
+template <typename T>
 void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int threads, T* d_gate, T* d_up) {
     RLHF_CHECK_SIZE(count);
     RLHF_CHECK_THREADS(threads);
@@ -141,7 +144,8 @@ void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int
 }
 
 #define INSTANTIATE(T)                                                                                              \
-    template void rms_norm_apply<T>(const T*, const T*, const float*, int64_t, int64_t, int, T*);                   \
+    template void rms_norm_apply<T>(const T*, const T*, float, int64_t, int64_t, int, T*, float*);                  \
+    template void swiglu_apply<T>(const T*, const T*, int64_t, int, T*);                                            \
     template void rms_norm_gradient<T>(const T*, const T*, const T*, const float*, int64_t, int64_t, int, T*);      \
     template void rotary_apply<T>(const T*, HeadStrides, const T*, const T*, int64_t, int64_t, int64_t, int64_t,    \
                                   int64_t, int, T*);                                                                \

@@ -7,11 +7,8 @@ namespace rlhf::cpu {
 
 // T is float, or uint16_t for the bits of bfloat16.
 
-// The squares of bfloat16 numbers, in float: exact but for what leaves its range.
-void squares(const uint16_t* x, int64_t count, int threads, float* y);
-
 template <typename T>
-void rms_norm_apply(const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width, int threads, T* y);
+void rms_norm_apply(const T* x, const T* weight, float eps, int64_t rows, int64_t width, int threads, T* y, float* rstd);
 
 template <typename T>
 void rms_norm_gradient(const T* dy, const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width,
@@ -29,6 +26,9 @@ void rotary_apply(const T* x, HeadStrides strides, const T* cos, const T* sin, i
 template <typename T>
 void rotary_gradient(const T* dy, HeadStrides strides, const T* cos, const T* sin, int64_t angle_batch_stride,
                      int64_t batch, int64_t heads, int64_t tokens, int64_t dim, int threads, T* dx);
+
+template <typename T>
+void swiglu_apply(const T* gate, const T* up, int64_t count, int threads, T* y);
 
 template <typename T>
 void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int threads, T* d_gate, T* d_up);

@@ -1,7 +1,8 @@
 // The loops of llama_ops.cpp over one row, one head or one stretch of elements, in float; namespace RLHF_SET.
 //
-// norm_row and rotate_head round where torch's own sequence of elementwise ops does, to the dtype of the tensors, so that
-// they have its bits; nothing is fused there (the build forbids the compiler to, see setup.py). The gradients round once.
+// The forward functions round where torch's sequence of elementwise ops does, to the dtype of the tensors, and where they do
+// nothing else (rotate_head) they have its bits: nothing is fused there (the build forbids the compiler to, see setup.py).
+// The sum of squares and the logistic function are those of decode_step_body.inc.h, to the bit. The gradients round once.
 
 #include "cpu/llama_ops_rows.h"
 #include "cpu/lanes.h"
@@ -41,13 +42,31 @@ RLHF_INLINE V rounded(V x) {
     }
 }
 
+// A norm's rstd: every L::count-th square has a sum, and the sums are added up by halves, as in `rstd_of`.
 template <typename T>
-RLHF_INLINE void norm(const T* x, const T* weight, float rstd, int64_t width, T* y) {
+RLHF_INLINE float root_mean_square(const T* x, int64_t width, float eps) {
+    V sums = {};
+    for (int64_t i = 0; i < width; i += L::count) {
+        const V v = load(x + i, width - i);
+        sums = L::fma(v, v, sums);
+    }
+    float lanes[L::count];
+    L::store(lanes, sums);
+    for (int step = L::count / 2; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+    }
+    return 1.0f / __builtin_sqrtf(lanes[0] / static_cast<float>(width) + eps);
+}
+
+template <typename T>
+RLHF_INLINE float norm(const T* x, const T* weight, float eps, int64_t width, T* y) {
+    const float rstd = root_mean_square(x, width, eps);
     const V scale = L::splat(rstd);
     for (int64_t i = 0; i < width; i += L::count) {
         const V normed = rounded<T>(load(x + i, width - i) * scale);
         store(y + i, width - i, load(weight + i, width - i) * normed);
     }
+    return rstd;
 }
 
 // With n = x rstd and g = dy weight: dx = rstd (g - n mean(g n)).
@@ -89,6 +108,23 @@ RLHF_INLINE void rotate_back(const T* dy, const T* cos, const T* sin, int64_t ha
     }
 }
 
+template <typename T>
+RLHF_INLINE V gated(V gate, V up) {
+    return rounded<T>(gate / (1.0f + L::exp(-gate))) * up;
+}
+
+// Two vectors at a time: the exponential is one long chain of operations, and the second fills the first one's gaps.
+template <typename T>
+RLHF_INLINE void swiglu(const T* gate, const T* up, int64_t n, T* y) {
+    int64_t i = 0;
+    for (; i + 2 * L::count <= n; i += 2 * L::count) {
+        const int64_t k = i + L::count;
+        const V a = gated<T>(L::load(gate + i), L::load(up + i)), b = gated<T>(L::load(gate + k), L::load(up + k));
+        L::store_two(y + i, a, b);
+    }
+    for (; i < n; i += L::count) store(y + i, n - i, gated<T>(load(gate + i, n - i), load(up + i, n - i)));
+}
+
 struct GatedGradients {
     V gate, up;
 };
@@ -99,7 +135,7 @@ RLHF_INLINE GatedGradients gated_gradients(V dy, V gate, V up) {
     return {dy * up * (s * L::fma(gate, 1.0f - s, L::splat(1.0f))), dy * (gate * s)};
 }
 
-// Two vectors at a time: the exponential is one long chain of operations, and the second fills the first one's gaps.
+// Two vectors at a time, as above.
 template <typename T>
 RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {
     int64_t i = 0;
@@ -118,19 +154,12 @@ RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_
     }
 }
 
-RLHF_INLINE void square(const uint16_t* x, int64_t n, float* y) {
-    for (int64_t i = 0; i < n; i += L::count) {
-        const V v = load(x + i, n - i);
-        store(y + i, n - i, v * v);
-    }
-}
-
 }  // namespace block_rows
 
-void square_stretch(const uint16_t* x, int64_t n, float* y) { block_rows::square(x, n, y); }
-
 #define RLHF_DEFINE_ROWS(T)                                                                                          \
-    void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y) { block_rows::norm(x, weight, rstd, width, y); } \
+    float norm_row(const T* x, const T* weight, float eps, int64_t width, T* y) {                                    \
+        return block_rows::norm(x, weight, eps, width, y);                                                           \
+    }                                                                                                                \
     void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {             \
         block_rows::norm_gradient(dy, x, weight, rstd, width, dx);                                                               \
     }                                                                                                                \
@@ -138,6 +167,7 @@ void square_stretch(const uint16_t* x, int64_t n, float* y) { block_rows::square
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx) {                            \
         block_rows::rotate_back(dy, cos, sin, half, dx);                                                                         \
     }                                                                                                                \
+    void swiglu_stretch(const T* gate, const T* up, int64_t n, T* y) { block_rows::swiglu(gate, up, n, y); }            \
     void swiglu_gradient_stretch(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {           \
         block_rows::swiglu_gradient(dy, gate, up, n, d_gate, d_up);                                                              \
     }

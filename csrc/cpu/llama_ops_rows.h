@@ -8,16 +8,14 @@
 namespace rlhf::cpu {
 
 #define RLHF_DECLARE_ROWS(T)                                                                                         \
-    void norm_row(const T* x, const T* weight, float rstd, int64_t width, T* y);                                     \
+    float norm_row(const T* x, const T* weight, float eps, int64_t width, T* y);                                     \
     void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx);              \
     void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y);                                    \
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx);                             \
+    void swiglu_stretch(const T* gate, const T* up, int64_t n, T* y);                                                \
     void swiglu_gradient_stretch(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up);
 
-#define RLHF_DECLARE_SQUARES void square_stretch(const uint16_t* x, int64_t n, float* y);
-
-RLHF_IN_EVERY_SET(RLHF_DECLARE_SQUARES RLHF_DECLARE_ROWS(float) RLHF_DECLARE_ROWS(uint16_t))
-#undef RLHF_DECLARE_SQUARES
+RLHF_IN_EVERY_SET(RLHF_DECLARE_ROWS(float) RLHF_DECLARE_ROWS(uint16_t))
 #undef RLHF_DECLARE_ROWS
 
 }  // namespace rlhf::cpu

@@ -199,8 +199,8 @@ void forward(Matrix x, Matrix y, bool add, int64_t K, int64_t M, const std::vect
     std::vector<Factor> A, B;
     std::vector<int64_t> packed_A, packed_B;
     for (const Slot& slot : slots) {
-        A.push_back({slot.A, slot.rank, K, true});
-        B.push_back({slot.B, slot.rank, M, false});
+        A.push_back({slot.A, slot.rank, K, true, true});
+        B.push_back({slot.B, slot.rank, M, false, true});
         packed_A.push_back(packer.shrink(A.back(), x.type));
         packed_B.push_back(packer.expand(B.back(), y.type));
     }

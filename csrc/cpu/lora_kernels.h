@@ -28,6 +28,7 @@ struct Factor {
     Matrix matrix;
     int64_t rank, columns;
     bool ranks_are_rows;
+    bool multiply_add = false;  // never by tiles: a forward pass has the bits of a decoding step, which has none
 };
 
 struct Kernels {

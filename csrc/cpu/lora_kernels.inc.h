@@ -126,7 +126,7 @@ constexpr int64_t kShrinkRows = 8;  // whose part of x is staged together
 constexpr int kShrinkTile = power_below(kSums16) < 8 ? power_below(kSums16) : 8;  // of them in registers
 constexpr int kExpandTile = at_least_one(kSums16 / 2) < 4 ? at_least_one(kSums16 / 2) : 4;
 constexpr int kOuterTile = power_below(kSums16 / 2) < 8 ? power_below(kSums16 / 2) : 8;
-constexpr int64_t kShrinkColumns = 256;  // summed on their own first, which keeps rounding errors small
+constexpr int64_t kShrinkColumns = kLoraColumns;  // summed on their own first, which keeps rounding errors small
 constexpr int64_t kExpandColumns = 128;
 
 template <int ROWS>
@@ -325,34 +325,34 @@ static void scale_rows(float scale, int64_t count, float* h) {
 
 #if defined(RLHF_AMX)
 #include "cpu/lora_tiles.inc.h"
-static bool tiles_serve(Type other) { return other == Type::bfloat16; }
-#define RLHF_BY_TILES(other, tiles, otherwise) (tiles_serve(other) ? (tiles) : (otherwise))
+static bool tiles_serve(const Factor& factor, Type other) { return other == Type::bfloat16 && !factor.multiply_add; }
+#define RLHF_BY_TILES(factor, other, tiles, otherwise) (tiles_serve(factor, other) ? (tiles) : (otherwise))
 #else
-#define RLHF_BY_TILES(other, tiles, otherwise) (otherwise)
+#define RLHF_BY_TILES(factor, other, tiles, otherwise) (otherwise)
 #endif
 
 static int64_t shrink_bytes(const Factor& factor, [[maybe_unused]] Type other) {
-    return RLHF_BY_TILES(other, shrink_bytes_tiles(factor), shrink_bytes_fp32(factor));
+    return RLHF_BY_TILES(factor, other, shrink_bytes_tiles(factor), shrink_bytes_fp32(factor));
 }
 
 static int64_t expand_bytes(const Factor& factor, [[maybe_unused]] Type other) {
-    return RLHF_BY_TILES(other, expand_bytes_tiles(factor), expand_bytes_fp32(factor));
+    return RLHF_BY_TILES(factor, other, expand_bytes_tiles(factor), expand_bytes_fp32(factor));
 }
 
 static void pack_shrink(const Factor& factor, [[maybe_unused]] Type other, void* packed) {
-    RLHF_BY_TILES(other, pack_shrink_tiles(factor, static_cast<uint16_t*>(packed)),
+    RLHF_BY_TILES(factor, other, pack_shrink_tiles(factor, static_cast<uint16_t*>(packed)),
                   pack_shrink_fp32(factor, static_cast<float*>(packed)));
 }
 
 static void pack_expand(const Factor& factor, [[maybe_unused]] Type other, void* packed) {
-    RLHF_BY_TILES(other, pack_expand_tiles(factor, static_cast<uint16_t*>(packed)),
+    RLHF_BY_TILES(factor, other, pack_expand_tiles(factor, static_cast<uint16_t*>(packed)),
                   pack_expand_fp32(factor, static_cast<float*>(packed)));
 }
 
 static void shrink(Matrix x, int64_t rows, const Factor& factor, const void* packed, float scale, float* h) {
     const float* w = static_cast<const float*>(packed);
     if (x.type == Type::bfloat16) {
-        RLHF_BY_TILES(x.type, shrink_tiles(x, rows, factor, static_cast<const uint16_t*>(packed), h),
+        RLHF_BY_TILES(factor, x.type, shrink_tiles(x, rows, factor, static_cast<const uint16_t*>(packed), h),
                       shrink_muladd<uint16_t>(x, rows, factor, w, h));
     } else {
         shrink_muladd<float>(x, rows, factor, w, h);
@@ -364,7 +364,7 @@ static void expand(const float* h, int64_t rows, const Factor& factor, const voi
                    const uint64_t* keep, [[maybe_unused]] void* scratch) {
     const float* w = static_cast<const float*>(packed);
     if (y.type == Type::bfloat16) {
-        RLHF_BY_TILES(y.type,
+        RLHF_BY_TILES(factor, y.type,
                       expand_tiles(h, rows, factor, static_cast<const uint16_t*>(packed), y, add, keep,
                                    static_cast<uint16_t*>(scratch)),
                       expand_muladd<uint16_t>(h, rows, factor, w, y, add, keep));
@@ -376,7 +376,7 @@ static void expand(const float* h, int64_t rows, const Factor& factor, const voi
 static void outer(const float* h, Matrix x, int64_t rows, const Factor& factor, bool add, float* sums,
                   [[maybe_unused]] void* scratch) {
     if (x.type == Type::bfloat16) {
-        RLHF_BY_TILES(x.type, outer_tiles(h, x, rows, factor, add, sums, static_cast<uint16_t*>(scratch)),
+        RLHF_BY_TILES(factor, x.type, outer_tiles(h, x, rows, factor, add, sums, static_cast<uint16_t*>(scratch)),
                       outer_muladd<uint16_t>(h, x, rows, factor, add, sums));
     } else {
         outer_muladd<float>(h, x, rows, factor, add, sums);
@@ -385,9 +385,9 @@ static void outer(const float* h, Matrix x, int64_t rows, const Factor& factor, 
 
 static void unpack(const float* sums, const Factor& gradient, [[maybe_unused]] Type other) {
     if (gradient.matrix.type == Type::bfloat16) {
-        RLHF_BY_TILES(other, unpack_tiles<uint16_t>(sums, gradient), unpack_rows<uint16_t>(sums, gradient));
+        RLHF_BY_TILES(gradient, other, unpack_tiles<uint16_t>(sums, gradient), unpack_rows<uint16_t>(sums, gradient));
     } else {
-        RLHF_BY_TILES(other, unpack_tiles<float>(sums, gradient), unpack_rows<float>(sums, gradient));
+        RLHF_BY_TILES(gradient, other, unpack_tiles<float>(sums, gradient), unpack_rows<float>(sums, gradient));
     }
 }
 

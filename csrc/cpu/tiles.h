@@ -11,5 +11,6 @@ constexpr int64_t kStripRows = 32;           // rows of W that meet the columns 
 constexpr int64_t kLinearColumns = 16;       // columns of tiles that a strip of a linear meets, at most
 constexpr int64_t kLinearTiles = 1 << 11;    // tiles that a linear packs at a time, 2 MiB; never fewer than its columns
 constexpr int64_t kLoraRank = 16;            // ranks are padded to a multiple of it
+constexpr int64_t kLoraColumns = 256;        // of x: summed on their own before they are added to A x
 
 }  // namespace rlhf::cpu

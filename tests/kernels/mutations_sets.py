@@ -195,7 +195,7 @@ SETS = [
         _LANES,
         "_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8)",
         "_mm256_packus_epi32((__m256i)a, (__m256i)b)",
-        ("test_llama_ops.py::test_a_norm_has_the_bits_of_llama_s",),
+        ("test_llama_ops.py::test_a_norm_rounds_where_llama_s_does",),
         _AVX2,
     ),
     Mutation(

@@ -257,16 +257,15 @@ void decode_step(Case& c) {
 
 // ---- elements -------------------------------------------------------------------------------------------------------
 
-void squares_of(Case& c) { squares(c.data<uint16_t>("x"), c.array("x").count(), kThreads, c.floats("y")); }
-
 template <typename T>
 void rms_norm(Case& c) {
     const int64_t rows = c.size("x", 0), width = c.size("x", 1);
     const std::string type = c.array("x").type;
-    rms_norm_apply<T>(c.data<T>("x"), c.data<T>("weight"), c.data<float>("rstd"), rows, width, kThreads,
-                      static_cast<T*>(c.out("y", type)));
-    rms_norm_gradient<T>(c.data<T>("dy"), c.data<T>("x"), c.data<T>("weight"), c.data<float>("rstd"), rows, width,
-                         kThreads, static_cast<T*>(c.out("dx", type)));
+    float* rstd = c.floats("rstd");
+    rms_norm_apply<T>(c.data<T>("x"), c.data<T>("weight"), c.number("eps"), rows, width, kThreads,
+                      static_cast<T*>(c.out("y", type)), rstd);
+    rms_norm_gradient<T>(c.data<T>("dy"), c.data<T>("x"), c.data<T>("weight"), rstd, rows, width, kThreads,
+                         static_cast<T*>(c.out("dx", type)));
 }
 
 template <typename T>
@@ -283,6 +282,8 @@ void rotary(Case& c) {
 template <typename T>
 void swiglu(Case& c) {
     const std::string type = c.array("gate").type;
+    swiglu_apply<T>(c.data<T>("gate"), c.data<T>("up"), c.array("gate").count(), kThreads,
+                    static_cast<T*>(c.out("y", type)));
     auto *d_gate = static_cast<T*>(c.out("d_gate", type)), *d_up = static_cast<T*>(c.out("d_up", type));
     swiglu_gradient<T>(c.data<T>("dy"), c.data<T>("gate"), c.data<T>("up"), c.array("gate").count(), kThreads, d_gate,
                        d_up);
@@ -344,7 +345,6 @@ const std::map<std::string, void (*)(Case&)> kOps = {
     {"lora_decode", lora_decode},
     {"decode_attention", attention},
     {"decode_step", decode_step},
-    {"squares", squares_of},
     {"rms_norm", by_type<rms_norm<uint16_t>, rms_norm<float>>},
     {"rotary", by_type<rotary<uint16_t>, rotary<float>>},
     {"swiglu", by_type<swiglu<uint16_t>, swiglu<float>>},

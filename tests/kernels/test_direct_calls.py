@@ -208,7 +208,7 @@ HUGE = 2**31
     [
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0), "rows, columns"),
         ("gae_backward_float64", (0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0, 0), "rows, columns"),
-        ("squares_bfloat16", (8, 2**62, 1, 8), "count"),
+        ("swiglu_apply_bfloat16", (8, 8, 2**62, 1, 8), "count"),
         ("swiglu_gradient_float32", (8, 8, 8, 2**62, 1, 8, 8), "count"),
         ("head_forward", ((0,) * 12, (0,) * 10, (0,) * 6, None, 0, 0, 1), "head"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, -1, 1, 1.0, 1.0, 1, 0, 0), "rows"),

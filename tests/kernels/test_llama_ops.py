@@ -1,4 +1,7 @@
-"""`rms_norm`, `rotary` and `swiglu`: the bits of transformers' Llama forward, and gradients held to float64."""
+"""`rms_norm`, `rotary` and `swiglu`: rounding where transformers' Llama rounds, bits that depend on a row alone, gradients.
+
+What is not rounded to the dtype of the tensors is held to float64.
+"""
 
 import pytest
 import torch
@@ -51,13 +54,15 @@ def heads(batch, n_heads, kv_heads, tokens, dim, dtype=torch.float32):
 @each_dtype
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [(1,), (3, 5), (1, 200)])
-def test_a_norm_has_the_bits_of_llama_s(dtype, width, rows):
+def test_a_norm_rounds_where_llama_s_does(dtype, width, rows):
     x = 3 * torch.randn(*rows, width, dtype=dtype)
     norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    y = rms_norm(x, norm.weight, eps=1e-5, backend="cpu")
+    y, rstd = _rms_norm(x, norm.weight, 1e-5)
     assert y.dtype == dtype
-    assert torch.equal(y, norm(x))
+    assert torch.equal(y, norm.weight * (x.float() * rstd).to(dtype))
+    exact = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert_ok(tier1(rstd, exact, exact.float()))
     assert torch.equal(rms_norm(x, norm.weight, eps=1e-5, backend="reference"), norm(x))
 
 
@@ -77,10 +82,26 @@ def test_turned_heads_have_the_bits_of_llama_s(dtype, shape):
 
 @each_dtype
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 4097, 70000])
-def test_a_gated_product_has_torch_s_bits(dtype, count):
+def test_a_gated_product_rounds_where_torch_does(dtype, count):
     gate, up = 4 * torch.randn(count, dtype=dtype), torch.randn(count, dtype=dtype)
-    assert torch.equal(swiglu(gate, up, backend="cpu"), F.silu(gate) * up)
-    assert torch.equal(swiglu(gate, up, backend="reference"), F.silu(gate) * up)
+    ours, torchs, exact = swiglu(gate, up, backend="cpu"), F.silu(gate) * up, F.silu(gate.double()) * up.double()
+    assert_ok(tier1(ours, exact, torchs) if dtype == torch.float32 else tier3(ours, exact, torchs))
+    wide = swiglu(gate.float(), torch.ones(count), backend="cpu").to(dtype)  # silu alone, rounded before the product
+    assert torch.equal(ours, wide * up)
+    assert torch.equal(swiglu(gate, up, backend="reference"), torchs)
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [*WIDTHS, 4103])
+def test_a_row_has_the_bits_that_it_has_alone(dtype, width):
+    x, up, weight = (torch.randn(37, width, dtype=dtype) for _ in range(3))
+    normed, gated = rms_norm(x, weight[0], eps=1e-6, backend="cpu"), swiglu(x, up, backend="cpu")
+    for row in (0, 5, 36):
+        assert torch.equal(normed[row], rms_norm(x[row].clone(), weight[0], eps=1e-6, backend="cpu"))
+        assert torch.equal(gated[row], swiglu(x[row].clone(), up[row].clone(), backend="cpu"))
+    some = slice(3, 20)
+    assert torch.equal(normed[some], rms_norm(x[some], weight[0], eps=1e-6, backend="cpu"))
+    assert torch.equal(gated[some], swiglu(x[some], up[some], backend="cpu"))
 
 
 def test_layouts_change_no_bit():
@@ -92,8 +113,9 @@ def test_layouts_change_no_bit():
     spread[..., ::2] = k
     for got, want in zip(rotary(wide[..., 3:19], spread[..., ::2], cos, sin, backend="cpu"), expected, strict=True):
         assert torch.equal(got, want)
-    x, weight = torch.randn(40, 6), torch.randn(40)  # torch adds up a transposed row in another order: compare with it
-    assert torch.equal(rms_norm(x.T, weight, eps=0.0, backend="cpu"), reference.rms_norm(x.T, weight, 0.0))
+    x, weight = torch.randn(40, 6), torch.randn(40)
+    dense = rms_norm(x.T.contiguous(), weight, eps=0.0, backend="cpu")
+    assert torch.equal(rms_norm(x.T, weight, eps=0.0, backend="cpu"), dense)
 
 
 @each_dtype

@@ -15,15 +15,16 @@ normalization", 2019):
 
     y = up · gate σ(gate)    dup = dy gate σ    dgate = dy up σ (1 + gate (1 − σ))
 
-`reference` is the very sequence of torch ops that transformers' Llama runs, and the forward pass of every backend
-has its bits: a model whose modules are exchanged for these ops gives what it gave. Gradients round once, the
-reference's at every step. The backward pass keeps x and rstd, the angles, gate and up; the reference keeps what
-autograd does.
+`reference` is the very sequence of torch ops that transformers' Llama runs, and `cpu` rounds where it does. `rotary`
+has its bits. The sum of squares and the logistic function have an order and a formula of their own in `cpu`, the same
+as in `decode_step`: torch's depend on where a number lies in memory. Gradients round once, the reference's at every
+step. The backward pass keeps x and rstd, the angles, gate and up; the reference keeps what autograd does.
 
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
 any one shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all tensors of a call have one.
-Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: same bits for
-any number of threads, dweight aside, which torch adds up. Backends: cpu, reference.
+Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: in `cpu` the bits
+of a row of a norm, of a head and of an element of a product depend on it alone, dweight aside, which torch adds up.
+Backends: cpu, reference.
 """
 
 from __future__ import annotations
@@ -240,12 +241,12 @@ def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 @custom_op("rlhf_kernels::swiglu", "gate: D[...], up: D[...]")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate).mul_(up)
+    return native.swiglu(gate, up)
 
 
 @_swiglu.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate)
+    return gate.new_empty(gate.shape)
 
 
 def _swiglu_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -1,8 +1,4 @@
-"""`rms_norm`, `rotary` and the gradient of `swiglu` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses.
-
-The mean square of a norm is left to torch: its order of additions is part of the bits. So is the logistic function of a
-forward `swiglu`.
-"""
+"""`rms_norm`, `rotary` and `swiglu` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses."""
 
 from __future__ import annotations
 
@@ -31,28 +27,20 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x: [..., H], weight: [H] → y like x, rstd: float32 [..., 1]."""
-    rstd = torch.rsqrt(_squares(x).mean(-1, keepdim=True) + eps)
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     _function("rms_norm_apply", x.dtype)(
         native.address("x", x, x.dtype),
         native.address("weight", weight, x.dtype, x.shape[-1:]),
-        rstd.data_ptr(),
+        eps,
         rstd.numel(),
         x.shape[-1],
         native.threads(),
         y.data_ptr(),
+        rstd.data_ptr(),
     )
     return y, rstd
-
-
-def _squares(x: Tensor) -> Tensor:
-    """x² in float32, in x's layout, which decides on torch's order of additions."""
-    if x.dtype == torch.float32 or not x.is_contiguous():
-        return x.float().pow(2)
-    y = torch.empty(x.shape, dtype=torch.float32)
-    _function("squares", x.dtype)(x.data_ptr(), x.numel(), native.threads(), y.data_ptr())
-    return y
 
 
 def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
@@ -99,6 +87,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
         heads,
         tokens,
         dim,
+        native.threads(),
+        y.data_ptr(),
+    )
+    return y
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up: one shape → like them."""
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty(gate.shape, dtype=gate.dtype)
+    _function("swiglu_apply", gate.dtype)(
+        native.address("gate", gate, gate.dtype),
+        native.address("up", up, gate.dtype, gate.shape),
+        gate.numel(),
         native.threads(),
         y.data_ptr(),
     )
