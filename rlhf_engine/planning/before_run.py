@@ -55,7 +55,8 @@ def before_run(trainer: Run[Any]) -> Iterator[str]:
         Memory; a warning where what is to come is more than is free; the time of a long run, after a trial.
     """
     memory = Memory.of(trainer)
-    yield memory.line()
+    each = f" (each of {trainer.world.size} processes)" if trainer.world.size > 1 else ""
+    yield memory.line() + each
     if memory.warning():
         yield memory.warning()
     steps = trainer.total_steps - trainer.state.step
@@ -316,11 +317,12 @@ class _RlTrial:
         scoring = self._line(self._score, one, n)
         calls = math.ceil(self._tokens(n) * self._lanes(self.roles) / self.model.token_budget)
         found = scoring.seconds(calls, self._tokens(n))
-        micro_batch = min(config.per_device_train_batch_size, math.ceil(n / config.mini_batches))
+        learned = math.ceil(config.units_per_step * config.facts.answers_together / self.trainer.world.size)
+        micro_batch = min(config.per_device_train_batch_size, math.ceil(learned / config.mini_batches), n)
         one = _fastest(lambda: self._learn(1), self.model.device)
         learning = self._line(self._learn, one, micro_batch)
         updates = config.epochs * self._lanes(self.trained)
-        found += updates * learning.seconds(math.ceil(n / micro_batch), self._tokens(n))
+        found += updates * learning.seconds(math.ceil(learned / micro_batch), self._tokens(n) * learned / n)
         return found + self._drawing()
 
     def _line(self, run: Callable[[int], object], one: float, most: int) -> Line:

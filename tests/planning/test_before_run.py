@@ -31,6 +31,7 @@ RUNS = {
     "full": {"method": "full_ppo"},
     "grpo": {"algorithm": "grpo", "lora_dropout": 0.1},
     "one token": {"max_completion_length": 1},
+    "best_of_n": {"algorithm": "best_of_n"},
 }
 
 
@@ -245,7 +246,7 @@ def llama(folder: Path, tokenizer: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.usefixtures("_long_steps")
 @pytest.mark.parametrize("size", ["260K", "44M"])
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "sft", "reward"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "best_of_n", "sft", "reward"])
 def test_a_step_takes_what_is_predicted(stories, tmp_path, monkeypatch, size, kind):
     """CPU seconds, which other processes disturb least, within a factor of two; the best of three."""
     base = stories if size == "260K" else llama(tmp_path / "base", stories)
