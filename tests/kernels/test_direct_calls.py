@@ -218,7 +218,7 @@ HUGE = 2**31
         ("linear_weight_gradient", (0, 0, 0, 0, 0, 0, 0, HUGE, 1, 2 * HUGE, 1), "N, M"),
         ("linear_packed_bytes", (0, HUGE, HUGE), "K, M, 16"),
         ("linear_is_packed", (0, 0, 0, 0, -1, 1, 0), "K"),
-        ("rms_norm_apply_float32", (8, 8, 8, HUGE, 2 * HUGE, 1, 8), "rows, width"),
+        ("rms_norm_apply_float32", (8, 8, 1.0, HUGE, 2 * HUGE, 1, 8, 8), "rows, width"),
         ("rotary_apply_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2, HUGE, 2, 1, 0), "batch, tokens, heads, dim"),
         (
             "gather_logprob_forward_float32",
