@@ -10,12 +10,16 @@ from rlhf_engine.config import PlanConfig, parse_config
 
 def run(argv: Sequence[str]) -> int:
     config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
-    prepare("auto")
-    from rlhf_engine.planning.report import run_plan
-    from rlhf_engine.planning.time_report import run_time_plan
+    from rlhf_engine.planning.report import is_tabled, run_plan
 
+    if is_tabled(config):
+        run_plan(config)
+        return 0
+    prepare("auto")
     with as_request_errors():
         if config.time:
+            from rlhf_engine.planning.time_report import run_time_plan
+
             run_time_plan(config)
         else:
             run_plan(config)

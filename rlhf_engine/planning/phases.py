@@ -18,20 +18,24 @@ from transformers import (
 from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
+from rlhf_engine.config.plan import PlanConfig
 from rlhf_engine.config.training import Optim
+from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.loading import can_be_headless, context_length
+from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
+from rlhf_engine.planning.fit import FULL_SFT as FULL_SFT
+from rlhf_engine.planning.fit import Step
+from rlhf_engine.planning.presets import find_config
 from rlhf_engine.planning.tracing import Timeline, traced
 from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.update import Schedule, update
 
 ROLES = ("actor", "reference", "critic", "reward")
-FULL_SFT = "full_sft"
-"""`sft --full` without a reward head, beside the methods of RL."""
 
 
 def roles_of(method: str) -> dict[str, RoleSpec]:
@@ -40,7 +44,7 @@ def roles_of(method: str) -> dict[str, RoleSpec]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Step):
     """Setting that a plan is made for; names as in TrainConfig."""
 
     config: PreTrainedConfig
@@ -49,33 +53,33 @@ class Setting:
     device_type: str
     """`cuda` or `cpu`: which kernels run."""
     slot: SlotConfig
-    prompt_length: int
-    """Tokens; every prompt has as many."""
-    completion_length: int
-    """Tokens; every answer has as many."""
-    batch: int
-    """Prompts per step (generation_batch_size)."""
-    num_mini_batches: int
-    micro_batch: int
-    """Sequences per forward and backward (per_device_train_batch_size)."""
-    token_budget: int
     gradient_checkpointing: bool
     optim: Optim = "adamw"
 
-    @property
-    def length(self) -> int:
-        """Tokens of a whole sequence."""
-        return self.prompt_length + self.completion_length
 
-    @property
-    def update_rows(self) -> int:
-        """Sequences of a micro-batch: no more than a minibatch has."""
-        return min(self.micro_batch, -(-self.batch // self.num_mini_batches))
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a minibatch."""
-        return -(-max(1, self.batch // self.num_mini_batches) // self.update_rows)
+def make_setting(config: PlanConfig) -> Setting:
+    """Setting of the planner for the options. Raises ConfigError for a model that is none."""
+    named = config.lora_target_modules
+    targets = named if named == "all-linear" else tuple(named) if isinstance(named, list) else (named,)
+    found = find_config(config.model)
+    budget = config.token_budget
+    if budget is None:
+        budget = default_token_budget(torch.device(config.device_type), found.get_text_config().hidden_size)
+    return Setting(
+        config=found,
+        dtype=DTYPES[config.dtype],
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        optim=config.optim,
+        device_type=config.device_type,
+        slot=SlotConfig(r=config.lora_r, target_modules=targets),
+        prompt_length=config.max_prompt_length,
+        completion_length=config.max_completion_length,
+        batch=config.batch,
+        num_mini_batches=config.num_mini_batches,
+        micro_batch=config.per_device_train_batch_size,
+        token_budget=budget,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
 
 
 # ---- models without data ---------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ def trace_token(model: HydraModel, s: Setting, rows: int, context: int) -> Timel
     whole = traced(lambda: generate(model, _prompts(s, rows, context - 1), goes_on), _known(model), s.device_type)
     draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
     works = [i for i, work in enumerate(whole.work) if work.kind == "sample"]
-    return Timeline(events=whole.events[draws[-2] + 1 :], work=whole.work[works[-2] + 1 :])
+    return Timeline(events=whole.events[draws[-2] + 1 :], work=whole.work[works[-2] + 1 :] if works else [])
 
 
 def _prompts(s: Setting, rows: int, length: int) -> list[list[int]]:

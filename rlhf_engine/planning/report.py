@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rlhf_kernels.linear import packed
 
 from rlhf_engine.config import PlanConfig
-from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import METHODS, SlotConfig, varlen
-from rlhf_engine.hydra.model import default_token_budget
-from rlhf_engine.planning.phases import FULL_SFT, Setting
-from rlhf_engine.planning.predict import PHASES, Planner, Prediction
-from rlhf_engine.planning.presets import find_config
-from rlhf_engine.policy.adamw import gradient_dtype, has_8bit_moments, has_masters
+from rlhf_engine.planning import table
+from rlhf_engine.planning.fit import FULL_SFT, PHASES, Fit, Prediction
+
+METHODS = tuple(m for m in typing.get_args(typing.get_type_hints(PlanConfig)["method"]) if m != "all")
 
 PHASE_NAMES = {"generation": "generation", "inference": "inference (scoring)", "update": "update"}
 _STATE_NAMES = {
@@ -35,17 +33,15 @@ _STATE_NAMES = {
 
 WIDTH = 110
 """Columns of what is printed to a file."""
+_SECONDS = "which takes 2 to 8 s for each on one core, and about twice that where kinds of layers alternate"
 
 
 def run_plan(config: PlanConfig) -> list[Prediction]:
     """Predict, print and draw what a configuration asks for."""
-    setting = make_setting(config)
-    methods = list(METHODS) if config.method == "all" else [config.method]
     budget = config.budget_bytes
-    shared: dict[Any, Any] = {}
     found = []
-    for method in methods:
-        prediction = Planner(method, setting, shared).predict(budget)
+    for fit in _fits(config):
+        prediction = fit.predict(budget)
         found.append(prediction)
         if config.json:
             print(json.dumps(as_json(prediction, config)), flush=True)
@@ -60,29 +56,43 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
     return found
 
 
-def make_setting(config: PlanConfig) -> Setting:
-    """Setting of the planner for the options. Raises ConfigError for a model that is none."""
-    named = config.lora_target_modules
-    targets = named if named == "all-linear" else tuple(named) if isinstance(named, list) else (named,)
-    found = find_config(config.model)
-    budget = config.token_budget
-    if budget is None:
-        budget = default_token_budget(torch.device(config.device_type), found.get_text_config().hidden_size)
-    return Setting(
-        config=found,
-        dtype=DTYPES[config.dtype],
-        adapter_dtype=DTYPES[config.adapter_dtype],
-        optim=config.optim,
-        device_type=config.device_type,
-        slot=SlotConfig(r=config.lora_r, target_modules=targets),
-        prompt_length=config.max_prompt_length,
-        completion_length=config.max_completion_length,
-        batch=config.batch,
-        num_mini_batches=config.num_mini_batches,
-        micro_batch=config.per_device_train_batch_size,
-        token_budget=budget,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
+def is_tabled(config: PlanConfig) -> bool:
+    """Whether a plan is looked up, which needs no torch."""
+    return not config.time and table.fits(config, []) is not None
+
+
+def _fits(config: PlanConfig) -> Iterator[Fit]:
+    """The methods that are asked for, one after another; progress on standard error where they are traced."""
+    methods = [m for m in METHODS if m != FULL_SFT] if config.method == "all" else [config.method]
+    found = table.fits(config, methods)
+    if found is not None:
+        note = table.difference()
+        if note is not None:
+            print(note, file=sys.stderr)
+        yield from found
+        return
+    from rlhf_engine.planning.phases import make_setting
+    from rlhf_engine.planning.predict import Planner
+
+    shared: dict[Any, Any] = {}
+    planners = [Planner(method, make_setting(config), shared) for method in methods]
+    planners[0].state_bytes  # noqa: B018 - refuses modules that are none before anything is said
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors.print(f"note: tracing the engine's code for {len(methods)} of the methods, {_SECONDS}")
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        disable=not errors.is_terminal,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("methods", total=len(planners))
+        for planner in planners:
+            progress.update(task, description=planner.method)
+            yield planner
+            progress.advance(task)
 
 
 def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
@@ -109,23 +119,23 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
         f"{config.max_completion_length} tokens: GB (10^9 bytes)"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("", no_wrap=True)
     for prediction in predictions:
-        table.add_column(prediction.method, justify="right", no_wrap=True)
+        shown.add_column(prediction.method, justify="right", no_wrap=True)
     for part, name in _STATE_NAMES.items():
-        table.add_row(name, *(gigabytes(p.state_bytes[part]) for p in predictions))
-    table.add_row("KV cache", *(gigabytes(p.kv_cache_bytes) for p in predictions))
+        shown.add_row(name, *(gigabytes(p.state_bytes[part]) for p in predictions))
+    shown.add_row("KV cache", *(gigabytes(p.kv_cache_bytes) for p in predictions))
     for phase in PHASES:
-        table.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes.get(phase, 0)) for p in predictions))
-    table.add_section()
+        shown.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes.get(phase, 0)) for p in predictions))
+    shown.add_section()
     for phase in PHASES:
-        table.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes.get(phase, 0)) for p in predictions))
-    table.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
-    table.add_section()
-    table.add_row(f"largest batch in {config.gpu}", *(f"{p.largest_batch:,}" for p in predictions))
-    table.add_row(f"largest micro-batch in {config.gpu}", *(f"{p.max_batch['update']:,}" for p in predictions))
-    return table
+        shown.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes.get(phase, 0)) for p in predictions))
+    shown.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
+    shown.add_section()
+    shown.add_row(f"largest batch in {config.gpu}", *(f"{p.largest_batch:,}" for p in predictions))
+    shown.add_row(f"largest micro-batch in {config.gpu}", *(f"{p.max_batch['update']:,}" for p in predictions))
+    return shown
 
 
 def gigabytes(n: int) -> str:
@@ -154,10 +164,12 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
             + (
                 ", which float32 does not get."
                 if config.dtype == "float32"
-                else f". On this machine packed sequences go through {varlen.report()['attention']}."
+                else "; `rlhf-engine doctor` names what serves it on a machine."
             )
         )
     else:
+        from rlhf_kernels.linear import packed
+
         lines.append(
             f"Packed weights: copies that our own products keep, up to {packed.budget() / 2**20:.0f} MiB "
             f"({packed.ENVIRONMENT_VARIABLE}). Not in here: the interpreter and its libraries, and packed copies that "
@@ -172,12 +184,13 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
 
 def _moments(config: PlanConfig) -> str:
     """State of the optimizer beside the parameters, in words."""
-    moments = "8 bits, in float32 for small parameters" if has_8bit_moments(config.optim) else "float32"
+    moments = "8 bits, in float32 for small parameters" if config.optim.startswith("adamw_8bit") else "float32"
     found = f"two moments in {moments}"
-    if DTYPES["bfloat16"] not in (DTYPES[config.dtype], DTYPES[config.adapter_dtype]):
+    if "bfloat16" not in (config.dtype, config.adapter_dtype):
         return found
-    gradients = str(gradient_dtype(config.optim, torch.bfloat16)).removeprefix("torch.")
-    masters = "float32 master weights" if has_masters(config.optim) else "stochastic rounding in place of masters"
+    gradients = "float32" if config.optim == "adamw" else "bfloat16"
+    stochastic = config.optim.endswith("stochastic")
+    masters = "stochastic rounding in place of masters" if stochastic else "float32 master weights"
     return f"{found}; for what is trained in bfloat16, {masters} and gradients in {gradients}"
 
 

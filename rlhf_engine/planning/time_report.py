@@ -15,7 +15,8 @@ from rlhf_engine.hydra import METHODS
 from rlhf_engine.planning.ceilings import measure_cpu
 from rlhf_engine.planning.duration import PARTS, STEP_PHASES, Duration, DurationPlanner
 from rlhf_engine.planning.machines import Machine, gpu
-from rlhf_engine.planning.report import WIDTH, make_setting
+from rlhf_engine.planning.phases import make_setting
+from rlhf_engine.planning.report import WIDTH
 
 _GENERATION = ("prefill", "decoding", "capture")
 

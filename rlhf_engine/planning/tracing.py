@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rlhf_kernels.runtime.cost import Work
+from rlhf_kernels.runtime.cost import Work, round_up
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlhf_engine.planning.work import work_of
 from rlhf_engine.planning.workspace import workspace_bytes
@@ -31,8 +33,13 @@ from rlhf_engine.planning.workspace import workspace_bytes
 _READS = frozenset(
     (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default)
 )
-_ROUNDING = {"cuda": 512, "cpu": 64}
+ROUNDING = {"cuda": 512, "cpu": 64}
 """A block is a multiple of this, by device."""
+
+
+Log = list[int | None]
+"""Everything that changed the bytes alive, in order: the bytes of a new storage; −1 − i when storage i, counted from 0,
+is gone; None at an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,33 @@ class Event:
     """Bytes of its new results."""
     live: int
     """Bytes alive in the op, its results and its own workspace included."""
+    seen: Seen | None = None
+    """For another number of rows, see `rows`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Where and how an event was seen."""
+
+    log: Log
+    """Of the tracker."""
+    place: int
+    """Number of the event in the log."""
+    new: int
+    """Number of its new storages."""
+    inside: int
+    """Bytes of its own workspace."""
+    func: Any
+    args: Any
+    """Arguments, tensors as shape and dtype; None where nothing is taken inside."""
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(kw_only=True)
@@ -52,12 +86,25 @@ class Timeline:
 
     events: list[Event] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
-    """Of every op in order, those that allocate nothing included."""
+    """Of every op in order, those that allocate nothing included; empty within `memory_alone`."""
 
     @property
     def peak(self) -> int:
         """Most bytes alive at once."""
         return max((event.live for event in self.events), default=0)
+
+
+_counts_work: ContextVar[bool] = ContextVar("counts_work", default=True)
+
+
+@contextmanager
+def memory_alone() -> Iterator[None]:
+    """A block whose traces leave out what is computed."""
+    token = _counts_work.set(False)
+    try:
+        yield
+    finally:
+        _counts_work.reset(token)
 
 
 class Tracker(TorchDispatchMode):
@@ -75,8 +122,10 @@ class Tracker(TorchDispatchMode):
         self._answers = {bool: True, int: 0, float: 1.0, **(answers or {})}
         self.timeline = Timeline()
         self.live = 0
+        self._log: Log = []
+        self._n_storages = self._n_events = 0
         self._device_type = device_type
-        self._rounding = _ROUNDING[device_type]
+        self._rounding = ROUNDING[device_type]
         self._known: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known}
         self._sums: dict[int, int] = {}  # of integers that came from a list, by storage
 
@@ -102,11 +151,23 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and args[0].dtype is torch.int64 and args[0].dim() == 1:
             with unset_fake_temporarily():
                 self._sums[out.untyped_storage()._cdata] = sum(args[0].tolist())
-        self.timeline.work += work_of(func, args, kwargs, out)
+        if _counts_work.get():
+            self.timeline.work += work_of(func, args, kwargs, out)
+        before = self._n_storages
         added = sum(self._hold(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         inside = workspace_bytes(func, args, out, self._device_type)
         if added or inside:
-            self.timeline.events.append(Event(op=str(func), added=added, live=self.live + inside))
+            seen = Seen(
+                log=self._log,
+                place=self._n_events,
+                new=self._n_storages - before,
+                inside=inside,
+                func=func,
+                args=tree_map_only(torch.Tensor, _shaped, args) if inside else None,
+            )
+            self.timeline.events.append(Event(op=str(func), added=added, live=self.live + inside, seen=seen))
+            self._log.append(None)
+            self._n_events += 1
         return out
 
     def _hold(self, tensor: torch.Tensor) -> int:
@@ -115,16 +176,24 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return 0
-        size = -(-storage.nbytes() // self._rounding) * self._rounding
+        exact, number = storage.nbytes(), self._n_storages
+        size = round_up(exact, self._rounding)
 
         def gone(_: Any) -> None:
             del self._known[key]
             self._sums.pop(key, None)
             self.live -= size
+            self._log.append(-1 - number)
 
         self._known[key] = weakref.ref(storage, gone)
+        self._log.append(exact)
+        self._n_storages += 1
         self.live += size
         return size
+
+
+def _shaped(tensor: torch.Tensor) -> Shaped:
+    return Shaped(tuple(tensor.shape), tensor.dtype)
 
 
 @functools.cache

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss
-from rlhf_engine.planning import predict
+from rlhf_engine.planning import fit
+from rlhf_engine.planning.fit import largest_fitting
 from rlhf_engine.planning.phases import Setting, build_model, layer_period, shallow
-from rlhf_engine.planning.predict import PHASES, Planner, largest_fitting
+from rlhf_engine.planning.predict import PHASES, Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker, extrapolated_peak
 from rlhf_engine.policy.optimizer import RoleOptimizer
@@ -268,9 +269,9 @@ def test_layers_that_differ_are_not_extrapolated():
 def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
     plan = setting()
     # so many rows that no peak lies where a kernel's tiles, whose size rows do not change, are most of it
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 144)
+    monkeypatch.setattr(fit, "TRACED_ROWS", 144)
     exact = {phase: Planner("hydra_ppo", plan).peak(phase, 144) for phase in PHASES}
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 96)
+    monkeypatch.setattr(fit, "TRACED_ROWS", 96)
     for phase in PHASES:
         assert Planner("hydra_ppo", plan).peak(phase, 144) == pytest.approx(exact[phase], rel=0.005), phase
 
@@ -281,7 +282,7 @@ def test_a_line_s_points_run_their_lanes_as_the_rows_they_stand_for(phase, monke
     plan = setting(token_budget=30 * 16 * (3 if phase == "inference" else 2))
     assert Planner("hydra_ppo", plan)._rows_together(phase) == 30
     exact = Planner("hydra_ppo", plan).peak(phase, 72)
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 48)
+    monkeypatch.setattr(fit, "TRACED_ROWS", 48)
     assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact, rel=0.005)
 
 
@@ -300,7 +301,7 @@ def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
 @pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
 def test_the_largest_batch_fits_and_one_more_does_not(method, monkeypatch):
     plan = setting(token_budget=200)  # lanes of Hydra share a backbone forward up to 6 sequences only
-    monkeypatch.setattr(predict, "_TRACED_ROWS", 8)
+    monkeypatch.setattr(fit, "TRACED_ROWS", 8)
     planner = Planner(method, plan)
     for extra in (300_000, 5_000_000):
         budget = planner.resident + extra

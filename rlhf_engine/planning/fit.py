@@ -1,0 +1,257 @@
+"""Peaks by batch and the largest batches that fit, from traced numbers; without torch.
+
+generation   weights, adapters, heads, optimizer + what `generate` of the prompts takes, their KV cache included
+inference    the same + what `HydraModel.score` of these answers takes
+update       the same + the larger of a micro-batch's forward and backward, and AdamW's step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PHASES = ("generation", "inference", "update")
+FULL_SFT = "full_sft"
+"""`sft --full` without a reward head, beside the methods of RL."""
+
+TRACED_ROWS = 64
+"""Sequences up to which every number is traced: a trace takes time per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Numbers of sequences and tokens in a step; names as in TrainConfig."""
+
+    prompt_length: int
+    """Tokens; every prompt has as many."""
+    completion_length: int
+    """Tokens; every answer has as many."""
+    batch: int
+    """Prompts per step (generation_batch_size)."""
+    num_mini_batches: int
+    micro_batch: int
+    """Sequences per forward and backward (per_device_train_batch_size)."""
+    token_budget: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.prompt_length + self.completion_length
+
+    @property
+    def update_rows(self) -> int:
+        """Sequences of a micro-batch: no more than a minibatch has."""
+        return min(self.micro_batch, -(-self.batch // self.num_mini_batches))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a minibatch."""
+        return -(-max(1, self.batch // self.num_mini_batches) // self.update_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One method's memory, bytes."""
+
+    method: str
+    state_bytes: dict[str, int]
+    """By part, see `predict`."""
+    peak_bytes: dict[str, int]
+    """By phase."""
+    activation_bytes: dict[str, int]
+    """By phase: what its peak adds to the resident state, without gradients and KV cache."""
+    kv_cache_bytes: int
+    max_batch: dict[str, int]
+    """Largest numbers that fit the budget, 0 if not even one does. `generation`: prompts per step that can be
+    generated and scored. `update`: sequences of a micro-batch."""
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of all phases."""
+        return max(self.peak_bytes.values())
+
+    @property
+    def largest_batch(self) -> int:
+        """Prompts per step that fit; 0 where the update of not even one does. Without rollouts, the micro-batch."""
+        micro_batch = self.max_batch["update"]
+        return self.max_batch.get("generation", micro_batch) if micro_batch else 0
+
+
+class Fit(ABC):
+    """Prediction of one method. What a step allocates is left to those who trace it or look it up."""
+
+    cache_block: int
+    """Positions of a block of the KV cache."""
+    prefill_tokens: int
+    """Tokens of prompts that are admitted in one call."""
+
+    def __init__(self, method: str, step: Step) -> None:
+        self.method, self.step = method, step
+        self.phases = ("update",) if method == FULL_SFT else PHASES
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the state by part."""
+
+    @property
+    @abstractmethod
+    def temporary_bytes(self) -> int:
+        """Most bytes that AdamW takes for a parameter while it steps, one parameter at a time."""
+
+    @property
+    @abstractmethod
+    def cache_bytes_per_position(self) -> int:
+        """Keys and values of a token in every layer."""
+
+    @abstractmethod
+    def _most_lanes(self, phase: str) -> int:
+        """Lanes of the phase on the backbone that has most of them."""
+
+    @abstractmethod
+    def _allocated(self, phase: str, rows: int, repeats: int, apart: bool) -> int:
+        """Most bytes that a phase allocates, with 1 … TRACED_ROWS rows."""
+
+    # ---- peaks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay through all phases."""
+        parts = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights", "optimizer")
+        return sum(self.state_bytes[part] for part in parts)
+
+    def peak(self, phase: str, rows: int | None = None) -> int:
+        """Peak of a phase. rows: prompts (generation, inference) or sequences of a micro-batch (update)."""
+        rows = rows or self._rows(phase)
+        if phase == "generation":
+            together = self._prefilled_together(rows)
+            others = self._cache_bytes(rows) - self._cache_bytes(together)
+            return self.resident + self._traced("generation", together, 1) + others
+        if phase == "inference":
+            return self.resident + self._traced("inference", *self._scored_together(rows))
+        step = self.state_bytes["gradients"] + self.temporary_bytes
+        return self.resident + max(step, self._traced("update", rows, min(2, self.step.micro_batches)))
+
+    def _rows(self, phase: str) -> int:
+        """Rows of the phase in a step."""
+        return self.step.update_rows if phase == "update" else self.step.batch
+
+    def _prefilled_together(self, rows: int) -> int:
+        """Prompts that go through a layer at once."""
+        return self._admitted(rows)
+
+    def _admitted(self, rows: int) -> int:
+        """Prompts that are admitted in one call."""
+        return min(rows, max(1, self.prefill_tokens // self.step.prompt_length))
+
+    def _scored_together(self, rows: int) -> tuple[int, int]:
+        """(sequences per group, groups to trace: two where there are more, for what the first leaves)."""
+        together = max(1, min(rows, self.step.token_budget // self.step.length))
+        return together, 2 if rows > together else 1
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Keys and values of every layer for `batch` rows of full length, as generation allocates them."""
+        return self._cache_bytes(self.step.batch) if "generation" in self.phases else 0
+
+    def _cache_bytes(self, rows: int) -> int:
+        blocks = -(-(self.step.length - 1) // self.cache_block)  # the last token is never read
+        return rows * blocks * self.cache_block * self.cache_bytes_per_position
+
+    def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
+        """Bytes; beyond `TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.
+
+        apart: whether lanes go one after another, by default as they do with so many rows; on a line all points agree.
+        """
+        if apart is None:
+            apart = rows > self._rows_together(phase)
+        if rows <= TRACED_ROWS:
+            return self._allocated(phase, rows, repeats, apart)
+        half = self._allocated(phase, TRACED_ROWS // 2, repeats, apart)
+        whole = self._allocated(phase, TRACED_ROWS, repeats, apart)
+        return whole + -(-(whole - half) * (rows - TRACED_ROWS) // (TRACED_ROWS - TRACED_ROWS // 2))
+
+    def _rows_together(self, phase: str) -> int:
+        """Sequences up to which lanes share a backbone forward; beyond, peaks drop before they rise again."""
+        return self.step.token_budget // (self._most_lanes(phase) * self.step.length)
+
+    # ---- what fits -------------------------------------------------------------------------------------------------
+
+    def predict(self, budget: int) -> Prediction:
+        """Everything, with the largest batches within `budget` bytes."""
+        peaks = {phase: self.peak(phase) for phase in self.phases}
+        held = {phase: self.resident for phase in self.phases}
+        if "generation" in held:
+            held["generation"] += self.kv_cache_bytes
+        held["update"] += self.state_bytes["gradients"]
+        return Prediction(
+            method=self.method,
+            state_bytes=self.state_bytes,
+            peak_bytes=peaks,
+            activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in self.phases},
+            kv_cache_bytes=self.kv_cache_bytes,
+            max_batch=self.max_batch(budget),
+        )
+
+    def max_batch(self, budget: int) -> dict[str, int]:
+        """Largest numbers whose peaks are within `budget` bytes."""
+
+        def rollout(n: int) -> int:
+            return max(self.peak("generation", n), self.peak("inference", n))
+
+        def update(n: int) -> int:
+            return self.peak("update", n)
+
+        def above(phase: str) -> int:
+            return self._rows_together(phase) if self._most_lanes(phase) > 1 else 0
+
+        found = {"update": largest_fitting(update, budget, above=above("update"), probe=self._rows("update"))}
+        if "generation" in self.phases:
+            probe = self._rows("generation")
+            found["generation"] = largest_fitting(rollout, budget, above=above("inference"), probe=probe)
+        return found
+
+
+def largest_fitting(peak: Callable[[int], int], budget: int, *, above: int = 0, probe: int = 1) -> int:
+    """Largest n with peak(n) ≤ budget, 0 if there is none.
+
+    Args:
+        peak: bytes; rises up to n = `above`, and from `above` + 1 on.
+        budget: bytes.
+        above: see `peak`.
+        probe: a number to begin with, whose peak is at hand.
+    """
+    found = _rising(peak, budget, above + 1, None, probe)
+    return found or (_rising(peak, budget, 1, above, probe) or 0 if above else 0)
+
+
+def _rising(peak: Callable[[int], int], budget: int, first: int, last: int | None, probe: int) -> int | None:
+    """Largest n in first … last with peak(n) ≤ budget: lines through two points first, then bisection."""
+    low, high = first - 1, None if last is None else last + 1
+    before: int | None = None  # the largest that fitted before `low`
+    top: int | None = None  # the least that did not
+    if probe < first:
+        probe = max(first, TRACED_ROWS)  # where lines begin
+    if high is not None and probe >= high:
+        probe = first
+    while high is None or high - low > 1:
+        if peak(probe) > budget:
+            high = top = probe
+        else:
+            before, low = low if low >= first else None, probe
+        if low < first:
+            probe = first
+            continue
+        if low >= _MOST_ROWS:
+            break
+        other = before if top is None else top
+        slope = 0.0 if other is None else (peak(other) - peak(low)) / (other - low)
+        probe = low + max(1, int((budget - peak(low)) / slope)) if slope > 0 else 2 * low
+        if high is not None and not low < probe < high:
+            probe = (low + high) // 2
+    return low if low >= first else None
+
+
+_MOST_ROWS = 2**20
+"""A search ends here: nothing that grows would still fit."""
