@@ -11,7 +11,7 @@ from rlhf_engine.config import GenerateConfig, parse_config
 def run(argv: Sequence[str]) -> int:
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     prepare(config.kernels)
-    from rlhf_kernels.runtime import tuning
+    from rlhf_kernels.runtime import registry, tuning
 
     from rlhf_engine.commands.terminal import show_answers
     from rlhf_engine.devices import DTYPES, resolve_device
@@ -19,7 +19,8 @@ def run(argv: Sequence[str]) -> int:
 
     with as_request_errors():
         check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        tuning.begin_run(exact=config.batch_invariant)
+        registry.begin_run(exact=config.exact)
+        tuning.begin_run()
         session = AnswerSession(config)
     print_what_was_left_out([session.report])
     return show_answers(session)

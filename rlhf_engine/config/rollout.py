@@ -26,8 +26,10 @@ class EngineConfig(Options):
         "what runs a step: native code for Llama-like models on a CPU, CUDA graphs, or the model's own forward, "
         "which serves every model",
     )
-    batch_invariant: bool = option(
-        False, "same bits whatever an answer is batched with; without the native step one answer at a time"
+    exact: bool = option(
+        False,
+        "same bits in rollout, scoring and training, whatever an answer is batched with: every op of this package on a "
+        "CPU, Llama-like models; generate draws from others one answer at a time",
     )
 
     def __post_init__(self) -> None:

@@ -48,7 +48,11 @@ _BURST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options by which rows are run. They change answers by rounding at most."""
+    """Options by which rows are run. They change answers by rounding at most.
+
+    In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer is
+    batched with. Where the native step does not serve, and under top_k or top_p, one row runs at a time then.
+    """
 
     max_rows: int | None = None
     """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
@@ -57,10 +61,6 @@ class EngineOptions:
     decode_step: StepName = "auto"
     """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
     step where it serves the backbone, except where the kernel table prefers the reference."""
-    batch_invariant: bool = False
-    """Tokens and log-probs have the same bits whatever an answer was batched with. Under the native step only long
-    prompts pay for it: they go through the model one at a time. Where that step does not serve, and under top_k or
-    top_p, one row runs at a time."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineOptions:
@@ -76,7 +76,6 @@ class EngineOptions:
             max_rows=config.max_rows,
             cache_bytes=config.cache_bytes,
             decode_step=config.decode_step,
-            batch_invariant=config.batch_invariant,
         )
 
     def __post_init__(self) -> None:
@@ -138,7 +137,8 @@ class RolloutEngine:
         step = _choose_step(options, self.backbone)
         self._max_rows = min(len(rows), options.max_rows or len(rows))
         kind = _KINDS[step]
-        if options.batch_invariant and not (kind.invariant and not any(row.sampling.sorts for row in rows)):
+        sorts = any(row.sampling.sorts for row in rows)
+        if registry.is_exact() and (sorts or native_step.unsupported(self.backbone) is not None):
             self._max_rows = 1  # a prompt and a row at a time
         self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
         self._admission = Admission(
@@ -312,14 +312,7 @@ class RolloutEngine:
         self.cache = KVCache(blocks=self._admission.pool.size)
         if name == "native":
             decoder = native_step.decoder_of(self.backbone)
-            return NativeStep(
-                self.backbone,
-                decoder,
-                self.cache,
-                slots,
-                columns * BLOCK,
-                batch_invariant=self._options.batch_invariant,
-            )
+            return NativeStep(self.backbone, decoder, self.cache, slots, columns * BLOCK)
         return TransformersStep(self.backbone, self.cache)
 
 
@@ -358,8 +351,7 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     if name == "transformers":
         return name
     served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
-    # where bits may not depend on the batch, transformers' steps take one row at a time
-    if "native" in served and not options.batch_invariant and not native_step.preferred(backbone, "cpu"):
+    if "native" in served and not native_step.preferred(backbone, "cpu"):
         served.remove("native")
     return served[0] if served else "transformers"  # type: ignore[return-value]
 

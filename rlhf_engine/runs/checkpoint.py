@@ -246,7 +246,7 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
 
     Args:
         resume: folder of the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
-        exact: take the defaults of all settings that change bits.
+        exact: whether the run is in exact mode, see `rlhf_kernels.runtime.registry.is_exact`.
 
     Raises:
         ConfigError: a kernel that the run used cannot serve here, and no backend was named.
@@ -258,8 +258,8 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
         warnings.warn(lowered, stacklevel=3)
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
-        registry.begin_run()
-        _begin_tuning(None if resume is None else [], exact)
+        registry.begin_run(exact=exact)
+        _begin_tuning(None if resume is None else [])
         return
     check(path.parent, [_KERNELS_FILE])
     backends, tuned = [], []
@@ -273,15 +273,15 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
             except tuning.TunedTableError as error:
                 raise ConfigError(f"resume_from_checkpoint: {error}") from error
     try:
-        registry.begin_run(backends)
+        registry.begin_run(backends, exact=exact)
     except registry.BackendUnavailableError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
-    _begin_tuning(tuned, exact)
+    _begin_tuning(tuned)
 
 
-def _begin_tuning(held: list[tuning.Row] | None, exact: bool) -> None:
+def _begin_tuning(held: list[tuning.Row] | None) -> None:
     try:
-        tuning.begin_run(held, exact=exact)
+        tuning.begin_run(held)
     except tuning.TunedTableError as error:
         raise ConfigError(str(error)) from error
 

@@ -59,7 +59,7 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     require_trackers(config.report_to)
     require_optim(config.optim)
     resumed_step = 0 if resume is None else _check_resumed(config, resume, output)
-    begin_kernels(resume, exact=config.batch_invariant)
+    begin_kernels(resume, exact=config.exact)
     check_sources(config)
     tokenizer = load_tokenizer(config.model_name_or_path)
     if config.reward_model_path is not None:

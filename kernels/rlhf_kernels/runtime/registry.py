@@ -7,8 +7,9 @@ An implementation is a module (or any namespace) that offers the functions its o
 rows or by a measurement of the moment. There, in this order:
 
     1. the choice of the checkpoint that a run resumed from (`begin_run`)
-    2. the kernel table, made by the benchmark (`kernel_table`)
-    3. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
+    2. in exact mode (`begin_run(exact=True)`, `use_exact`) `cpu` where it serves: its rows depend on nothing else
+    3. the kernel table, made by the benchmark (`kernel_table`)
+    4. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
 
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
@@ -49,6 +50,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {}
 _WHEN_MEASURED: set[tuple[str, str]] = set()
 """(op, backend) that `auto` takes only where the table says so."""
 _default_backend = "auto"
+_exact = False
 
 
 class BackendUnavailableError(ValueError):
@@ -284,6 +286,8 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
         return _Decision(served[0], f"the only one that serves: {others}" if others else "the only one there is")
     if device_type != "cpu":
         return _Decision(served[0], "the first that serves")
+    if _exact:
+        return _Decision(served[0], "exact mode: its rows depend on nothing else")
     entry = table().find(op, native.isa(), _name(dtype), shape)
     if entry is not None:
         return _Decision(entry.backend, f"by the table: {_measured(entry)}")
@@ -296,11 +300,12 @@ def _measured(entry: Entry) -> str:
     return f"{entry.backend} {entry.ratio:.2f} x as fast{at}"
 
 
-def begin_run(choices: Iterable[Choice] = ()) -> None:
+def begin_run(choices: Iterable[Choice] = (), *, exact: bool = False) -> None:
     """Forget what `auto` has decided in this process, and hold the choices of a checkpoint from now on.
 
     Args:
         choices: those of the checkpoint that a run resumes from; ops that exist no longer are passed over.
+        exact: whether the run is in exact mode, see `is_exact`.
 
     Raises:
         BackendUnavailableError: a choice cannot serve here while no default backend is set. Nothing has changed.
@@ -310,10 +315,46 @@ def begin_run(choices: Iterable[Choice] = ()) -> None:
     for (op, dtype, _), backend in held.items() if _default_backend == "auto" else ():
         _check_name(backend)
         _require(op, backend, "cpu", getattr(torch, dtype), f"{backend!r}, the choice of the run's checkpoint,")
+    global _exact
     with _lock:
+        _exact = exact
         for kept in (_held, _decided):
             kept.clear()
             kept.update(held)
+        _AUTO_CHOICE.clear()
+
+
+def is_exact() -> bool:
+    """Whether this process is in exact mode: a row's bits depend on nothing but the row, in rollouts and in training.
+
+    Then `auto` takes the C++ ops on a CPU, whatever the kernel table says, and on a GPU Triton's kernels have their
+    default settings (`tuning`). Attention of a backbone goes through this package's own op.
+    """
+    return _exact
+
+
+@contextlib.contextmanager
+def use_exact(exact: bool = True) -> Iterator[None]:
+    """Switch exact mode on, or off, within a `with` block; what it was before comes back at its end.
+
+    Args:
+        exact: whether it is on.
+
+    Returns:
+        A context manager, for a `with` block.
+    """
+    before = _exact
+    _set_exact(exact)
+    try:
+        yield
+    finally:
+        _set_exact(before)
+
+
+def _set_exact(exact: bool) -> None:
+    global _exact
+    with _lock:
+        _exact = exact
         _AUTO_CHOICE.clear()
 
 

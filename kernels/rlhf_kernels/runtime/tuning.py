@@ -10,7 +10,7 @@ default. Nothing is measured at run time.
 
 Bits: a setting that a site does not list as `neutral` can change the bits of a result. In this order there decide:
 
-    1. exact mode (`begin_run(exact=True)`): the defaults
+    1. exact mode (`registry.is_exact`): the defaults
     2. the checkpoint that the run resumed from
     3. the table
 
@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 FORMAT = 1
@@ -340,10 +341,10 @@ _lock = threading.RLock()
 """Held while it is found out, and while what it depends on changes."""
 _named = os.environ.get(ENVIRONMENT_VARIABLE)
 _tables: dict[str, TunedTable | None] = {}
-_overlays: dict[str, dict[Key, Settings]] = {}
+_overlays: dict[tuple[str, bool], dict[Key, Settings]] = {}
+"""By device, and whether the process is in exact mode."""
 _held: list[Row] | None = None
 """Bit-changing settings of the checkpoint that the run resumed from; None: there is no checkpoint."""
-_exact = False
 _trial: Mapping[Key, Settings] | None = None
 _watched: dict[Key, Settings] | None = None
 
@@ -392,18 +393,19 @@ def check_named() -> None:
 
 def _in_force(device: torch.device) -> Mapping[Key, Settings]:
     name = device_name(device)
-    found = _overlays.get(name)
+    key = (name, registry.is_exact())
+    found = _overlays.get(key)
     if found is None:
         with _lock:
-            found = _overlays[name] = _overlay(table_of(name))
+            found = _overlays[key] = _overlay(table_of(name))
     return found
 
 
 def _overlay(table: TunedTable | None) -> dict[Key, Settings]:
     rows = {entry.row.key: entry.row for entry in (table.entries if table else ())}
-    if _held is None and not _exact:
+    if _held is None and not registry.is_exact():
         return {key: row.settings for key, row in rows.items() if row.settings}
-    held = {row.key: row.settings for row in (() if _exact else _held or ())}
+    held = {row.key: row.settings for row in (() if registry.is_exact() else _held or ())}
     for key, row in rows.items():
         bits = row.bits()
         if ({} if bits is None else bits.settings) == held.get(key, {}):
@@ -411,26 +413,25 @@ def _overlay(table: TunedTable | None) -> dict[Key, Settings]:
     return {key: settings for key, settings in held.items() if settings}
 
 
-def begin_run(held: Iterable[Row] | None = None, *, exact: bool = False) -> None:
+def begin_run(held: Iterable[Row] | None = None) -> None:
     """Settle which choices that change bits are in force from now on, in this process.
 
     Args:
         held: of the checkpoint that a run resumes from; None: the table's.
-        exact: the defaults, whatever table and checkpoint say.
 
     Raises:
         TunedTableError: the table that the environment names cannot be used. Nothing has changed.
     """
-    global _held, _exact
+    global _held
     check_named()
     with _lock:
-        _held, _exact = None if held is None else list(held), exact
+        _held = None if held is None else list(held)
         _overlays.clear()
 
 
 def choices() -> list[Row]:
     """The tuned choices in force that change bits, for a checkpoint; those that are not here have the default."""
-    if _exact:
+    if registry.is_exact():
         return []
     if _held is not None:
         return list(_held)

@@ -54,9 +54,9 @@ class Generator:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         registry.set_default_backend(options.kernels)
-        registry.begin_run(registry.Choice(*values) for values in kernels)
+        registry.begin_run((registry.Choice(*values) for values in kernels), exact=options.exact)
         held = [tuning.row_of(f"tuned[{i}]", row) for i, row in enumerate(tuned)]
-        tuning.begin_run(held, exact=options.batch_invariant)
+        tuning.begin_run(held)
         keep_freed_memory()
         self._threads = threads
         self._use_threads()

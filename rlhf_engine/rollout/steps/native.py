@@ -61,26 +61,14 @@ class NativeStep(Step):
     """Prompts and rows through the kernel; long prompts through the model's own forward."""
 
     name = "native"
-    invariant = True
     wait_share = 1000
 
     def __init__(
-        self,
-        backbone: Backbone,
-        decoder: Decoder,
-        cache: KVCache,
-        slots: Sequence[str],
-        positions: int,
-        *,
-        batch_invariant: bool = False,
+        self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
     ) -> None:
-        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row.
-
-        batch_invariant: long prompts go through the model one at a time. All else has its bits alone anyway.
-        """
+        """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
         self.backbone, self.cache = backbone, cache
         self._plain = TransformersStep(backbone, cache)
-        self._one_by_one = batch_invariant
         self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
         self._cos, self._sin = _angles(backbone, positions)
         self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
@@ -102,8 +90,6 @@ class NativeStep(Step):
         lengths = [len(prompt.tokens) for prompt in prompts]
         short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
         long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
-        if self._one_by_one:
-            return _calls(short, lengths), [[i] for i in long]
         if sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
             return [], [list(range(len(prompts)))]
         return _calls(short, lengths), [long] if long else []
@@ -158,6 +144,8 @@ class _Found:
     """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
+    exact: bool
+    """Whether it was tried in exact mode, where the two ways have to agree to the bit."""
     decoder: Decoder | None
     reason: str | None
 
@@ -216,12 +204,14 @@ def decoder_of(backbone: Backbone) -> Decoder:
 
 def _examine(backbone: Backbone) -> _Found:
     known = _found.get(backbone)
-    if known is None or known.dtype != backbone.dtype:
+    if known is None or (known.dtype, known.exact) != (backbone.dtype, registry.is_exact()):
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
             reason = _try(backbone, decoder)
-        _found[backbone] = known = _Found(dtype=backbone.dtype, decoder=decoder, reason=reason)
+        _found[backbone] = known = _Found(
+            dtype=backbone.dtype, exact=registry.is_exact(), decoder=decoder, reason=reason
+        )
     return known
 
 
@@ -334,6 +324,8 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
         ours = _trial_steps(NativeStep(backbone, decoder, cache, (), late + 1), cache, backbone, late)
     except (ValueError, TypeError) as error:  # shapes and dtypes that the kernel does not take
         return f"the kernel refuses it: {error}"
+    if registry.is_exact() and not torch.equal(ours, plain):
+        return "its steps have other bits than its forward pass"
     base_model: Any = backbone.base_model
     tokens = _trial_tokens(backbone)
     added = plain - base_model.norm(base_model.embed_tokens(tokens))  # what the layers make of a token
