@@ -31,10 +31,11 @@ struct DecodeCall {
 constexpr int64_t kFeatureTile = 16;
 constexpr int64_t kCopied = 16;  // positions at a time where features are not neighbours or not whole tiles
 
-// Floats that a thread needs: queries and sums [group, padded], copies of positions, scores [group, longest].
+// Floats that a thread needs: queries and sums [group, padded], copies of positions, totals [group], and scores of tiles
+// that `longest` positions have a part in.
 inline int64_t decode_scratch(const DecodeCall& call, int64_t longest) {
     return 2 * call.group * call.padded_features + kCopied * call.padded_features +
-           call.group * ((longest + 15) / 16 * 16);
+           call.group * (1 + (longest + 2 * (kCopied - 1)) / kCopied * kCopied);
 }
 
 RLHF_IN_EVERY_SET(void decode_group(const DecodeCall& call, const HeadGroup& group, float* scratch);)

@@ -7,7 +7,10 @@
 #include "cpu/lanes.h"
 
 #include "cpu/llama_ops_kernel.inc.h"
+#include "cpu/attention_lanes.inc.h"
 #include "cpu/decode_attention_kernel.inc.h"
+#include "cpu/attention_kernel.inc.h"
+#include "cpu/attention_gradient_kernel.inc.h"
 #include "cpu/gather_logprob_kernel.inc.h"
 #include "cpu/ppo_loss_kernel.inc.h"
 #include "cpu/whiten_kernel.inc.h"

@@ -15,6 +15,7 @@
 #endif
 
 #include "common/half.h"
+#include "cpu/attention_rows.h"
 #include "cpu/llama_ops_rows.h"
 #include "cpu/decode_attention_rows.h"
 #include "cpu/decode_step.h"
