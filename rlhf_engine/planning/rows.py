@@ -28,19 +28,17 @@ class Between:
         Ops that run once per row have no counterpart and are left out. Raises ValueError where one of them is the peak.
         """
         self._rows, self._device_type = rows, device_type
-        ops = [[event.op for event in timeline.events] for timeline in (few, many)]
-        blocks = SequenceMatcher(None, *ops, autojunk=False).get_matching_blocks()
+        blocks = SequenceMatcher(None, _ops(few), _ops(many), autojunk=False).get_matching_blocks()
         alive = _alive(few), _alive(many)
-        self._pairs = []
+        self._pairs: list[tuple[Event, Event, list[int], list[int]]] = []
         self._known: dict[str, list[int]] = {}
         for i, j in ((block.a + k, block.b + k) for block in blocks for k in range(block.size)):
             a, b = few.events[i], many.events[j]
             if len(alive[0][i]) == len(alive[1][j]) and _seen(a).new == _seen(b).new:
                 self._pairs.append((a, b, alive[0][i], alive[1][j]))
-        for timeline, place in ((few, 0), (many, 1)):
-            most = max((pair[place].live for pair in self._pairs), default=0)
-            if most != timeline.peak:
-                raise ValueError(f"rows: expected a peak that {rows[0]} and {rows[1]} rows have in common, got none")
+        common = [Timeline(events=[a for a, *_ in self._pairs]), Timeline(events=[b for _, b, *_ in self._pairs])]
+        if [timeline.peak for timeline in common] != [few.peak, many.peak]:
+            raise ValueError(f"rows: expected a peak that {rows[0]} and {rows[1]} rows have in common, got none")
 
     def timelines(self, rows: Sequence[int]) -> list[Timeline]:
         """Timeline of each number of rows."""
@@ -81,6 +79,10 @@ class Between:
         if isinstance(few, int) and not isinstance(few, bool):
             return self._on_line(few, many, rows)
         return few
+
+
+def _ops(timeline: Timeline) -> list[str]:
+    return [event.op for event in timeline.events]
 
 
 def _seen(event: Event) -> Seen:
