@@ -3,7 +3,9 @@
 presets   shapes of common models by name
 tracing   the engine's own code run on tensors without data, and what it allocates
 workspace memory that a kernel takes inside one call, which a trace cannot see
-predict   state, peaks and largest batches of a method
+fit       peaks and largest batches of a method, from traced numbers
+predict   these numbers from traces; rows: for every number of rows from two traces
+table     these numbers of presets, looked up without torch
 report    table, bar chart, JSON
 work      FLOPs and bytes of every op of a trace
 machines  how fast a card or a CPU does them; ceilings measures a CPU

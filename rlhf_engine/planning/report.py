@@ -33,7 +33,8 @@ _STATE_NAMES = {
 
 WIDTH = 110
 """Columns of what is printed to a file."""
-_SECONDS = "which takes 2 to 8 s for each on one core, and about twice that where kinds of layers alternate"
+_SECONDS = (5, 15)
+"""Seconds that traces of one method take on an idle core, about."""
 
 
 def run_plan(config: PlanConfig) -> list[Prediction]:
@@ -78,7 +79,8 @@ def _fits(config: PlanConfig) -> Iterator[Fit]:
     planners = [Planner(method, make_setting(config), shared) for method in methods]
     planners[0].state_bytes  # noqa: B018 - refuses modules that are none before anything is said
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    errors.print(f"note: tracing the engine's code for {len(methods)} of the methods, {_SECONDS}")
+    least, most = (len(methods) * n for n in _SECONDS)
+    errors.print(f"note: tracing the engine's code on tensors without data, about {least} to {most} s on an idle core")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

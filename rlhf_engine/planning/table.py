@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import cache
 from importlib.metadata import version
 from itertools import accumulate, pairwise
@@ -69,19 +70,21 @@ class TabledFit(Fit):
 
 
 def encode(curve: list[int]) -> list[int]:
-    """Bytes of 1 … 64 rows as the first, the first difference, and second ones up to the last that is not 0."""
-    first = [b - a for a, b in pairwise(curve)]
+    """Bytes of 1 … 64 rows as a unit and, in units, the first, the first difference and the second ones, less zeros."""
+    unit = math.gcd(*curve)
+    units = [n // unit for n in curve]
+    first = [b - a for a, b in pairwise(units)]
     second = [b - a for a, b in pairwise(first)]
     while second and second[-1] == 0:
         second.pop()
-    return [curve[0], first[0], *second]
+    return [unit, units[0], first[0], *second]
 
 
 def decode(text: list[int]) -> list[int]:
     """Inverse of `encode`."""
-    start, *first = text
+    unit, start, *first = text
     first += [0] * (TRACED_ROWS - 1 - len(first))
-    return list(accumulate(accumulate(first), initial=start))
+    return [unit * n for n in accumulate(accumulate(first), initial=start)]
 
 
 @cache

@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Where and how an event was seen."""
+    """Circumstances of an event: its place in the log, and the call."""
 
     log: Log
     """Of the tracker."""
