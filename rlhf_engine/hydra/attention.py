@@ -6,7 +6,7 @@ how they attend:
 * `PackedPlan`: every sequence attends causally to itself. On a GPU, `varlen` chooses who serves that without padding.
   Elsewhere sequences of similar length go through one SDPA call, the shorter ones padded on the right; under a causal
   mask no real query sees that padding, so no mask tensor exists. With `new`, keys and values are also written into a
-  cache (prefill).
+  cache (prefill). In exact mode on a CPU the op `attention` serves instead, whose rows have the bits of decoding's.
 * `DecodePlan`: one new token per row; keys and values are appended to the cache and the op `decode_attention` reads it.
 
 In SDPA, a sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long
@@ -27,14 +27,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from rlhf_kernels.attention import attention as attention_in_order
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.lora import DecodeLinear
+from rlhf_kernels.runtime import registry
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import attention_cpu, gate, varlen
+from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
 from rlhf_engine.hydra.varlen import ScoreRule, Sequences
 
@@ -202,6 +205,8 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if registry.is_exact() and query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and is_eager():
+        return _in_order(query, key, value, rule, plan)[None], None
     packed = varlen.choose(query, value, rule)
     if packed is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -213,6 +218,17 @@ def packed_attention(
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     grid = plan.layout[1]
     return (out if grid is None else out.index_select(0, grid.places))[None], None
+
+
+def _in_order(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: PackedPlan
+) -> torch.Tensor:
+    """[T, H, D], with the bits that a decoding step gives a row over the same keys."""
+    scale = query.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention_in_order(
+        query, key, value, plan.lengths, scale=scale, window=rule.window, softcap=rule.softcap, sinks=rule.sinks
+    )
 
 
 def _in_buckets(x: torch.Tensor, plan: PackedPlan) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.rollout import EngineConfig, StepName
 from rlhf_engine.devices import is_out_of_memory
@@ -323,6 +324,13 @@ _KINDS: dict[str, type[Step]] = {"native": NativeStep, "graph": GraphStep, "tran
 def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:
     """Raise ValueError unless a backbone's answers can be drawn like that, prompt and answer together so long."""
     _choose_step(options, backbone)
+    reason = native_step.unsupported(backbone) if registry.is_exact() else None
+    if reason is not None:
+        raise ValueError(
+            "exact: expected a backbone whose rows have the same bits in decoding and in training, got one without "
+            f"(exact mode serves what the native step serves, and {reason}); without exact, a rollout's log-probs are "
+            "computed again by the training forward, and their difference is bounded (rollout_mismatch_bound)"
+        )
     _most_blocks(options, backbone, -(-(most_tokens - 1) // BLOCK))
 
 

@@ -31,6 +31,9 @@ The mean tells faults from rounding, the maximum of thousands of bf16 tokens doe
 MISMATCH_MAX_FACTOR = 100
 """No single token may be further off than this many times the bound of the mean: one wrong token hides in a mean."""
 
+CHECKED_EVERY = 8
+"""In exact mode one in so many answers is scored by the training forward; others keep the log-probs of the rollout."""
+
 STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest |log π − log π_ref| of a token before the first update, where the actor starts as the reference."""
 
@@ -97,7 +100,7 @@ class Scoring:
         world = self._world
         own = _drawn(rollout, prompts)
         own_scores, budget = world.run_on_all_ranks(
-            "scoring answers", lambda: self._score(rollout, own, config, budget)
+            "scoring answers", lambda: self._score(rollout, own, config, budget, policy_version)
         )
         scores = gather_scores(world, own_scores)
         all_rollout, all_prompts = of_all or (rollout, prompts)
@@ -135,10 +138,14 @@ class Scoring:
         made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
         return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
 
-    def _score(self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int) -> tuple[Scores, int]:
+    def _score(
+        self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int, policy_version: int
+    ) -> tuple[Scores, int]:
         """Scores of the drawn answers by all roles, and the token budget.
 
-        Raises NonFiniteError, naming the role, for what is not finite.
+        In exact mode the rollout's log-probs are those that the actor's lane would give, so that the lane runs for a few
+        answers alone: theirs are what it gives, and the entropies are of them. Raises NonFiniteError, naming the role,
+        for what is not finite.
         """
         model, frozen = self._model, rollout.frozen
         has_reward = self._scorer.uses_reward_model
@@ -152,7 +159,21 @@ class Scoring:
                 frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)
                 frozen = frozen_roles(drawn.batch)
                 budget = frozen_roles.budget
-        scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
+        present = bool((drawn.versions_M == policy_version).all())
+        few: Scores | None = None
+        if config.exact and present and not exact_kl and not drawn.filtered:
+            roles.remove("actor")
+            n = drawn.batch.n_sequences
+            checked = list(range(policy_version % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
+            some = drawn.batch.select(checked)
+            few, budget = score(model, some, ["actor"], budget, temperature=config.temperature)
+        scores = Scores()
+        if roles:
+            scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
+        if few is not None:
+            logprobs_M = drawn.logprobs_M.clone()
+            logprobs_M[drawn.batch.select_completion_rows(checked)] = few.logprobs_M
+            scores = replace(scores, logprobs_M=logprobs_M, entropies_M=few.entropies_M)
         if frozen is not None:
             scores = replace(scores, **dict(frozen.items()))
         _require_finite(rollout.logprobs_M, scores)
@@ -204,9 +225,14 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
-    """Largest mean |log ratio| per token of two computations at equal weights, by the configuration or the dtype."""
+    """Largest mean |log ratio| per token of two computations at equal weights, by the configuration or the dtype.
+
+    In exact mode they are equal.
+    """
     if config.rollout_mismatch_bound is not None:
         return config.rollout_mismatch_bound
+    if config.exact:
+        return 0.0
     return MISMATCH_BOUND[_rounding_dtype(model)]
 
 

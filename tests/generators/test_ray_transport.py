@@ -370,7 +370,7 @@ def test_a_generator_has_the_learner_s_tuned_settings(config):
     try:
         Generator().build(config.to_dict(), digests, None, [], [row])
         assert [found.to_dict() for found in tuning.choices()] == [row]
-        exact = {**config.to_dict(), "batch_invariant": True}
+        exact = {**config.to_dict(), "exact": True}
         Generator().build(exact, digests, None, [], [row])
         assert tuning.choices() == []
     finally:

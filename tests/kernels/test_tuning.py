@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from rlhf_kernels.runtime import tuning
+from rlhf_kernels.runtime import registry, tuning
 from rlhf_kernels.runtime.tuning import Entry, Key, Row, TunedTableError
 
 from rlhf_engine.commands.main import main
@@ -197,8 +197,7 @@ def test_tables_of_the_package_are_of_this_version():
 def test_exact_mode_has_the_defaults_of_all_that_changes_bits(path):
     neutral = entry(KEY._replace(sizes=(1, 64)), {"num_stages": 4})
     tuning.write(path, table(entry(), neutral))
-    with tuning.use_table(path):
-        tuning.begin_run(exact=True)
+    with tuning.use_table(path), registry.use_exact():
         assert chosen() == DEFAULT  # its stages were measured with another split, and go with it
         assert chosen(sizes=(1, 64)) == DEFAULT | {"num_stages": 4}
         assert tuning.choices() == []
@@ -234,7 +233,7 @@ def test_a_table_that_cannot_be_used_changes_no_run(path):
     with tuning.use_table(path):
         change(path, triton="2.0.0")
         with pytest.raises(TunedTableError):
-            tuning.begin_run(exact=True)
+            tuning.begin_run([])
     assert chosen() == DEFAULT | {"BS": 32}
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
@@ -271,45 +272,25 @@ def test_answers_come_as_they_finish_and_can_be_watched():
     assert engine.partial(0) == ()
 
 
-def test_batch_invariant_answers_with_filters_too(step):
+def test_in_exact_mode_answers_with_filters_are_drawn_one_at_a_time(step):
     model, asked = build(), prompts(5)
-    how, options = sampling(top_k=4), EngineOptions(decode_step=step, batch_invariant=True)
-    whole = generate(model, asked, how, options=options)
+    how, options = sampling(top_k=4), EngineOptions(decode_step=step)
+    with registry.use_exact():
+        whole = generate(model, asked, how, options=options)
+        alone = [generate(model, [asked[i]], how, sample_ids=[i], options=options) for i in range(5)]
     assert whole.stats.most_rows == 1
-    alone = [generate(model, [asked[i]], how, sample_ids=[i], options=options) for i in range(5)]
     assert torch.equal(torch.cat([part.logprobs_M for part in alone]), whole.logprobs_M)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_invariant_answers_have_the_same_bits_in_any_company(step, dtype):
-    if step == "native" and registry.unsupported("decode_step", "cpu", "cpu", dtype):
-        pytest.skip(str(registry.unsupported("decode_step", "cpu", "cpu", dtype)))
-    model = HydraModel.from_pretrained(tiny_llama(dtype=dtype, width=4), roles=hydra_roles()).eval()
-    randomise(model, "actor")
-    asked = [*prompts(20), LONG, LONG[:33], LONG, LONG]
-    roles = ["actor", "actor", "reference"] * 8
-
-    def run(places, **options):
-        return generate(
-            model,
-            [asked[i] for i in places],
-            sampling(temperature=1.5, max_completion_length=10),
-            role=[roles[i] for i in places],
-            sample_ids=places,
-            options=EngineOptions(decode_step=step, **options),
-        )
-
-    everything = list(range(24))
-    whole = run(everything, batch_invariant=True)
-    groups = [(everything[::-1], 24), (everything[5:17], 5), (everything[::3], 2), ([20, 22, 23], 3), ([7], 1)]
-    for places, max_rows in groups:
-        part = run(places, batch_invariant=True, max_rows=max_rows)
-        for j, i in enumerate(places):
-            assert part.batch.completion_tokens(j) == whole.batch.completion_tokens(i)
-        ours = [part.logprobs_M[a:b] for a, b in itertools.pairwise(part.batch.completion_cu)]
-        theirs = [whole.logprobs_M[a:b] for a, b in itertools.pairwise(whole.batch.completion_cu)]
-        assert all(torch.equal(ours[j], theirs[i]) for j, i in enumerate(places))
-    assert whole.stats.most_rows == (24 if step == "native" else 1)
+def test_in_exact_mode_a_model_of_another_kind_draws_one_answer_at_a_time():
+    config = GPT2Config(n_embd=24, n_layer=2, n_head=2, n_positions=64, vocab_size=VOCAB)
+    torch.manual_seed(0)
+    model = HydraModel.from_pretrained(GPT2LMHeadModel(config), roles=hydra_roles()).eval()
+    with registry.use_exact():
+        whole = generate(model, prompts(5), sampling())
+        assert whole.stats.most_rows == 1
+        alone = [generate(model, [prompts(5)[i]], sampling(), sample_ids=[i]) for i in range(5)]
+    assert torch.equal(torch.cat([part.logprobs_M for part in alone]), whole.logprobs_M)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -351,10 +332,10 @@ def test_long_prompts_go_through_the_model_and_short_ones_through_the_kernel(dty
         theirs = run(everything, decode_step="transformers")
         assert tokens(whole) == tokens(theirs)
         torch.testing.assert_close(whole.logprobs_M, theirs.logprobs_M, rtol=1e-4, atol=1e-4)
-    invariant = run(everything, decode_step="native", batch_invariant=True)
-    assert calls == [*short, ("prefill", [330]), ("prefill", [321]), ("prefill", [400])]
-    alone = [run([i], decode_step="native", batch_invariant=True) for i in everything]
-    assert torch.equal(torch.cat([part.logprobs_M for part in alone]), invariant.logprobs_M)
+    with registry.use_exact():
+        together = run(everything, decode_step="native")
+        alone = [run([i], decode_step="native") for i in everything]
+    assert torch.equal(torch.cat([part.logprobs_M for part in alone]), together.logprobs_M)
 
 
 def test_the_native_step_is_taken_where_it_serves():
@@ -380,8 +361,10 @@ def test_the_native_step_is_not_taken_where_the_table_prefers_the_reference(tmp_
     model = build()
     with registry.use_table(tmp_path / "table.json"):
         assert generate(model, [[5]], sampling()).stats.step == "transformers"
-        for options in (EngineOptions(decode_step="native"), EngineOptions(batch_invariant=True)):
-            assert generate(model, [[5]], sampling(), options=options).stats.step == "native"
+        options = EngineOptions(decode_step="native")
+        assert generate(model, [[5]], sampling(), options=options).stats.step == "native"
+        with registry.use_exact():
+            assert generate(model, [[5]], sampling()).stats.step == "native"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_kernels.runtime import native, registry
 from safetensors.torch import save_file
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
@@ -559,6 +560,25 @@ def test_rollout_and_training_must_agree(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run", rollout_mismatch_bound=1e-12))
     with pytest.raises(MismatchError, match=r"rollout and training log-probs differ by .* 1e-12 and 1e-10 in torch"):
         trainer.step()
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_exact_mode_rollout_and_update_have_the_same_log_probs(model, tmp_path, algorithm, dtype):
+    """The ratio of the first update is 1, to the bit, also after weights have moved."""
+    options = {"exact": True, "dtype": dtype, "algorithm": algorithm, "temperature": 0.9, "max_tokens_per_micro_batch": 40}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    for _ in range(3):
+        found = trainer.step()
+        assert found["mismatch/rollout_max"] == found["mismatch/update_max"] == 0.0
+    assert found["grad_norm/actor"] > 0
+
+
+def test_exact_mode_names_what_it_cannot_serve(model, tmp_path):
+    with pytest.raises(ValueError, match="exact: expected a backbone whose rows .* the kernels of 'reference' were asked"):
+        with registry.use_backend("reference"):
+            RlTrainer(train_config(model, tmp_path / "run", exact=True, kernels="reference"))
 
 
 # ---- where the actor starts ------------------------------------------------------------------------------------------

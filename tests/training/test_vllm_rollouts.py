@@ -310,7 +310,7 @@ def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
         ({"max_rows": 4}, "max_rows: expected it unset for rollout_backend 'vllm', got 4"),
         ({"kv_cache_memory": "2GB"}, "kv_cache_memory: expected it unset for rollout_backend 'vllm', got '2GB'"),
         ({"decode_step": "graph"}, "decode_step: expected it unset for rollout_backend 'vllm', got 'graph'"),
-        ({"batch_invariant": True}, "batch_invariant: expected it unset for rollout_backend 'vllm', got True"),
+        ({"exact": True}, "exact: expected it unset for rollout_backend 'vllm', got True"),
         ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max: expected a number >= 1"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "expected one of 'token_truncate', 'sequence_truncate', got"),
     ],

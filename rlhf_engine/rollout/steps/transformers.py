@@ -37,8 +37,6 @@ class Step(ABC):
     """Runs rows through a backbone."""
 
     name: str
-    invariant: bool
-    """Whether prompts and rows can be made to have the same bits whatever they are batched with."""
     wait_share: int
     """One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
 
@@ -70,7 +68,6 @@ class TransformersStep(Step):
     """Steps through the model's own forward: prompts packed, then one token per row."""
 
     name = "transformers"
-    invariant = False  # products round by the number of their rows
     wait_share = 8
 
     def __init__(self, backbone: Backbone, cache: KVCache) -> None:

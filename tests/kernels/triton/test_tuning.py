@@ -17,7 +17,7 @@ from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
-from rlhf_kernels.runtime import tuning
+from rlhf_kernels.runtime import registry, tuning
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.runtime.tuning import Entry, Key, Row, Site
 
@@ -140,11 +140,8 @@ def test_scoring_and_loss_have_one_choice_whatever_the_rows(tmp_path, monkeypatc
         assert torch.equal(scores(33), whole)
         assert torch.equal(scores(5), whole[:5])
         widths.clear()
-        tuning.begin_run(exact=True)
-        try:
+        with registry.use_exact():
             scores(5)
-        finally:
-            tuning.begin_run()
         assert set(widths) == {8192}
 
 

@@ -1,0 +1,147 @@
+"""Exact mode: log-probs of rollout, scoring and training forward have the same bits, in any company."""
+
+import itertools
+
+import pytest
+import torch
+from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.runtime import native, registry
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
+from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, generate_requests
+from tests.conftest import randomise
+
+ISAS = [] if native.missing() else native.isas()
+DTYPES = (torch.float32, torch.bfloat16)
+VOCABULARY = 1203
+"""Blocks of the head, and a rest."""
+
+_SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 512}
+MODELS: dict[str, PreTrainedConfig] = {
+    # widths that are no multiple of a vector, in the MLP and in heads
+    "llama": LlamaConfig(hidden_size=60, intermediate_size=83, num_attention_heads=6, num_key_value_heads=6, **_SIZES),
+    "llama grouped": LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, attention_bias=True, **_SIZES
+    ),
+    "qwen2": Qwen2Config(hidden_size=48, intermediate_size=100, num_attention_heads=6, num_key_value_heads=3, **_SIZES),
+    "qwen3": Qwen3Config(
+        hidden_size=40, intermediate_size=72, num_attention_heads=4, num_key_value_heads=2, head_dim=22, **_SIZES
+    ),
+    "mistral": MistralConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=19, **_SIZES
+    ),
+}
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+@pytest.fixture(autouse=True)
+def _exactly():
+    with registry.use_exact():
+        yield
+
+
+def make(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **slots) -> HydraModel:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for parameter in plain.parameters():  # logits that differ
+        parameter.data.mul_(3.0)
+    model = HydraModel.from_pretrained(plain, roles=hydra_roles(), slots=slots or None, dtype=dtype).eval()
+    randomise(model, "actor")
+    return model
+
+
+def ask(lengths: tuple[int, ...], *, roles: tuple[str, ...] = ("actor",)) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Request(
+            prompt=tuple(torch.randint(60, VOCABULARY, (n,), generator=generator).tolist()),
+            sample_id=i,
+            role=roles[i % len(roles)],
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def draw(model: HydraModel, requests: list[Request], *, tokens: int = 24, temperature: float = 1.0, **options) -> Rollout:
+    sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=tuple(range(60)), temperature=temperature)
+    return generate_requests(model, requests, sampling, options=EngineOptions(**options))
+
+
+def score(model: HydraModel, batch: PackedBatch, role: str = "actor", **options) -> torch.Tensor:
+    found = dict(model.score(batch, (role,), **options).items())
+    return found["logprobs_M" if role == "actor" else "ref_logprobs_M"]
+
+
+RAGGED = (1, 2, 15, 16, 17, 33, 3, 8, 70, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
+    with native.use_isa(isa):
+        model = make(MODELS[kind], dtype)
+        rollout = draw(model, ask(RAGGED), temperature=0.8)
+        assert rollout.stats.step == "native"
+        assert torch.equal(rollout.logprobs_M, score(model, rollout.batch, temperature=0.8))
+        assert rollout.logprobs_M.numel() > 60
+        assert len(set(rollout.batch.completion_lens)) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", ["native", "transformers"])
+def test_nothing_beside_an_answer_changes_its_bits(step, dtype):
+    """Rows at once, order, neighbours and their slots, how prompts were batched, threads."""
+    model = make(MODELS["llama grouped"], dtype, actor=SlotConfig(r=5))
+    requests = ask((*RAGGED, 330, 7), roles=("actor", "actor", "reference"))  # a prompt beyond what one call takes
+    requests[3] = Request(prompt=requests[8].prompt, sample_id=3)  # a prompt that two answers share
+    whole = draw(model, requests, decode_step=step)
+    parts = list(itertools.pairwise(whole.batch.completion_cu))
+    before = torch.get_num_threads()
+    try:
+        for places, max_rows, threads in (
+            (range(12), 5, 2), (range(11, -1, -1), 12, 1), (range(4, 12), 3, 2), ((10,), 1, 1), ((8, 3), 2, 2)
+        ):
+            torch.set_num_threads(threads)
+            again = draw(model, [requests[i] for i in places], max_rows=max_rows, decode_step=step)
+            for j, i in enumerate(places):
+                assert again.batch.completion_tokens(j) == whole.batch.completion_tokens(i)
+                a, b = parts[i]
+                c, d = again.batch.completion_cu[j : j + 2]
+                assert torch.equal(again.logprobs_M[c:d], whole.logprobs_M[a:b])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_kinds_of_step_draw_the_same(dtype):
+    model = make(MODELS["qwen3"], dtype)
+    ours, theirs = (draw(model, ask(RAGGED), decode_step=step) for step in ("native", "transformers"))
+    assert torch.equal(ours.batch.tokens_T, theirs.batch.tokens_T)
+    assert torch.equal(ours.logprobs_M, theirs.logprobs_M)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_depend_on_neither_company_nor_budget(dtype):
+    model = make(MODELS["llama"], dtype)
+    rollout = draw(model, ask(RAGGED))
+    batch, whole = rollout.batch, score(model, rollout.batch)
+    every = model.score(batch, ("actor", "reference", "critic", "reward"))
+    assert torch.equal(every.logprobs_M, whole)
+    for budget in (1, 64, 10**6):
+        assert torch.equal(score(model, batch, token_budget=budget), whole)
+    chosen = [7, 2, 5]
+    assert torch.equal(score(model, batch.select(chosen)), whole[batch.select_completion_rows(chosen)])
+    with torch.enable_grad():
+        assert torch.equal(model.score(batch, ("actor",)).logprobs_M, whole)
+
+
+def test_exact_mode_ends_with_its_block():
+    assert registry.is_exact()
+    with registry.use_exact(False):
+        assert not registry.is_exact()
+        x = torch.randn(3, 8)
+        assert linear_logprob(x, torch.randn(5, 8), torch.tensor([1, 2, 3])).logprob.shape == (3,)
+    assert registry.is_exact()
