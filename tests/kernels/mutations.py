@@ -1815,7 +1815,54 @@ _STEP_CPP = "csrc/cpu/decode_step_body.inc.h"
 _STEP_TIERS = ("test_decode_step.py::test_tiers",)
 _STEP_ROUNDING = ("test_decode_step.py::test_rounds_where_the_reference_does",)
 
+_STEP_BITS = ("test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train",)
+
 DECODE_STEP = [
+    Mutation(
+        "squares of a step added up in other pairs",
+        CPU,
+        _STEP_CPP,
+        "sums[i] += sums[i + step];",
+        "sums[i] += sums[2 * step - 1 - i];",
+        _STEP_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "logistic function of a step by a reciprocal",
+        CPU,
+        _STEP_CPP,
+        "rounded(x / (1.0f + exp16(-x)))",
+        "rounded(x * (1.0f / (1.0f + exp16(-x))))",
+        _STEP_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "product of a step rounded before its bias",
+        CPU,
+        _LANES,
+        "if (add) sum += wide(add[strip.first + v]);",
+        "if (add) sum = rounded(sum) + wide(add[strip.first + v]);",
+        _STEP_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "adapters that train summed in other pieces than a step's",
+        CPU,
+        "csrc/cpu/lora_kernels.inc.h",
+        "constexpr int64_t kShrinkColumns = kLoraColumns;",
+        "constexpr int64_t kShrinkColumns = kLoraColumns / 2;",
+        _STEP_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "products that train summed in other pieces than a step's",
+        CPU,
+        "csrc/cpu/linear_body.inc.h",
+        "some, sums + c * kStrip * 16, t > 0);\n            }",
+        "some, sums + c * kStrip * 16, false);\n            }",
+        _STEP_BITS,
+        _PORTABLE,
+    ),
     Mutation(
         "window forgotten",
         REFERENCE,

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rlhf_kernels.attention import attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
-from rlhf_kernels.runtime import native, testing
+from rlhf_kernels.linear import linear
+from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
+from rlhf_kernels.lora import Segments, lora_linear
+from rlhf_kernels.runtime import native, registry, testing
 from torch import Tensor
 
 from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
@@ -222,6 +226,69 @@ def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes):
     one_by_one, *together = prompts_in_calls(sizes, dtype, "cpu")
     for results in together:
         assert all(torch.equal(ours, want) for ours, want in zip(results, one_by_one, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [*SIZES, BIG], ids=str)
+def test_a_step_has_the_bits_of_the_ops_that_train(dtype, sizes):
+    """Hidden states of prompts, by the ops of a training forward and by steps: one rule for every sum of a row."""
+    decoder, adapters = make_decoder(sizes, dtype), make_adapters(sizes)
+    lengths, slots = [37, 1, 20, 16], [1, -1, 0, 2]
+    row = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, sizes.V, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    like = make_call(sizes, 1, dtype, 3, longest=60)
+    keys, values = ([t.new_full((60, *t.shape[1:]), torch.nan) for t in like.keys] for _ in range(2))
+    table = torch.randperm(60, generator=generator)[: 4 * 15].view(4, 15)[row]
+    step = DecodeStep(decoder, adapters, backend="cpu")
+    stepped = torch.empty(sum(lengths), sizes.H, dtype=dtype)
+    for rows in (torch.arange(40), torch.arange(40, len(row))):
+        at = tokens[rows], positions[rows], torch.tensor(slots)[row[rows]]
+        stepped[rows] = step(*at, like.cos, like.sin, keys, values, table[rows])
+    with registry.use_exact():  # for the base of lora_linear, which has no backend of its own
+        trained = by_ops(decoder, adapters, tokens, positions, lengths, slots, like.cos, like.sin)
+    assert torch.equal(stepped, trained)
+
+
+def by_ops(decoder, adapters, tokens, positions, lengths, slots, cos, sin) -> Tensor:
+    """The decoder made of the ops that a training forward runs; sequences of so many tokens under these slots."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    starts = [end - n for end, n in zip(ends, lengths, strict=True)]
+
+    def project(x: Tensor, layer: int, name: str) -> Tensor:
+        projection = getattr(decoder.layers[layer], name)
+        kept = [(a, b, s) for a, b, s in zip(starts, ends, slots, strict=True) if s >= 0]
+        kept = [run for run in kept if name in adapters[run[2]].pairs[layer]]
+        if not kept:
+            return linear(x, projection.weight, projection.bias, backend="cpu")
+        present = sorted({s for _, _, s in kept})
+        pairs = [adapters[s].pairs[layer][name] for s in present]
+        segments = Segments(
+            starts=tuple(run[0] for run in kept),
+            ends=tuple(run[1] for run in kept),
+            slots=tuple(present.index(run[2]) for run in kept),
+        )
+        A, B = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        scales = [adapters[s].scale for s in present]
+        return lora_linear(x, projection.weight, projection.bias, A, B, scales, segments, backend="cpu")
+
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, eps=decoder.eps, backend="cpu")
+
+    angles = cos[positions][None], sin[positions][None]
+    x = decoder.embedding[tokens]
+    for i, layer in enumerate(decoder.layers):
+        u = norm(x, layer.input_norm)
+        q, k, v = (project(u, i, name).unflatten(-1, (-1, decoder.head_dim)) for name in "qkv")
+        q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        q, k = rotary(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *angles, backend="cpu")
+        q, k = (y[0].transpose(0, 1) for y in (q, k))
+        attended = attention(q, k, v, lengths, scale=decoder.scale, window=layer.window, backend="cpu")
+        x = x + project(attended.flatten(1), i, "o")
+        u = norm(x, layer.mlp_norm)
+        x = x + project(swiglu(project(u, i, "gate"), project(u, i, "up"), backend="cpu"), i, "down")
+    return norm(x, decoder.final_norm)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)], ids=str)
