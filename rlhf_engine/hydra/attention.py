@@ -31,6 +31,7 @@ from rlhf_kernels.attention import attention as attention_in_order
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.lora import DecodeLinear
 from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.eager import eager
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -78,6 +79,8 @@ class PackedPlan:
 
     lengths: tuple[int, ...]
     device: torch.device
+    parents: tuple[int, ...] | None = None
+    """For each sequence the number of the one whose keys come before its own, −1 for none; None: none has one."""
     new: NewTokens | None = None
     """Where keys and values are kept for decoding (prefill); None: nowhere."""
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
@@ -85,7 +88,9 @@ class PackedPlan:
 
     @property
     def max_length(self) -> int:
-        return max(self.lengths)
+        """Keys of the row that has most."""
+        before = [0 if p < 0 else self.lengths[p] for p in self.parents or [-1] * len(self.lengths)]
+        return max(n + more for n, more in zip(self.lengths, before, strict=True))
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -125,11 +130,18 @@ def plan_packed(
     lengths: Sequence[int],
     device: torch.device,
     *,
+    parents: Sequence[int] | None = None,
     new: NewTokens | None = None,
 ) -> PackedPlan:
-    """Plan for sequences of the given lengths, packed one after another; `new` says where their tokens are kept."""
-    plan = PackedPlan(lengths=tuple(lengths), device=device, new=new)
-    if device.type != varlen.DEVICE_TYPE:  # elsewhere the first layer that needs it makes it
+    """Plan for sequences of the given lengths, packed one after another.
+
+    parents: sequences whose keys come before those of others, see `PackedPlan`, where `can_share` allows it. new: where
+    the tokens are kept.
+    """
+    plan = PackedPlan(
+        lengths=tuple(lengths), device=device, parents=None if parents is None else tuple(parents), new=new
+    )
+    if device.type != varlen.DEVICE_TYPE and parents is None:  # elsewhere the first layer that needs it makes it
         _ = plan.layout
     return plan
 
@@ -156,6 +168,11 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
     places = torch.empty(starts[-1], dtype=torch.int64)
     places[rows[real]] = real.nonzero().squeeze(1)
     return buckets, Grid(rows=rows.to(device), places=places.to(device))
+
+
+def can_share(tokens_T: torch.Tensor) -> bool:
+    """Whether sequences with these tokens may go on from a prompt that they share: on a CPU, with tokens at hand."""
+    return tokens_T.is_cpu and is_eager() and eager(tokens_T) and registry.default_backend() != "reference"
 
 
 def plan_decode(
@@ -205,7 +222,7 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if registry.is_exact() and query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and is_eager():
+    if plan.parents is not None or (registry.is_exact() and query.device.type == "cpu" and is_eager()):
         return _in_order(query, key, value, rule, plan)[None], None
     packed = varlen.choose(query, value, rule)
     if packed is not None:
@@ -223,12 +240,25 @@ def packed_attention(
 def _in_order(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: PackedPlan
 ) -> torch.Tensor:
-    """[T, H, D], with the bits that a decoding step gives a row over the same keys."""
+    """[T, H, E], with the bits that a decoding step gives a row over the same keys. Heads of two sizes are padded."""
     scale = query.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
+    size, value_size = query.shape[-1], value.shape[-1]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_in_order(
-        query, key, value, plan.lengths, scale=scale, window=rule.window, softcap=rule.softcap, sinks=rule.sinks
+    if size != value_size:
+        widest = max(size, value_size)
+        query, key, value = (nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    out = attention_in_order(
+        query,
+        key,
+        value,
+        plan.lengths,
+        scale=scale,
+        window=rule.window,
+        softcap=rule.softcap,
+        sinks=rule.sinks,
+        parents=plan.parents,
     )
+    return out[..., :value_size]
 
 
 def _in_buckets(x: torch.Tensor, plan: PackedPlan) -> list[torch.Tensor]:

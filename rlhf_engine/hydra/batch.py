@@ -18,6 +18,20 @@ import torch
 _POSITION_BITS = 24
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedRows:
+    """Rows of a batch in which a prompt of several sequences stands once: a family is a prompt, then its completions."""
+
+    rows: torch.Tensor
+    """int64 [R], the row of the batch that each of the R ≤ T rows is."""
+    places_T: torch.Tensor
+    """int64 [T], the place of each row of the batch among the R."""
+    lengths: tuple[int, ...]
+    """Rows of each part: a shared prompt, a completion of one, or a whole sequence."""
+    parents: tuple[int, ...]
+    """For each part the number of the prompt that it goes on from; −1: none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """Prompts with their completions, packed without padding."""
@@ -226,6 +240,41 @@ class PackedBatch:
         lens = torch.tensor(self.lengths, device=self.device)
         ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=self.device)
         return (torch.repeat_interleave(ids, lens) << _POSITION_BITS) + self.positions_T
+
+    @cached_property
+    def shared(self) -> SharedRows | None:
+        """The rows with every prompt once; None where no two sequences have the same prompt. Tokens are on the host."""
+        families: dict[bytes, list[int]] = {}
+        tokens = self.tokens_T.numpy()
+        for i, (start, p) in enumerate(zip(self.cu_seqlens[:-1], self.prompt_lens, strict=True)):
+            families.setdefault(tokens[start : start + p].tobytes(), []).append(i)
+        if len(families) == self.n_sequences:
+            return None
+        rows: list[torch.Tensor] = []
+        lengths: list[int] = []
+        parents: list[int] = []
+        places = torch.empty(self.n_tokens, dtype=torch.int64)
+        at = 0
+
+        def add(first: int, end: int, parent: int) -> None:
+            nonlocal at
+            rows.append(torch.arange(first, end))
+            places[first:end] = torch.arange(at, at + end - first)
+            lengths.append(end - first)
+            parents.append(parent)
+            at += end - first
+
+        for members in families.values():
+            start, p = self.cu_seqlens[members[0]], self.prompt_lens[members[0]]
+            if len(members) == 1:
+                add(start, self.cu_seqlens[members[0] + 1], -1)
+                continue
+            prompt, first = len(lengths), at
+            add(start, start + p, -1)
+            for i in members:
+                places[self.cu_seqlens[i] : self.cu_seqlens[i] + p] = torch.arange(first, first + p)
+                add(self.cu_seqlens[i] + p, self.cu_seqlens[i + 1], prompt)
+        return SharedRows(rows=torch.cat(rows), places_T=places, lengths=tuple(lengths), parents=tuple(parents))
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """Select some sequences as a batch of their own.

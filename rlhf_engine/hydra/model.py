@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import SlotConfig
-from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.attention import can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
@@ -115,6 +115,8 @@ class HydraModel(nn.Module):
             token_budget if token_budget is not None else default_token_budget(first.device, first.hidden_size)
         )
         self.adapter_dtype = adapter_dtype
+        self.shares_prompts = True
+        """Whether a prompt of several sequences of a batch goes through a backbone once."""
         slots = dict(slots or {})
         _check_names(self, self.roles, slots)
         self._generator = torch.Generator().manual_seed(seed)
@@ -584,23 +586,34 @@ class HydraModel(nn.Module):
     def _backbone_call(
         self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
     ) -> torch.Tensor:
-        """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another."""
-        n, t = len(slots), batch.n_tokens
+        """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another.
+
+        A prompt of several sequences goes through the backbone once, where attention can share keys.
+        """
+        drops = dropout_seed is not None and any(backbone.slot(s).config.dropout for s in slots if s is not None)
+        # a mask belongs to a sequence, so that with dropout the copies of a prompt differ
+        shared = batch.shared if self.shares_prompts and not drops and can_share(batch.tokens_T) else None
+        n, t = len(slots), batch.n_tokens if shared is None else len(shared.rows)
+        lengths, parents = (batch.lengths, None) if shared is None else (shared.lengths, shared.parents)
+        tokens, positions = batch.tokens_T, batch.positions_T
+        if shared is not None:
+            tokens, positions = tokens[shared.rows], positions[shared.rows]
         table = SlotTable(
             starts=tuple(i * t for i in range(n)),
             ends=tuple((i + 1) * t for i in range(n)),
             slots=tuple(slots),
         )
         dropout = None
-        if dropout_seed is not None:
+        if drops and dropout_seed is not None:
             dropout = DropoutKey(seed=dropout_seed, row_ids_T=batch.row_ids_T.repeat(n))
-        return backbone.run(
-            batch.tokens_T.repeat(n),
-            batch.positions_T.repeat(n),
-            table,
-            plan_packed(batch.lengths * n, batch.device),
-            dropout,
-        )
+        if parents is not None:
+            parents = tuple(p if p < 0 else p + i * len(lengths) for i in range(n) for p in parents)
+        plan = plan_packed(lengths * n, batch.device, parents=parents)
+        hidden = backbone.run(tokens.repeat(n), positions.repeat(n), table, plan, dropout)
+        if shared is None:
+            return hidden
+        places = torch.cat([shared.places_T + i * t for i in range(n)])
+        return hidden.index_select(0, places)
 
     def _trains_slot(self, lane: Lane) -> bool:
         if lane.slot is OFF:

@@ -1,0 +1,115 @@
+"""A prompt of several sequences goes through the backbone once: the same numbers, forward and backward, for less work."""
+
+import pytest
+import torch
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.testing import assert_ok, tier1
+
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
+from rlhf_engine.hydra.backbone import Backbone
+from tests.conftest import VOCAB, randomise, tiny_llama
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+def batch(seed: int = 0) -> PackedBatch:
+    """Prompts of one sequence and of several, out of order; answers of any length, none and equal ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+
+    a, b, c = draw(21), draw(5), draw(1)
+    answers = [draw(n) for n in (7, 3, 1, 9, 4, 16)]
+    prompts = [a, b, a, c, a, b]
+    return PackedBatch.from_lists([*prompts, b], [*answers, answers[1]])
+
+
+def model(dtype: torch.dtype = torch.float32, **slot) -> HydraModel:
+    found = HydraModel.from_pretrained(
+        tiny_llama(dtype=dtype, width=2), roles=hydra_roles(), slots={"actor": SlotConfig(r=4, **slot)}
+    ).eval()
+    randomise(found, "actor")
+    return found
+
+
+@pytest.fixture
+def rows(monkeypatch) -> list[int]:
+    """Rows of each backbone call."""
+    seen: list[int] = []
+    run = Backbone.run
+
+    def counted(self, tokens, *args, **named):
+        seen.append(len(tokens))
+        return run(self, tokens, *args, **named)
+
+    monkeypatch.setattr(Backbone, "run", counted)
+    return seen
+
+
+def test_rows_of_a_batch_with_each_prompt_once():
+    found = batch()
+    shared = found.shared
+    assert shared is not None
+    assert len(shared.rows) == found.n_tokens - 2 * 21 - 2 * 5
+    assert torch.equal(found.tokens_T[shared.rows[shared.places_T]], found.tokens_T)
+    assert torch.equal(found.positions_T[shared.rows[shared.places_T]], found.positions_T)
+    assert shared.lengths == (21, 7, 1, 4, 5, 3, 16, 3, 10)
+    assert shared.parents == (-1, 0, 0, 0, -1, 4, 4, 4, -1)
+    assert found.select([0, 1, 3]).shared is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_exact_mode_scores_have_the_bits_of_copies(dtype, rows):
+    with registry.use_exact():
+        made, answers = model(dtype), batch()
+        roles = ("actor", "reference", "critic", "reward")
+        rows.clear()
+        once = made.score(answers, roles)
+        assert sum(rows) == 3 * len(answers.shared.rows)  # critic and reward model have lanes of their own
+        made.shares_prompts = False
+        rows.clear()
+        copied = made.score(answers, roles)
+        assert sum(rows) == 3 * answers.n_tokens
+    for name, values in once.items():
+        assert torch.equal(values, getattr(copied, name)), name
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_are_those_of_copies(exact):
+    """Of adapters, through the keys that answers share; held to float64."""
+
+    def gradients(made: HydraModel, shares: bool) -> dict[str, torch.Tensor]:
+        made.shares_prompts = shares
+        made.zero_grad()
+        policy, values = made(batch(), (Logprobs(role="actor"), Values(role="critic")))
+        weights = torch.linspace(-1, 1, len(values), dtype=values.dtype)
+        ((policy.logprob * weights).sum() + (values * weights.flip(0)).square().sum()).backward()
+        return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+
+    def wide(made: HydraModel) -> HydraModel:
+        found = HydraModel.from_pretrained(
+            tiny_llama(dtype=torch.float64, width=2), roles=hydra_roles(), dtype=torch.float64,
+            slots={"actor": SlotConfig(r=4)}, adapter_dtype=torch.float64,
+        ).eval()
+        found.load_state_dict({name: x.double() for name, x in made.state_dict().items()})
+        return found
+
+    with registry.use_exact(exact):
+        made = model()
+        once, copied = gradients(made, True), gradients(made, False)
+    with registry.use_backend("reference"):
+        truth = gradients(wide(made), False)
+    assert set(once) == set(copied) == set(truth)
+    for name, found in once.items():
+        assert_ok(tier1(found, truth[name], copied[name]), name)
+
+
+def test_dropout_is_each_sequence_s_own(rows):
+    made = model(dropout=0.3).train()
+    outputs = (Logprobs(role="actor"),)
+    rows.clear()
+    made(batch(), outputs, dropout_seed=3)
+    assert rows == [batch().n_tokens]
+    made(batch(), outputs)  # no seed, no dropout
+    assert rows[1] == len(batch().shared.rows)
