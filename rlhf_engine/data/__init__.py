@@ -11,7 +11,7 @@ A tally goes with a source from its file to its tokens:
 """
 
 from rlhf_engine.data.load import load_rows
-from rlhf_engine.data.order import batch_indices, epoch_order, pack, require_room
+from rlhf_engine.data.order import batch_indices, epoch_order, pack, require_room, side_by_side
 from rlhf_engine.data.prompts import PromptSet, plain_prompts, tokenize_prompts
 from rlhf_engine.data.read import Record, read_records
 from rlhf_engine.data.split import Split, group_fraction, split_by_group
@@ -75,6 +75,7 @@ __all__ = [
     "recognise",
     "render_turn",
     "require_room",
+    "side_by_side",
     "split_by_group",
     "split_prompt",
     "tokenize_prompts",

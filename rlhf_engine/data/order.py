@@ -52,6 +52,21 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     return found
 
 
+def side_by_side(keys: Sequence[int]) -> list[int]:
+    """Order places such that equal keys are neighbours, each key where it first appears.
+
+    Args:
+        keys: key of each place.
+
+    Returns:
+        All places, 0 to len(keys) − 1. Where all keys differ the order stays.
+    """
+    first: dict[int, int] = {}
+    for place, key in enumerate(keys):
+        first.setdefault(key, place)
+    return sorted(range(len(keys)), key=lambda place: first[keys[place]])
+
+
 def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
     """Divide rows into micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
 

@@ -20,7 +20,7 @@ _POSITION_BITS = 24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedRows:
-    """Rows of a batch in which a prompt of several sequences stands once: a family is a prompt, then its completions."""
+    """Rows of a batch in which a prompt of several sequences stands once, followed by their completions."""
 
     rows: torch.Tensor
     """int64 [R], the row of the batch that each of the R ≤ T rows is."""
@@ -242,12 +242,18 @@ class PackedBatch:
         return (torch.repeat_interleave(ids, lens) << _POSITION_BITS) + self.positions_T
 
     @cached_property
+    def prompts_N(self) -> tuple[int, ...]:
+        """N numbers of the sequences' prompts, by first appearance: equal prompts have one."""
+        tokens, known = self.tokens_T.cpu().numpy(), dict[bytes, int]()
+        starts = zip(self.cu_seqlens[:-1], self.prompt_lens, strict=True)
+        return tuple(known.setdefault(tokens[start : start + p].tobytes(), len(known)) for start, p in starts)
+
+    @cached_property
     def shared(self) -> SharedRows | None:
-        """The rows with every prompt once; None where no two sequences have the same prompt. Tokens are on the host."""
-        families: dict[bytes, list[int]] = {}
-        tokens = self.tokens_T.numpy()
-        for i, (start, p) in enumerate(zip(self.cu_seqlens[:-1], self.prompt_lens, strict=True)):
-            families.setdefault(tokens[start : start + p].tobytes(), []).append(i)
+        """The rows with every prompt once; None where no two sequences have the same prompt."""
+        families: dict[int, list[int]] = {}
+        for i, number in enumerate(self.prompts_N):
+            families.setdefault(number, []).append(i)
         if len(families) == self.n_sequences:
             return None
         rows: list[torch.Tensor] = []

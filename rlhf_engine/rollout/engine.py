@@ -51,8 +51,8 @@ _BURST = 8
 class EngineOptions:
     """Options by which rows are run. They change answers by rounding at most.
 
-    In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer is
-    batched with. Where the native step does not serve, and under top_k or top_p, one row runs at a time then.
+    In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer
+    is batched with. Where the native step does not serve, and under top_k or top_p, one row runs at a time then.
     """
 
     max_rows: int | None = None

@@ -143,9 +143,9 @@ class Scoring:
     ) -> tuple[Scores, int]:
         """Scores of the drawn answers by all roles, and the token budget.
 
-        In exact mode the rollout's log-probs are those that the actor's lane would give, so that the lane runs for a few
-        answers alone: theirs are what it gives, and the entropies are of them. Raises NonFiniteError, naming the role,
-        for what is not finite.
+        In exact mode the rollout's log-probs are those that the actor's lane would give, so that the lane runs for a
+        few answers alone: theirs are what it gives, and the entropies are of them. Raises NonFiniteError, naming the
+        role, for what is not finite.
         """
         model, frozen = self._model, rollout.frozen
         has_reward = self._scorer.uses_reward_model

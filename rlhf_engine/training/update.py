@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
-from rlhf_engine.data import pack
+from rlhf_engine.data import pack, side_by_side
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output
@@ -103,7 +103,9 @@ def update(
         raise ValueError(f"answers: expected groups of {k}, got {answers.batch.n_sequences}")
     for epoch in range(schedule.num_epochs):
         for number, units in enumerate(minibatches(n_units, schedule.num_mini_batches, generator)):
-            indices = [unit * k + i for unit in units for i in range(k)]
+            # answers to one prompt in one micro-batch, where they share the prompt's forward and backward
+            order = side_by_side([answers.batch.prompts_N[unit * k] for unit in units])
+            indices = [units[place] * k + i for place in order for i in range(k)]
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
             minibatch = _Minibatch(model, algorithm, answers, indices, dropout_seed)
             if ranks is None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlhf_engine.data import batch_indices, epoch_order, pack
+from rlhf_engine.data import batch_indices, epoch_order, pack, side_by_side
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -22,6 +22,12 @@ def test_batches_walk_through_whole_epochs(n, size):
     walked = [i for step in range(2 * n) for i in batch_indices(n, size, step, seed=4)]
     epochs = [walked[k * n : (k + 1) * n] for k in range(2 * size)]
     assert epochs == [epoch_order(n, 4, k) for k in range(2 * size)]
+
+
+def test_equal_keys_become_neighbours_where_they_first_appear():
+    assert side_by_side([4, 1, 4, 2, 1, 4]) == [0, 2, 5, 1, 4, 3]
+    assert side_by_side([3, 1, 2]) == [0, 1, 2]
+    assert side_by_side([]) == []
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------

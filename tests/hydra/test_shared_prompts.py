@@ -1,4 +1,4 @@
-"""A prompt of several sequences goes through the backbone once: the same numbers, forward and backward, for less work."""
+"""A prompt of several sequences goes through the backbone once: the same numbers, forward and backward, for less."""
 
 import pytest
 import torch
@@ -89,8 +89,11 @@ def test_gradients_are_those_of_copies(exact):
 
     def wide(made: HydraModel) -> HydraModel:
         found = HydraModel.from_pretrained(
-            tiny_llama(dtype=torch.float64, width=2), roles=hydra_roles(), dtype=torch.float64,
-            slots={"actor": SlotConfig(r=4)}, adapter_dtype=torch.float64,
+            tiny_llama(dtype=torch.float64, width=2),
+            roles=hydra_roles(),
+            dtype=torch.float64,
+            slots={"actor": SlotConfig(r=4)},
+            adapter_dtype=torch.float64,
         ).eval()
         found.load_state_dict({name: x.double() for name, x in made.state_dict().items()})
         return found

@@ -15,7 +15,7 @@ from rlhf_kernels.ppo_loss import reference as ppo_loss
 from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 
-from .native_case_file import BF16, FP32, FP64, Case, randn, rounded, tier1, tier2, within
+from .native_case_file import FP32, FP64, Case, randn, rounded, tier1, tier2, within
 
 ROW_GRADIENTS = ("logprob", "lse", "entropy", "mean_logit", "log_sum_sq_prob")
 

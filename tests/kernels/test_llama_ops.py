@@ -1,4 +1,4 @@
-"""`rms_norm`, `rotary` and `swiglu`: rounding where transformers' Llama rounds, bits that depend on a row alone, gradients.
+"""`rms_norm`, `rotary` and `swiglu`: rounding where transformers' Llama rounds, bits of a row alone, gradients.
 
 What is not rounded to the dtype of the tensors is held to float64.
 """

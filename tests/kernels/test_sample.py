@@ -134,10 +134,12 @@ def test_logprob_and_entropy_are_those_of_linear_logprob(with_options, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"softcap": 7.0, "logit_scale": 0.3}, {"bias": True}], ids=["plain", "cap", "bias"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 7.0, "logit_scale": 0.3}, {"bias": True}], ids=["plain", "cap", "bias"]
+)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_a_logprob_has_the_bits_of_linear_logprob(dtype, options, scale, backend):
-    """Rows with temperatures and greedy rows, a vocabulary of several blocks, and scores from few logits to one alone."""
+    """Rows with temperatures and greedy rows, several blocks of the vocabulary, scores of many logits and of one."""
     if backend == "reference":
         pytest.skip("torch promises no bits")
     n, vocabulary = 37, 1203

@@ -1,7 +1,5 @@
 """Continuous batching: who is admitted when, what is shared, and that none of it changes an answer."""
 
-import itertools
-
 import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry

@@ -22,7 +22,12 @@ MODELS: dict[str, PreTrainedConfig] = {
     # widths that are no multiple of a vector, in the MLP and in heads
     "llama": LlamaConfig(hidden_size=60, intermediate_size=83, num_attention_heads=6, num_key_value_heads=6, **_SIZES),
     "llama grouped": LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, attention_bias=True, **_SIZES
+        hidden_size=64,
+        intermediate_size=176,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attention_bias=True,
+        **_SIZES,
     ),
     "qwen2": Qwen2Config(hidden_size=48, intermediate_size=100, num_attention_heads=6, num_key_value_heads=3, **_SIZES),
     "qwen3": Qwen3Config(
@@ -64,7 +69,9 @@ def ask(lengths: tuple[int, ...], *, roles: tuple[str, ...] = ("actor",)) -> lis
     ]
 
 
-def draw(model: HydraModel, requests: list[Request], *, tokens: int = 24, temperature: float = 1.0, **options) -> Rollout:
+def draw(
+    model: HydraModel, requests: list[Request], *, tokens: int = 24, temperature: float = 1.0, **options
+) -> Rollout:
     sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=tuple(range(60)), temperature=temperature)
     return generate_requests(model, requests, sampling, options=EngineOptions(**options))
 
@@ -102,7 +109,11 @@ def test_nothing_beside_an_answer_changes_its_bits(step, dtype):
     before = torch.get_num_threads()
     try:
         for places, max_rows, threads in (
-            (range(12), 5, 2), (range(11, -1, -1), 12, 1), (range(4, 12), 3, 2), ((10,), 1, 1), ((8, 3), 2, 2)
+            (range(12), 5, 2),
+            (range(11, -1, -1), 12, 1),
+            (range(4, 12), 3, 2),
+            ((10,), 1, 1),
+            ((8, 3), 2, 2),
         ):
             torch.set_num_threads(threads)
             again = draw(model, [requests[i] for i in places], max_rows=max_rows, decode_step=step)
