@@ -35,7 +35,7 @@ ENGINE = (
 )
 KERNELS = (
     *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),
-    *("ppo_loss", "linear_ppo_loss", "gae", "lora", "decode_attention", "decode_step"),
+    *("ppo_loss", "linear_ppo_loss", "gae", "lora", "attention", "decode_attention", "decode_step"),
 )
 HOUSES = {"rlhf_engine": ENGINE, "rlhf_kernels": KERNELS}
 

@@ -74,12 +74,12 @@ RLHF_INLINE void add_tile(const FamilyBack& back, const KeyTile& tile, const Mem
         }
     });
     together<kAdded>(0, tile.count, [&](auto n, int64_t j) __attribute__((always_inline)) {
-        add_rows<n>(d_outs, 0, count, padded, {weights + j, 1, kTile}, tile.d_values + j * padded, padded);
-        add_rows<n>(queries, 0, count, padded, {slopes + j, 1, kTile}, tile.d_keys + j * padded, padded);
+        add_rows<Joining::together, n>(d_outs, 0, count, padded, {weights + j, 1, kTile}, tile.d_values + j * padded, padded);
+        add_rows<Joining::together, n>(queries, 0, count, padded, {slopes + j, 1, kTile}, tile.d_keys + j * padded, padded);
     });
     float* to = back.d_queries + (member_row * group + first) * padded;
     together<kAdded>(0, count, [&](auto n, int64_t i) __attribute__((always_inline)) {
-        add_rows<n>(tile.keys, 0, tile.count, padded, {slopes + i * kTile, kTile, 1}, to + i * padded, padded);
+        add_rows<Joining::together, n>(tile.keys, 0, tile.count, padded, {slopes + i * kTile, kTile, 1}, to + i * padded, padded);
     });
 }
 template <typename T>

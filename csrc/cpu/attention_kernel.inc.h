@@ -93,7 +93,7 @@ RLHF_INLINE void attend_positions(const AttentionCall& call, const QueryBlock& b
     for_tiles(call.v, [&](const float* const* values, int64_t tile, int64_t from, int64_t to)
         __attribute__((always_inline)) {
             const auto add = [&](auto count, int64_t r, int64_t first, int64_t after) __attribute__((always_inline)) {
-                add_rows<count>(values, first, after, padded, {scores + r * step + tile - base, step, 1},
+                add_rows<Joining::row_by_row, count>(values, first, after, padded, {scores + r * step + tile - base, step, 1},
                                 out + r * padded, padded);
             };
             // Positions that see a part of the tile, before and after those that see all of it.

@@ -219,15 +219,20 @@ struct Weights {
     int64_t sum, row;
 };
 
+// How products of rows join the sums there are: one after the other, or once they are summed up themselves.
+enum class Joining { row_by_row, together };
+
 // out [SUMS, `padded` apart] += weights times VECTORS vectors of rows [begin, end), the last of which has `last` elements.
-template <int SUMS, int VECTORS, typename T>
+template <Joining JOINING, int SUMS, int VECTORS, typename T>
 RLHF_INLINE void add_vectors(const T* const* rows, int64_t begin, int64_t end, int64_t last, const Weights& weights,
                              int64_t d, float* out, int64_t padded) {
     f32x16 sum[SUMS][VECTORS];
 #pragma GCC unroll 4
     for (int s = 0; s < SUMS; ++s) {
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; ++j) sum[s][j] = load16(out + s * padded + d + 16 * j);
+        for (int j = 0; j < VECTORS; ++j) {
+            sum[s][j] = JOINING == Joining::row_by_row ? load16(out + s * padded + d + 16 * j) : splat(0.0f);
+        }
     }
     for (int64_t i = begin; i < end; ++i) {
         f32x16 x[VECTORS];
@@ -244,23 +249,26 @@ RLHF_INLINE void add_vectors(const T* const* rows, int64_t begin, int64_t end, i
 #pragma GCC unroll 4
     for (int s = 0; s < SUMS; ++s) {
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; ++j) store16(out + s * padded + d + 16 * j, sum[s][j]);
+        for (int j = 0; j < VECTORS; ++j) {
+            float* to = out + s * padded + d + 16 * j;
+            store16(to, JOINING == Joining::row_by_row ? sum[s][j] : load16(to) + sum[s][j]);
+        }
     }
 }
 
 constexpr int kAdded = 4;  // sums that share what is loaded of a row
 
-// out [SUMS, `padded` apart] += weights times rows [begin, end) of `features`, row by row.
-template <int SUMS, typename T>
+// out [SUMS, `padded` apart] += weights times rows [begin, end) of `features`.
+template <Joining JOINING, int SUMS, typename T>
 RLHF_INLINE void add_rows(const T* const* rows, int64_t begin, int64_t end, int64_t features, const Weights& weights,
                           float* out, int64_t padded) {
     constexpr int kVectors16 = power_below(at_least_one(kSums16 / SUMS));
     constexpr int kTogether = kVectors16 < 4 ? kVectors16 : 4;
     int64_t d = 0;
     for (; kTogether > 1 && d + 16 * kTogether <= features; d += 16 * kTogether) {
-        add_vectors<SUMS, kTogether>(rows, begin, end, 16, weights, d, out, padded);
+        add_vectors<JOINING, SUMS, kTogether>(rows, begin, end, 16, weights, d, out, padded);
     }
-    for (; d < features; d += 16) add_vectors<SUMS, 1>(rows, begin, end, features - d, weights, d, out, padded);
+    for (; d < features; d += 16) add_vectors<JOINING, SUMS, 1>(rows, begin, end, features - d, weights, d, out, padded);
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------

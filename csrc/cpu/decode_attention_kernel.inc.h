@@ -112,7 +112,7 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
     const auto add_tile = [&](const auto* rows, int64_t at, int64_t begin, int64_t end, int64_t features)
         __attribute__((always_inline)) {
             together<kAdded>(0, call.group, [&](auto heads, int64_t h) __attribute__((always_inline)) {
-                add_rows<heads>(rows, begin, end, features, {scores + h * step + at, step, 1}, out + h * padded, padded);
+                add_rows<Joining::row_by_row, heads>(rows, begin, end, features, {scores + h * step + at, step, 1}, out + h * padded, padded);
             });
         };
     for_tiles<T>(call, group, values, copies, add_tile);

@@ -3,6 +3,7 @@
 Every op takes `backend="auto" | "cuda" | "triton" | "cpu" | "reference"`; see `rlhf_kernels.runtime.registry`.
 """
 
+from rlhf_kernels.attention import attention
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.gae import gae, masked_moments, whiten
@@ -34,6 +35,7 @@ __all__ = [
     "Segments",
     "StepAdapter",
     "ValueLossOutputs",
+    "attention",
     "decode_attention",
     "decode_delta_",
     "gae",

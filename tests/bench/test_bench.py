@@ -372,7 +372,7 @@ def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["gea"], "op: expected one of decode_attention, .*, got 'gea'; did you mean 'gae'"),
+        (["gea"], "op: expected one of attention, .*, got 'gea'; did you mean 'gae'"),
         (["gae", "--case", "sideways"], "case: expected one of forward/.*, got 'sideways'"),
         (["gae", "--device", "cpu", "--isa", "avx3"], "isa: expected .*, got 'avx3'"),
         (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp16', 'fp32', got 'fp8'"),

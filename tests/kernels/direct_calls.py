@@ -92,7 +92,16 @@ def _named(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     return {name: _x(*shape) for name, shape in shapes.items()}
 
 
+_PACKED = {"lengths": [4, 2], "parents": [-1, 0], "scale": 1.0, "window": 3, "softcap": 2.0}
+_HEADS = {"q": (N, 4, 8), "k": (N, 2, 8), "v": (N, 2, 8), "sinks": (4,)}
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "attention": lambda: _named(_HEADS) | _PACKED,
+    "attention_backward": lambda: {
+        **_named({"d_out": (N, 4, 8), **_HEADS, "out": (N, 4, 8)}),
+        "totals": torch.ones(N, 4, 2),
+        **_PACKED,
+    },
     "decode_attention": lambda: {
         **_named({"q": (N, 4, 8), "k_cache": (9, 4, 2, 8), "v_cache": (9, 4, 2, 8)}),
         "lengths": _rows() + 1,

@@ -138,7 +138,10 @@ _LANES = f"n n [{_SLOT}] {_RUNS} (i a i) t"
 _HEAD = "(a s k a s k a n n n f f a) (a s k a s k a n a a)"
 _ROTARY = "a s s s a a s n n n n t a"
 _CACHES = "[(a s s s)]"
+_PACKED = "c (n n n n n) (a s s) (a s s) (a s s)"
 EXTENSION = {
+    "attention": f"{_PACKED} a a (f i f a) a a t",
+    "attention_gradient": f"{_PACKED} (a s s) a a (f i f a) a a a a a a t",
     "DecodeStep": f"k (n n n n n) a s a f f [(a a a a [(a s a n n)] n)] [(f [({_MATRIX} {_MATRIX} n)])]",
     "DecodeStep.__call__": "n a a a a n a a n a t",
     "DecodeStep.bind": f"n n {_CACHES} {_CACHES}",

@@ -1359,6 +1359,7 @@ _SAMPLE = f"{_PYTHON}/sample/reference.py"
 _SAMPLE_CPP = "csrc/cpu/head_sample.inc.h"
 _DECODE = f"{_PYTHON}/decode_attention/reference.py"
 _DECODE_CPP = "csrc/cpu/decode_attention_kernel.inc.h"
+_ATTENTION_LANES = "csrc/cpu/attention_lanes.inc.h"
 
 SAMPLE = [
     Mutation(
@@ -1533,9 +1534,9 @@ DECODE_ATTENTION = [
     Mutation(
         "positions past the length counted",
         CPU,
-        _DECODE_CPP,
-        "first_lanes(exp16(z - largest), used - i, 0.0f)",
-        "exp16(z - largest)",
+        _ATTENTION_LANES,
+        "if (edge) e = between(e, begin - i, end - i, 0.0f);",
+        "",
         ("test_decode_attention.py::test_equals_attention_row_by_row",),
         _PORTABLE,
     ),
@@ -1551,7 +1552,7 @@ DECODE_ATTENTION = [
     Mutation(
         "max from 0",
         CPU,
-        _DECODE_CPP,
+        _ATTENTION_LANES,
         "f32x16 top = splat(sink);",
         "f32x16 top = splat(0.0f);",
         ("test_decode_attention.py::test_very_negative_scores",),
@@ -1560,8 +1561,8 @@ DECODE_ATTENTION = [
     Mutation(
         "scores not scaled",
         CPU,
-        _DECODE_CPP,
-        "load(from + d, left) * call.options.scale",
+        _ATTENTION_LANES,
+        "load(from + d, left) * scale",
         "load(from + d, left)",
         ("test_decode_attention.py::test_every_length",),
         _PORTABLE,
@@ -1569,9 +1570,9 @@ DECODE_ATTENTION = [
     Mutation(
         "softcap without its factor",
         CPU,
-        _DECODE_CPP,
-        "z = tanh16(z / softcap) * softcap;",
-        "z = tanh16(z / softcap);",
+        _ATTENTION_LANES,
+        "softcap != 0.0f ? tanh16(z / softcap) * softcap : z;",
+        "softcap != 0.0f ? tanh16(z / softcap) : z;",
         ("test_decode_attention.py::test_equals_attention_row_by_row",),
         _PORTABLE,
     ),
@@ -1579,8 +1580,8 @@ DECODE_ATTENTION = [
         "the fifth head of a group gets the first one's weights",
         CPU,
         _DECODE_CPP,
-        "if (h < call.group) add_values<1>(rows, count, features, weights + h * step,",
-        "if (h < call.group) add_values<1>(rows, count, features, weights,",
+        "{scores + h * step + at, step, 1}",
+        "{scores + (h < 4 ? h * step : 0) + at, step, 1}",
         ("test_decode_attention.py::test_every_length",),
         _PORTABLE,
     ),
@@ -1604,9 +1605,9 @@ DECODE_ATTENTION = [
     Mutation(
         "sink not in the sum",
         CPU,
-        _DECODE_CPP,
-        "const float total = lane_sum(sum) + start;",
-        "const float total = lane_sum(sum) + 0.0f * start;",
+        _ATTENTION_LANES,
+        "return {largest, lane_sum(sum) + start};",
+        "return {largest, lane_sum(sum) + 0.0f * start};",
         ("test_decode_attention.py::test_sinks_join_the_denominator",),
         _PORTABLE,
     ),
@@ -1627,6 +1628,113 @@ DECODE_ATTENTION = [
         "options.sinks",
         ("test_decode_attention.py::test_sinks_join_the_denominator",),
         ("cpu/decode_attention.cpp",),
+    ),
+]
+
+_FORWARD = "csrc/cpu/attention_kernel.inc.h"
+_BACKWARD = "csrc/cpu/attention_gradient_kernel.inc.h"
+_DRIVER = "csrc/cpu/attention.cpp"
+_ROW_BITS = ("test_attention.py::test_every_row_has_the_bits_of_decode_attention",)
+_GRADIENT_TIERS = ("test_attention.py::test_tier1",)
+
+ATTENTION = [
+    Mutation(
+        "window one too long",
+        REFERENCE,
+        f"{_PYTHON}/attention/reference.py",
+        "unseen |= key <= position - window",
+        "unseen |= key < position - window",
+        _ROW_BITS,
+    ),
+    Mutation(
+        "tiles counted from the window's start",
+        CPU,
+        _DECODE_CPP,
+        "return group.first / kTile * kTile;",
+        "return group.first;",
+        _ROW_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a masked position counted in the maximum",
+        CPU,
+        _FORWARD,
+        "seen = between(seen, first - tile, position + 1 - tile, -__builtin_inff());",
+        "seen = between(seen, first - tile, kTile, -__builtin_inff());",
+        _ROW_BITS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a later position's value added",
+        CPU,
+        _FORWARD,
+        "after = position + 1 - tile;",
+        "after = position + 2 - tile;",
+        ("test_attention.py::test_nan_stays_where_it_belongs",),
+        _PORTABLE,
+    ),
+    Mutation(
+        "the parent's rows taken from the first sequence",
+        CPU,
+        _DRIVER,
+        "s.parent < 0 ? 0 : sequences[s.parent].row",
+        "0",
+        _ROW_BITS,
+        ("cpu/attention.cpp",),
+    ),
+    Mutation(
+        "a child begins at position 0",
+        CPU,
+        _DRIVER,
+        "begin = s.shared, end; begin < s.end()",
+        "begin = 0, end; begin < s.length",
+        _ROW_BITS,
+        ("cpu/attention.cpp",),
+    ),
+    Mutation(
+        "a child's gradient lost",
+        CPU,
+        _BACKWARD,
+        "if (x != m && m != 0) continue;",
+        "if (x != m) continue;",
+        _GRADIENT_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "softcap's slope left out",
+        CPU,
+        _BACKWARD,
+        "bend = 1.0f - t * t;",
+        "",
+        _GRADIENT_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "queries beyond the window keep a slope",
+        CPU,
+        _BACKWARD,
+        "dz = between(dz, begin, end, 0.0f);",
+        "dz = between(dz, 0, end, 0.0f);",
+        _GRADIENT_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "a child's keys at the parent's positions",
+        CPU,
+        _BACKWARD,
+        "start = m == 0 ? 0 : shared;",
+        "start = 0;",
+        _GRADIENT_TIERS,
+        _PORTABLE,
+    ),
+    Mutation(
+        "sinks' gradient with the wrong sign",
+        CPU,
+        _DRIVER,
+        "sum -= double(",
+        "sum += double(",
+        _GRADIENT_TIERS,
+        ("cpu/attention.cpp",),
     ),
 ]
 
@@ -2003,6 +2111,7 @@ MUTATIONS = [
         "gae": GAE,
         "ppo_loss": PPO_LOSS,
         "sample": SAMPLE,
+        "attention": ATTENTION,
         "decode_attention": DECODE_ATTENTION,
         "decode_linear": DECODE_LINEAR,
         "decode_step": DECODE_STEP,

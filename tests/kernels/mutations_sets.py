@@ -18,7 +18,7 @@ _HEAD = "csrc/cpu/head_body.inc.h"
 _LINEAR = "csrc/cpu/linear_body.inc.h"
 _CORES = "kernels/rlhf_kernels/runtime/cores.py"
 _PHILOX = "csrc/cpu/philox.h"
-_ATTENTION = "csrc/cpu/decode_attention_kernel.inc.h"
+_ATTENTION = "csrc/cpu/attention_lanes.inc.h"
 
 _PORTABLE = ("cpu/variants/portable.cpp",)
 _AVX2 = ("cpu/variants/avx2.cpp",)
@@ -148,8 +148,8 @@ SETS = [
         "sums of sixteen rows in another order",
         CPU,
         _ATTENTION,
-        "halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]))",
-        "halve(halve(fours[0], fours[2]), halve(fours[1], fours[3]))",
+        "halve(halve((__m512)fours[0], (__m512)fours[1]), halve((__m512)fours[2], (__m512)fours[3]))",
+        "halve(halve((__m512)fours[0], (__m512)fours[2]), halve((__m512)fours[1], (__m512)fours[3]))",
         ("test_decode_attention.py::test_every_length",),
         _AVX512,
     ),

@@ -15,6 +15,7 @@ from . import native_case_file
 from .native_case_file import BF16, FP16, FP32, Case
 from .native_cases_products import decode_step_case, head_case, linear_case, lora_case, lora_decode_case, sample_case
 from .native_cases_rows import (
+    attention_case,
     block_cases,
     decode_attention_case,
     gae_case,
@@ -43,6 +44,7 @@ def cases(seed: int) -> Iterator[Case]:
             both = f"{name}-adapters-{str(adapter).removeprefix('torch.')}-seed{seed}"
             yield lora_case(g, dtype, adapter, both)
             yield lora_decode_case(g, dtype, adapter, both)
+        yield attention_case(g, dtype, label)
         yield decode_attention_case(g, dtype, label)
         yield decode_step_case(dtype, label, seed)
         yield gather_logprob_case(g, dtype, label)

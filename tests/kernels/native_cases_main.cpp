@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cpu/llama_ops.h"
+#include "cpu/attention.h"
 #include "cpu/decode_attention.h"
 #include "cpu/decode_step.h"
 #include "cpu/gae.h"
@@ -171,7 +172,7 @@ Cache cache_of(Case& c, const std::string& name) {
     return {c.data(name), block * heads * D, heads * D, D, 1};
 }
 
-void attention(Case& c) {
+void decode_attention_of(Case& c) {
     const int64_t heads = c.size("q", 1), D = c.size("q", 2);
     decode_attention(c.bf16("q") ? CacheType::bfloat16 : CacheType::float32,
                      {c.size("q", 0), heads, c.size("k", 2), D}, {c.data("q"), heads * D, D, 1}, cache_of(c, "k"),
@@ -181,6 +182,25 @@ void attention(Case& c) {
                      {float(c.number("scale")), int64_t(c.number("window")), float(c.number("softcap")),
                       c.data<float>("sinks")},
                      c.out("out", c.array("q").type), kThreads);
+}
+
+Heads heads_of(Case& c, const std::string& name) {
+    return {c.data(name), c.size(name, 1) * c.size(name, 2), c.size(name, 2)};
+}
+
+void packed_attention(Case& c) {
+    const CacheType type = c.bf16("q") ? CacheType::bfloat16 : CacheType::float32;
+    const AttentionSizes sizes{c.size("q", 0), c.size("lengths", 0), c.size("q", 1), c.size("k", 1), c.size("q", 2)};
+    const Heads q = heads_of(c, "q"), k = heads_of(c, "k"), v = heads_of(c, "v");
+    const Packing packing{c.data<int64_t>("lengths"), c.data<int64_t>("parents")};
+    const ScoreOptions options{float(c.number("scale")), int64_t(c.number("window")), float(c.number("softcap")),
+                               c.data<float>("sinks")};
+    std::vector<float> totals(2 * sizes.tokens * sizes.query_heads);
+    const std::string& stored = c.array("q").type;
+    void* out = c.out("out", stored);
+    attention(type, sizes, q, k, v, packing, options, out, totals.data(), kThreads);
+    attention_gradient(type, sizes, heads_of(c, "d_out"), q, k, v, packing, options, out, totals.data(),
+                       {c.out("d_q", stored), c.out("d_k", stored), c.out("d_v", stored), c.floats("d_sinks")}, kThreads);
 }
 
 const char* const kLinears[] = {"q", "k", "v", "o", "gate", "up", "down"};
@@ -343,7 +363,8 @@ const std::map<std::string, void (*)(Case&)> kOps = {
     {"linear", linear},
     {"lora", lora_training},
     {"lora_decode", lora_decode},
-    {"decode_attention", attention},
+    {"attention", packed_attention},
+    {"decode_attention", decode_attention_of},
     {"decode_step", decode_step},
     {"rms_norm", by_type<rms_norm<uint16_t>, rms_norm<float>>},
     {"rotary", by_type<rotary<uint16_t>, rotary<float>>},

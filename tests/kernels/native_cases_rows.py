@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+from rlhf_kernels.attention import reference as attention
 from rlhf_kernels.decode_attention import reference as decode_attention
 from rlhf_kernels.gae import reference as gae
 from rlhf_kernels.gather_logprob import reference as gather_logprob
@@ -61,6 +62,26 @@ def decode_attention_case(g: torch.Generator, dtype: torch.dtype, label: str) ->
     rest = (t["lengths"], table, n["scale"], int(n["window"]), n["softcap"], sinks)
     exact = decode_attention.forward(*(x.double() for x in (q, *caches)), *rest)
     return Case("decode_attention", label, t, n, {"out": rounded(exact, decode_attention.forward(q, *caches, *rest))})
+
+
+def attention_case(g: torch.Generator, dtype: torch.dtype, label: str) -> Case:
+    lengths, parents, heads, kv_heads, dim = (19, 22, 0, 35), (-1, 0, -1, -1), 6, 2, 40
+    t = {name: randn(g, sum(lengths), kv_heads, dim, dtype=dtype) for name in "kv"}
+    t |= {name: randn(g, sum(lengths), heads, dim, dtype=dtype) for name in ("q", "d_out")}
+    t |= {"sinks": randn(g, heads, dtype=FP32)}
+    n = {"scale": dim**-0.5, "window": 25, "softcap": 1.5}
+
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [t[name].to(dtype).detach().clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
+        options = (n["scale"], int(n["window"]), n["softcap"], leaves[3])
+        out = attention.in_its_dtype(*leaves[:3], lengths, parents, *options)
+        found = torch.autograd.grad(out, leaves, t["d_out"].to(dtype))
+        return dict(zip(("out", "d_q", "d_k", "d_v", "d_sinks"), (out.detach(), *found), strict=True))
+
+    exact, eager = answers(FP64), answers(dtype)
+    wants = {name: rounded(x, eager[name]) for name, x in exact.items()}
+    t |= {"lengths": torch.tensor(lengths), "parents": torch.tensor(parents)}
+    return Case("attention", label, t, n, wants)
 
 
 def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from rlhf_kernels.attention import attention
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
@@ -127,6 +128,14 @@ def decoding() -> None:
             cache,
             torch.randn(4).to(dtype),
             gradients=False,
+        )
+        hold(
+            "attention",
+            lambda q, k, v, s: [attention(q, k, v, [9, 14], parents=[-1, 0], scale=0.3, window=11, sinks=s)],
+            torch.randn(23, 4, 20).to(dtype),
+            *torch.randn(2, 23, 2, 20).to(dtype),
+            torch.randn(4).to(dtype),
+            gradients=dtype == FP32,  # those of bf16: native_cases_main.cpp
         )
         slots, decoder = make_adapters(sizes), make_decoder(sizes, dtype)
         call = make_call(sizes, 5, dtype, len(slots), longest=6)

@@ -1,29 +1,52 @@
-"""Work and memory of `attention`: what the causal mask leaves of the products, and one pass over the tensors."""
+"""Work and memory of `attention`: what the masks leave of the products, and one pass over the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kernels.runtime.cost import ATTENTION, BackendOf, Work, all_bytes
+from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.cost import ATTENTION, BackendOf, Work, all_bytes, round_up
 
-_FAMILY_ROWS = 1 << 18  # floats of scores of a block of queries, per thread
+QUERY_ROWS, SCORES, TILE = 32, 1 << 18, 16
+"""Rows and scores of a block of queries, and positions of a tile: csrc/cpu/attention_rows.h."""
 
 
-def _pairs(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> int:
+def pairs(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> int:
     """Pairs of a query and a key that it sees."""
     total = 0
     for length, parent in zip(lengths, parents, strict=True):
         end = length + (lengths[parent] if parent >= 0 else 0)
-        for n, sign in ((end, 1), (end - length, -1)):  # sums over the last positions 1 … n
-            most = n if window is None else min(n, window)
-            total += sign * (most * (most + 1) // 2 + (n - most) * most)
+        total += _seen(end, window) - _seen(end - length, window)
     return total
+
+
+def _seen(positions: int, window: int | None) -> int:
+    """Keys that the first queries of a sequence see together."""
+    most = positions if window is None else min(positions, window)
+    return most * (most + 1) // 2 + (positions - most) * most
 
 
 def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
     """Forward 4 D per pair of query and key, backward 10 D: two and five products."""
-    lengths, parents, _, window, _ = args[-5:]
-    q = args[1] if name == "attention_backward" else args[0]
-    flops = (10.0 if name == "attention_backward" else 4.0) * q.shape[1] * q.shape[2] * _pairs(lengths, parents, window)
-    return [Work("attention", ATTENTION, flops, all_bytes([*args, *out]), 0, q.dtype)]
+    back = name == "attention_backward"
+    q, (lengths, parents, _, window, _) = args[1 if back else 0], args[-5:]
+    flops = (10.0 if back else 4.0) * q.shape[1] * q.shape[2] * pairs(lengths, parents, window)
+    return [Work(name, ATTENTION, flops, all_bytes([*args, *out]), 0, q.dtype)]
+
+
+def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
+    """Scratch of every thread: a block of queries and its scores, or a family's gradients of queries."""
+    back = name == "attention_backward"
+    (q, k), (lengths, parents, _, window, _) = args[1:3] if back else args[:2], args[-5:]
+    t, n_heads, d = q.shape
+    group, padded = n_heads // k.shape[1], round_up(d, TILE)
+    if back:
+        members = [length + sum(lengths[j] for j, p in enumerate(parents) if p == i) for i, length in enumerate(lengths)]
+        floats = (max(members, default=0) * group + 6 * TILE) * padded + 2 * TILE**2
+        return 4 * (native.threads() * floats + t * n_heads)
+    ends = [n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)]
+    longest = max(ends, default=0) if window is None else min(max(ends, default=0), window + QUERY_ROWS)
+    rows = max(group, QUERY_ROWS)
+    floats = (2 * rows + TILE) * padded + max(min(rows * longest, SCORES), group * longest) + 2 * TILE * rows
+    return 4 * native.threads() * floats

@@ -24,19 +24,35 @@ def attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q: [T, Hq, D], k and v: [T, Hkv, D] → [T, Hq, D] in q's dtype."""
+    """q: [T, Hq, D], k and v: [T, Hkv, D] → [T, Hq, D] in q's dtype, rounded once."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with autocast.off(q):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        group = q.shape[1] // k.shape[1]
-        pieces = [[x.to(dtype) for x in tensor.split(list(lengths))] for tensor in (q, k, v)]
-        limits = None if sinks is None else sinks.to(dtype)
-        outs = []
-        for i, parent in enumerate(parents):
-            seen = [[piece[j] for j in ((parent, i) if parent >= 0 else (i,))] for piece in pieces[1:]]
-            keys, values = (torch.cat(x).transpose(0, 1).repeat_interleave(group, 0) for x in seen)  # [Hq, S, D]
-            outs.append(_attend(pieces[0][i].transpose(0, 1) * scale, keys, values, window, softcap, limits))
-        out = torch.cat(outs, 1) if outs else q.to(dtype).transpose(0, 1)
-        return out.transpose(0, 1).to(q.dtype)
+        wide = [x.to(dtype) for x in (q, k, v)]
+        return in_its_dtype(*wide, lengths, parents, scale, window, softcap, sinks).to(q.dtype)
+
+
+def in_its_dtype(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same as eager ops of q's dtype, each of which rounds."""
+    group = q.shape[1] // k.shape[1]
+    queries, keys, values = (x.split(list(lengths)) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.to(q.dtype)
+    outs = []
+    for i, parent in enumerate(parents):
+        members = (parent, i) if parent >= 0 else (i,)
+        seen = [torch.cat([x[j] for j in members]).transpose(0, 1) for x in (keys, values)]  # [Hkv, S, D]
+        seen = [x.repeat_interleave(group, 0) for x in seen]
+        outs.append(_attend(queries[i].transpose(0, 1) * scale, *seen, window, softcap, sinks))
+    return torch.cat(outs, 1).transpose(0, 1) if outs else q + 0.0 * (k.sum() + v.sum())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
