@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """The table of presets of the package, rlhf_engine/planning/plan_table.json, from traces without data.
 
-    python bench/tables/plan_table.py [--parts FOLDER] [--presets NAME …]
+    rm -rf build/plan_table && python bench/tables/plan_table.py [--parts FOLDER] [--jobs N] [--presets NAME …]
 
-Every preset in float32 and bfloat16 is a part, written to FOLDER (build/plan_table) as soon as it is made. A part that
-is there is not made again, so the script can be stopped and started, and run twice at once with other presets. At the
-end all parts that are there become the table. It takes about a minute per part on one core.
+Every preset in float32 and bfloat16 is a part, written to FOLDER (build/plan_table) as soon as it is made, after about
+a minute on an idle core. A part that is there is not made again, so the script can be stopped and started. All parts
+that are there become the table. It is to be made anew whenever the engine allocates other tensors than before:
+tests/planning/test_table.py says so.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlhf_engine.config import PlanConfig
 from rlhf_engine.hydra import METHODS
@@ -131,27 +136,40 @@ def joined(parts: Path) -> str:
     lines = []
     for preset in PRESETS:
         for dtype in DTYPES:
-            path = parts / f"{preset}-{dtype}.json"
+            path = _path(parts, preset, dtype)
             if path.is_file():
                 lines.append(f'"{preset} {dtype}": {path.read_text(encoding="utf-8")}')
     return json.dumps(head)[:-1] + ',\n"presets": {\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def make(parts: Path, preset: str, dtype: str) -> None:
+    """Write a part."""
+    torch.set_num_threads(1)
+    gc.set_threshold(100_000, 50, 50)  # traces make many small objects and few cycles
+    text = json.dumps(part(preset, dtype), separators=(",", ":"))
+    _path(parts, preset, dtype).write_text(text, encoding="utf-8")
+
+
+def _path(parts: Path, preset: str, dtype: str) -> Path:
+    return parts / f"{preset}-{dtype}.json"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=Path, default=ROOT / "build" / "plan_table")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--presets", nargs="*", default=list(PRESETS))
     parser.add_argument("--table", type=Path, default=PATH, help="another file than the package's")
     options = parser.parse_args(argv)
-    gc.set_threshold(100_000, 50, 50)  # traces make many small objects and few cycles
     options.parts.mkdir(parents=True, exist_ok=True)
-    for preset in options.presets:
-        for dtype in DTYPES:
-            path = options.parts / f"{preset}-{dtype}.json"
-            if not path.is_file():
-                print(preset, dtype, file=sys.stderr, flush=True)
-                path.write_text(json.dumps(part(preset, dtype), separators=(",", ":")), encoding="utf-8")
+    missing = [(preset, dtype) for preset in options.presets for dtype in DTYPES]
+    missing = [of for of in missing if not _path(options.parts, *of).is_file()]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        work = {pool.submit(make, options.parts, *of): of for of in missing}
+        for done, future in enumerate(as_completed(work), start=1):
+            future.result()
+            print(f"{done} of {len(missing)}: {' '.join(work[future])}", file=sys.stderr, flush=True)
     options.table.write_text(joined(options.parts), encoding="utf-8")
     return 0
 

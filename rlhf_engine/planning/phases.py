@@ -159,6 +159,7 @@ def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
     for p in model.parameters():
         if p.requires_grad:
             p.grad_dtype = gradient_dtype(setting.optim, p.dtype)
+    model.shares_prompts = False  # no two prompts of a plan are alike
     if setting.gradient_checkpointing:
         for name in {role.backbone for role in roles.values() if role.trainable}:
             model.backbone(name).enable_gradient_checkpointing()
@@ -238,6 +239,7 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
 def _answers(s: Setting, rows: int) -> TokenValues:
     """Answers that an update of PPO can learn from; shapes are all that counts."""
     batch = _batch(s, rows)
+    vars(batch)["prompts_N"] = tuple(range(rows))  # no two alike; tokens without data do not say so
     per_token = torch.zeros(batch.n_completion_tokens)
     return TokenValues(
         batch=batch,
