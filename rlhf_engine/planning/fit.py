@@ -245,7 +245,7 @@ def _rising(peak: Callable[[int], int], budget: int, first: int, last: int | Non
             continue
         if low >= _MOST_ROWS:
             break
-        other = before if top is None else top
+        other = top if before is None else before
         slope = 0.0 if other is None else (peak(other) - peak(low)) / (other - low)
         probe = low + max(1, int((budget - peak(low)) / slope)) if slope > 0 else 2 * low
         if high is not None and not low < probe < high:
