@@ -27,7 +27,7 @@ from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import SlotConfig
 from rlhf_engine.hydra.attention import can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
 from rlhf_engine.hydra.heads import ScalarHead
@@ -567,6 +567,17 @@ class HydraModel(nn.Module):
         lanes = fold_lanes(self.roles, roles)
         return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
 
+    def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
+        """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.
+
+        Args:
+            batch: N sequences.
+
+        Returns:
+            The rows; None where the batch goes through as it is.
+        """
+        return batch.shared if self.shares_prompts and can_share(batch.tokens_T) else None
+
     def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
         return batch.n_tokens * n_lanes <= (self.token_budget if budget is None else budget)
 
@@ -592,7 +603,7 @@ class HydraModel(nn.Module):
         """
         drops = dropout_seed is not None and any(backbone.slot(s).config.dropout for s in slots if s is not None)
         # a mask belongs to a sequence, so that with dropout the copies of a prompt differ
-        shared = batch.shared if self.shares_prompts and not drops and can_share(batch.tokens_T) else None
+        shared = None if drops else self.shared_rows(batch)
         n, t = len(slots), batch.n_tokens if shared is None else len(shared.rows)
         lengths, parents = (batch.lengths, None) if shared is None else (shared.lengths, shared.parents)
         tokens, positions = batch.tokens_T, batch.positions_T

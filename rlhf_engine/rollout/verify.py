@@ -66,8 +66,13 @@ def check_rollout(
 
 def report_check(check: RolloutCheck) -> str:
     """A check in one line."""
+    again = f"{check.diverged} of {check.drawn_again} answers drawn again alone came out different"
+    if check.largest == 0:
+        return (
+            f"log-probs have the bits of the training forward's: largest difference 0.0 over {check.tokens} tokens; "
+            f"{again}"
+        )
     return (
         f"log-probs differ from the training forward's by {check.mean:.2g} on average and {check.largest:.2g} at most "
-        f"over {check.tokens} tokens, {100 * check.beyond_one_percent:.1f} % of ratios by more than 1 %; "
-        f"{check.diverged} of {check.drawn_again} answers drawn again alone came out different"
+        f"over {check.tokens} tokens, {100 * check.beyond_one_percent:.1f} % of ratios by more than 1 %; {again}"
     )

@@ -56,6 +56,12 @@ PANELS = (
         "tokens",
         (("completions/mean_length", "mean"), ("completions/max_length", "longest")),
     ),
+    Panel(
+        "Rollout against training",
+        "largest difference of a log-prob",
+        (("mismatch/rollout_max", "scoring"), ("mismatch/update_max", "update")),
+    ),
+    Panel("Prompts that answers share", "fraction of tokens saved", (("shared_prompt_ratio", "scoring"),)),
     Panel("Age of the answers", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
     Panel("KL of the present to the drawing policy", "nats per token", (("staleness/k3", "k3"),)),
     Panel(

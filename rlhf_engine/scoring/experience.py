@@ -123,6 +123,7 @@ class Scoring:
             raise ConfigError(_nothing_left(scored.totals, config))
         metrics = {
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
+            **_shared_metrics(self._model, drawn.batch),
             **(_age_metrics(behind_M) if config.is_async else {}),
             **_source_metrics(scored, all_prompts.drawn),
         }
@@ -344,6 +345,12 @@ def _draw_metrics(drawn: Rollout, scores: Scores, log_ratio_M: torch.Tensor, *, 
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
     }
+
+
+def _shared_metrics(model: HydraModel, batch: PackedBatch) -> dict[str, float]:
+    """Share of the tokens that are copies of a prompt, and go through a backbone once for all."""
+    shared = model.shared_rows(batch)
+    return {} if shared is None else {"shared_prompt_ratio": 1 - len(shared.rows) / batch.n_tokens}
 
 
 def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:

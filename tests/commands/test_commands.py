@@ -460,9 +460,15 @@ def test_a_rollout_can_be_verified(capsys, model):
     found = re.search(
         r"differ from the training forward's by (\S+) on average and (\S+) at most over (\d+) tokens", err
     )
-    assert found is not None
-    assert float(found[1]) <= float(found[2]) < 1e-3
+    if found is None:  # so small a model may agree to the bit
+        assert "largest difference 0.0 over" in err
+    else:
+        assert float(found[1]) <= float(found[2]) < 1e-3
     assert "of 8 answers drawn again alone came out different" in err
+    _, _, err = run(capsys, *common, "--prompt", "red cat", "blue", "--verify_rollout", "--exact")
+    if native.missing() is None:
+        assert "largest difference 0.0 over" in err
+        assert "0 of 2 answers drawn again alone came out different" in err
     line = refused(capsys, *common, "--prompt", "red cat", "--verify_rollout", "--top_k", "3")
     assert "verify_rollout: expected no top_k, top_p and min_completion_length" in line
 
