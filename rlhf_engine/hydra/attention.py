@@ -170,9 +170,13 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
     return buckets, Grid(rows=rows.to(device), places=places.to(device))
 
 
-def can_share(tokens_T: torch.Tensor) -> bool:
-    """Whether sequences with these tokens may go on from a prompt that they share: on a CPU, with tokens at hand."""
-    return tokens_T.is_cpu and is_eager() and eager(tokens_T) and registry.default_backend() != "reference"
+def can_share(tokens_T: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether sequences with these tokens may go on from a prompt that they share, in a backbone of a dtype.
+
+    That is so on a CPU with tokens at hand, where C++ serves `attention`.
+    """
+    at_hand = tokens_T.is_cpu and is_eager() and eager(tokens_T) and registry.default_backend() in ("auto", "cpu")
+    return at_hand and registry.unsupported("attention", "cpu", "cpu", dtype) is None
 
 
 def plan_decode(

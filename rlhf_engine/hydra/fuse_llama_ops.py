@@ -1,12 +1,14 @@
-"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.llama_ops`, with the modules' bits.
+"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.llama_ops`.
 
 A module whose class computes what an op computes gets a subclass of that class, with another `forward`; parameters and
 their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
-nothing but the attributes the op knows of, and has to give the op's bits. A class that fails keeps its `forward`.
+nothing but the attributes the op knows of, and has to give the bits of the op's reference. A class that fails keeps its
+`forward`.
 
 Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
-kernel table prefers the reference, the modules run their own code. Outputs never change; gradients are rounded once
-instead of at every step.
+kernel table prefers the reference, the modules run their own code. Where they serve, a rotary embedding keeps the
+module's bits. Norms and gated products have an order of sums and a logistic function of their own, those of decoding.
+They round where the modules do. Gradients are rounded once instead of at every step.
 """
 
 from __future__ import annotations

@@ -576,7 +576,8 @@ class HydraModel(nn.Module):
         Returns:
             The rows; None where the batch goes through as it is.
         """
-        return batch.shared if self.shares_prompts and can_share(batch.tokens_T) else None
+        dtype = next(iter(self.backbones.values())).dtype
+        return batch.shared if self.shares_prompts and can_share(batch.tokens_T, dtype) else None  # type: ignore[arg-type]
 
     def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
         return batch.n_tokens * n_lanes <= (self.token_budget if budget is None else budget)
