@@ -135,7 +135,8 @@ def test_bits_depend_on_nothing_beside_a_family(isa, dtype):
             assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
         # the other way round, behind an empty sequence
         turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
-        moved = with_gradients(turned[:3], (0, lengths[3], *lengths[:3]), turned[3], parents=(-1, -1, -1, 2, 2), **options)
+        sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
+        moved = with_gradients(turned[:3], sizes, turned[3], **options)
         assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
 
 

@@ -219,9 +219,7 @@ def _attention_backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return native.attention_backward(
-        d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap
-    )
+    return native.attention_backward(d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap)
 
 
 @_attention_backward.register_fake

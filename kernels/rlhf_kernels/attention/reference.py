@@ -55,9 +55,7 @@ def in_its_dtype(
     return torch.cat(outs, 1).transpose(0, 1) if outs else q + 0.0 * (k.sum() + v.sum())
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """q: [Hq, L, D] (scaled), k and v: [Hq, S, D], of which the last L are q's own → [Hq, L, D]."""
     scores = q @ k.transpose(1, 2)
     if softcap is not None:
