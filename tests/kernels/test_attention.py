@@ -256,6 +256,12 @@ def test_empty_batches(backend):
         out = attention(q, k, v, lengths, scale=1.0, backend=backend)
         assert out.shape == (0, 4, 8)
         assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
+    for shape in ((0, 8), (4, 0)):
+        q, k, v = torch.ones(3, *shape), torch.ones(3, 2, shape[1]), torch.ones(3, 2, shape[1])
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, [3], scale=1.0, backend=backend)
+        assert out.shape == (3, *shape)
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
     q, k, v = case((4, 2, 8), (3,))
     assert torch.equal(
         attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=backend),
