@@ -167,7 +167,8 @@ int main() {
                 }
             }
             packed_case(4, 2, 64, {40, 60, 33}, {-1, 0, -1}, 0, 0, true, type, 2);  // enough for the parallel loop
-            packed_case(40, 1, 8, {9}, {-1}, 0, 0, false, type, 1);                 // more heads than rows of a block
+            packed_case(40, 1, 8, {9}, {-1}, 0, 0, false, type, 1);  // more heads than rows of a block
+            packed_case(2, 2, 0, {3, 2}, {-1, 0}, 0, 0, true, type, 1);
         }
     }
     float x[8] = {};
