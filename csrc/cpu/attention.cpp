@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -26,6 +27,8 @@ namespace rlhf::cpu {
 namespace {
 
 constexpr int64_t kSerialProducts = 1 << 19;  // as in decode_attention.cpp
+
+const char* const kLengths = "numbers of at least 0 that add up to the rows of q";
 
 struct Sequence {
     int64_t row, length, parent, shared;  // shared: the parent's length
@@ -49,13 +52,13 @@ std::vector<Sequence> sequences_of(const AttentionSizes& sizes, const Packing& p
     int64_t row = 0;
     for (int64_t i = 0; i < sizes.sequences; ++i) {
         const int64_t length = packing.lengths[i], parent = packing.parents ? packing.parents[i] : -1;
-        RLHF_CHECK(length >= 0 && length <= sizes.tokens - row, "lengths", "numbers >= 0 that add up to the rows of q", length);
+        RLHF_CHECK(length >= 0 && length <= sizes.tokens - row, "lengths", kLengths, length);
         RLHF_CHECK(parent >= -1 && parent < i && (parent < 0 || all[parent].parent < 0), "parents",
                    "-1 or an earlier sequence that has no parent", parent);
         all.push_back({row, length, parent, parent < 0 ? 0 : all[parent].length});
         row += length;
     }
-    RLHF_CHECK(row == sizes.tokens, "lengths", "numbers >= 0 that add up to the rows of q", row);
+    RLHF_CHECK(row == sizes.tokens, "lengths", kLengths, row);
     return all;
 }
 
@@ -113,7 +116,7 @@ void attention(CacheType type, const AttentionSizes& sizes, const Heads& q, cons
                const Packing& packing, const ScoreOptions& options, void* out, float* totals, int threads) {
     const std::vector<Sequence> sequences = sequences_of(sizes, packing, options, threads);
     check_pointers(sizes, q, k, v, out, totals);
-    if (sizes.tokens == 0 || sizes.query_heads == 0) return;
+    if (RLHF_PRODUCT(sizes.tokens, sizes.query_heads, sizes.features) == 0) return;
     const AttentionCall call = call_of(type, sizes, q, k, v, options, out, totals);
     int64_t longest = 0;
     for (const Sequence& s : sequences) longest = std::max(longest, s.end());
@@ -146,7 +149,16 @@ void attention_gradient(CacheType type, const AttentionSizes& sizes, const Heads
     RLHF_CHECK_POINTER(gradients.k, n_out);
     RLHF_CHECK_POINTER(gradients.v, n_out);
     RLHF_CHECK_POINTER(gradients.sinks, options.sinks ? sizes.query_heads : 0);
-    if (sizes.query_heads == 0) return;
+    if (n_out == 0) {  // no query has a say
+        const int64_t n_keys = RLHF_PRODUCT(sizes.tokens, sizes.cache_heads, sizes.features);
+        RLHF_CHECK_POINTER(gradients.k, n_keys);
+        RLHF_CHECK_POINTER(gradients.v, n_keys);
+        const int64_t bytes = n_keys * (type == CacheType::bfloat16 ? 2 : 4);
+        if (bytes > 0) std::memset(gradients.k, 0, bytes);
+        if (bytes > 0) std::memset(gradients.v, 0, bytes);
+        if (options.sinks) std::fill_n(gradients.sinks, sizes.query_heads, 0.0f);
+        return;
+    }
     const std::unique_ptr<float[]> slopes(new float[sizes.tokens * sizes.query_heads]);
     AttentionGradientCall call{call_of(type, sizes, q, k, v, options, out, totals),
                                d_out, gradients.q, gradients.k, gradients.v, slopes.get()};

@@ -46,10 +46,11 @@ RLHF_INLINE void add_tile(const FamilyBack& back, const KeyTile& tile, const Mem
     together<kScored>(0, count, [&](auto n, int64_t i) __attribute__((always_inline)) {
         f32x16 z[n], slope[n];
         score<n>(tile.keys, q + i * padded, padded, padded, z);
-        score_of<n>(tile.values, [&](int r) __attribute__((always_inline)) { return d_outs[i + r]; }, padded, slope);
+        const auto d_out = [&](int r) __attribute__((always_inline)) { return d_outs[i + r]; };
+        score_of<n>(tile.values, d_out, padded, slope);
         for (int j = 0; j < n; ++j) {
             const int64_t position = start + (first + i + j) / group;
-            const int64_t row = (member.row + (first + i + j) / group) * call.query_heads + h0 + (first + i + j) % group;
+            const int64_t r = first + i + j, row = (member.row + r / group) * call.query_heads + h0 + r % group;
             const float* total = call.totals + 2 * row;
             f32x16 bend = splat(1.0f);
             if (options.softcap != 0.0f) {
@@ -74,12 +75,14 @@ RLHF_INLINE void add_tile(const FamilyBack& back, const KeyTile& tile, const Mem
         }
     });
     together<kAdded>(0, tile.count, [&](auto n, int64_t j) __attribute__((always_inline)) {
-        add_rows<Joining::together, n>(d_outs, 0, count, padded, {weights + j, 1, kTile}, tile.d_values + j * padded, padded);
-        add_rows<Joining::together, n>(queries, 0, count, padded, {slopes + j, 1, kTile}, tile.d_keys + j * padded, padded);
+        float *d_values = tile.d_values + j * padded, *d_keys = tile.d_keys + j * padded;
+        add_rows<Joining::together, n>(d_outs, 0, count, padded, {weights + j, 1, kTile}, d_values, padded);
+        add_rows<Joining::together, n>(queries, 0, count, padded, {slopes + j, 1, kTile}, d_keys, padded);
     });
     float* to = back.d_queries + (member_row * group + first) * padded;
     together<kAdded>(0, count, [&](auto n, int64_t i) __attribute__((always_inline)) {
-        add_rows<Joining::together, n>(tile.keys, 0, tile.count, padded, {slopes + i * kTile, kTile, 1}, to + i * padded, padded);
+        const Weights row_slopes{slopes + i * kTile, kTile, 1};
+        add_rows<Joining::together, n>(tile.keys, 0, tile.count, padded, row_slopes, to + i * padded, padded);
     });
 }
 template <typename T>
@@ -94,7 +97,9 @@ RLHF_INLINE void attend_back(const AttentionGradientCall& call, const Family& fa
     };
     float *key_copies = take(tile_floats), *value_copies = take(tile_floats);
     float *d_keys = take(tile_floats), *d_values = take(tile_floats);
-    FamilyBack back{call, family, nullptr, take(tile_floats), take(tile_floats), take(kTile * kTile), take(kTile * kTile)};
+    float *q = take(tile_floats), *d_out = take(tile_floats);
+    float *weights = take(kTile * kTile), *slopes = take(kTile * kTile);
+    FamilyBack back{call, family, nullptr, q, d_out, weights, slopes};
     back.d_queries = scratch;
     int64_t family_row = 0;
     for (int64_t m = 0; m < family.count; family_row += family.members[m++].length) {
@@ -102,9 +107,12 @@ RLHF_INLINE void attend_back(const AttentionGradientCall& call, const Family& fa
         for (int64_t t = 0; t < member.length; ++t) {
             for (int64_t h = h0; h < h0 + group; ++h) {
                 const int64_t row = (member.row + t) * call.query_heads + h;
-                const T *from = head_row<T>(call.d_out, member.row + t, h), *out = static_cast<const T*>(call.out) + row * features;
+                const T* from = head_row<T>(call.d_out, member.row + t, h);
+                const T* out = static_cast<const T*>(call.out) + row * features;
                 f32x16 sum = splat(0.0f);
-                for (int64_t d = 0; d < features; d += 16) sum = muladd(load(from + d, features - d), load(out + d, features - d), sum);
+                for (int64_t d = 0; d < features; d += 16) {
+                    sum = muladd(load(from + d, features - d), load(out + d, features - d), sum);
+                }
                 call.slopes[row] = lane_sum(sum);
                 float* to = back.d_queries + ((family_row + t) * group + h - h0) * padded;
                 for (int64_t d = 0; d < padded; d += 16) store16(to + d, splat(0.0f));

@@ -60,8 +60,8 @@ RLHF_INLINE void attend_positions(const AttentionCall& call, const QueryBlock& b
             const float* found[kTile];
             find_floats<T>(end - tile < kTile ? end - tile : kTile, features, padded, copies, found, [&](int64_t i)
                 __attribute__((always_inline)) { return head_row<T>(heads, row_of(block.keys, tile + i), block.head); });
-            const int64_t last = options.window && end - tile > kTile - 1 + options.window ? tile + kTile - 1 + options.window : end;
-            body(found, tile, begin > tile ? begin : tile, last);
+            const int64_t after = tile + kTile - 1 + options.window;  // the first position whose window is behind the tile
+            body(found, tile, begin > tile ? begin : tile, options.window && after < end ? after : end);
         }
     };
     for_tiles(call.k, [&](const float* const* keys, int64_t tile, int64_t from, int64_t to)
@@ -93,8 +93,8 @@ RLHF_INLINE void attend_positions(const AttentionCall& call, const QueryBlock& b
     for_tiles(call.v, [&](const float* const* values, int64_t tile, int64_t from, int64_t to)
         __attribute__((always_inline)) {
             const auto add = [&](auto count, int64_t r, int64_t first, int64_t after) __attribute__((always_inline)) {
-                add_rows<Joining::row_by_row, count>(values, first, after, padded, {scores + r * step + tile - base, step, 1},
-                                out + r * padded, padded);
+                const Weights weights{scores + r * step + tile - base, step, 1};
+                add_rows<Joining::row_by_row, count>(values, first, after, padded, weights, out + r * padded, padded);
             };
             // Positions that see a part of the tile, before and after those that see all of it.
             int64_t whole = from > tile + kTile - 1 ? from : tile + kTile - 1;
@@ -102,8 +102,8 @@ RLHF_INLINE void attend_positions(const AttentionCall& call, const QueryBlock& b
             if (whole >= part) whole = part = to;
             const auto add_part = [&](int64_t position) __attribute__((always_inline)) {
                 const int64_t first = first_seen(options, position) - tile, after = position + 1 - tile;
-                const int64_t r = (position - begin) * group;
-                together<kAdded>(r, r + group, [&](auto count, int64_t r) __attribute__((always_inline)) {
+                const int64_t row = (position - begin) * group;
+                together<kAdded>(row, row + group, [&](auto count, int64_t r) __attribute__((always_inline)) {
                     add(count, r, first > 0 ? first : 0, after < kTile ? after : kTile);
                 });
             };

@@ -153,13 +153,13 @@ RLHF_INLINE void together(int64_t first, int64_t end, const Body& body) {
 // sums[r][i] = the sixteen lanes of x(r) · row i over `features`, where x(r) is padded with zeros.
 template <int ROWS, int KEYS, typename T, typename X>
 RLHF_INLINE void multiply(const T* const* rows, const X& x, int64_t features, f32x16 (*sums)[KEYS]) {
-    const auto add = [&](int64_t d, int64_t left, auto first) __attribute__((always_inline)) {
+    const auto add = [&](int64_t d, const auto& read, auto first) __attribute__((always_inline)) {
         f32x16 query[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) query[r] = load16(x(r) + d);
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
-            const f32x16 row = left < 16 ? load(rows[i] + d, left) : load(rows[i] + d);
+            const f32x16 row = read(rows[i] + d);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
                 if constexpr (first) {
@@ -170,10 +170,12 @@ RLHF_INLINE void multiply(const T* const* rows, const X& x, int64_t features, f3
             }
         }
     };
-    add(0, features, std::true_type());
+    const auto whole = [](const T* p) __attribute__((always_inline)) { return load(p); };
+    add(0, [=](const T* p) __attribute__((always_inline)) { return load(p, features); }, std::true_type());
     int64_t d = 16;
-    for (; d + 16 <= features; d += 16) add(d, 16, std::false_type());
-    if (d < features) add(d, features - d, std::false_type());
+    for (; d + 16 <= features; d += 16) add(d, whole, std::false_type());
+    const int64_t left = features - d;
+    if (left > 0) add(d, [=](const T* p) __attribute__((always_inline)) { return load(p, left); }, std::false_type());
 }
 
 constexpr int kScored = kSums16 >= 16 ? 4 : kSums16 >= 4 ? 2 : 1;  // queries that share what is loaded of a tile

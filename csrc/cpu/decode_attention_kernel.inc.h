@@ -112,12 +112,15 @@ RLHF_INLINE void attend(const DecodeCall& call, const HeadGroup& group, float* s
     const auto add_tile = [&](const auto* rows, int64_t at, int64_t begin, int64_t end, int64_t features)
         __attribute__((always_inline)) {
             together<kAdded>(0, call.group, [&](auto heads, int64_t h) __attribute__((always_inline)) {
-                add_rows<Joining::row_by_row, heads>(rows, begin, end, features, {scores + h * step + at, step, 1}, out + h * padded, padded);
+                const Weights weights{scores + h * step + at, step, 1};
+                add_rows<Joining::row_by_row, heads>(rows, begin, end, features, weights, out + h * padded, padded);
             });
         };
     for_tiles<T>(call, group, values, copies, add_tile);
     T* to = static_cast<T*>(group.out);
-    for (int64_t h = 0; h < call.group; ++h) divided(out + h * padded, call.features, totals[h], to + h * call.features);
+    for (int64_t h = 0; h < call.group; ++h) {
+        divided(out + h * padded, call.features, totals[h], to + h * call.features);
+    }
 }
 
 }  // namespace attention_rows

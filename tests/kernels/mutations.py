@@ -1644,7 +1644,7 @@ ATTENTION = [
         f"{_PYTHON}/attention/reference.py",
         "unseen |= key <= position - window",
         "unseen |= key < position - window",
-        _ROW_BITS,
+        _GRADIENT_TIERS,
     ),
     Mutation(
         "tiles counted from the window's start",

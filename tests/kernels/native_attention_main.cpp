@@ -67,9 +67,11 @@ struct Oracle {
         for (size_t i = 0; i < lengths.size(); ++i) {
             for (int64_t t = 0; t < lengths[i]; ++t) {
                 std::vector<int64_t> rows;
-                if (parents[i] >= 0) for (int64_t s = starts[parents[i]]; s < starts[parents[i] + 1]; ++s) rows.push_back(s);
+                const int64_t p = parents[i];
+                for (int64_t s = p < 0 ? 0 : starts[p]; s < (p < 0 ? 0 : starts[p + 1]); ++s) rows.push_back(s);
                 for (int64_t s = starts[i]; s <= starts[i] + t; ++s) rows.push_back(s);
-                if (options.window && int64_t(rows.size()) > options.window) rows.erase(rows.begin(), rows.end() - options.window);
+                const int64_t most = options.window ? options.window : int64_t(rows.size());
+                if (int64_t(rows.size()) > most) rows.erase(rows.begin(), rows.end() - most);
                 for (int64_t h = 0; h < heads; ++h) row(starts[i] + t, h, h / group, rows, d_out);
             }
         }
@@ -165,7 +167,8 @@ int main() {
                 }
             }
             packed_case(4, 2, 64, {40, 60, 33}, {-1, 0, -1}, 0, 0, true, type, 2);  // enough for the parallel loop
-            packed_case(40, 1, 8, {9}, {-1}, 0, 0, false, type, 1);                 // more heads than rows of a block
+            packed_case(40, 1, 8, {9}, {-1}, 0, 0, false, type, 1);  // more heads than rows of a block
+            packed_case(2, 2, 0, {3, 2}, {-1, 0}, 0, 0, true, type, 1);
         }
     }
     float x[8] = {};

@@ -135,7 +135,8 @@ def test_bits_depend_on_nothing_beside_a_family(isa, dtype):
             assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
         # the other way round, behind an empty sequence
         turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
-        moved = with_gradients(turned[:3], (0, lengths[3], *lengths[:3]), turned[3], parents=(-1, -1, -1, 2, 2), **options)
+        sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
+        moved = with_gradients(turned[:3], sizes, turned[3], **options)
         assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
 
 
@@ -255,6 +256,12 @@ def test_empty_batches(backend):
         out = attention(q, k, v, lengths, scale=1.0, backend=backend)
         assert out.shape == (0, 4, 8)
         assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
+    for shape in ((0, 8), (4, 0)):
+        q, k, v = torch.ones(3, *shape), torch.ones(3, 2, shape[1]), torch.ones(3, 2, shape[1])
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, [3], scale=1.0, backend=backend)
+        assert out.shape == (3, *shape)
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
     q, k, v = case((4, 2, 8), (3,))
     assert torch.equal(
         attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=backend),

@@ -42,7 +42,10 @@ def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
     t, n_heads, d = q.shape
     group, padded = n_heads // k.shape[1], round_up(d, TILE)
     if back:
-        members = [length + sum(lengths[j] for j, p in enumerate(parents) if p == i) for i, length in enumerate(lengths)]
+        members = list(lengths)  # rows of the families, each at its parent's place
+        for length, parent in zip(lengths, parents, strict=True):
+            if parent >= 0:
+                members[parent] += length
         floats = (max(members, default=0) * group + 6 * TILE) * padded + 2 * TILE**2
         return 4 * (native.threads() * floats + t * n_heads)
     ends = [n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)]

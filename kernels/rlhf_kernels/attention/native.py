@@ -46,8 +46,7 @@ class _Call:
         self.dtype = q.dtype
         self.inputs = [self.heads("q", q, n_heads), self.heads("k", k, k.shape[1]), self.heads("v", v, k.shape[1])]
         self.packing = [
-            self._indices("lengths", lengths, len(lengths)),
-            self._indices("parents", parents, len(lengths)),
+            self._indices(name, values, len(lengths)) for name, values in (("lengths", lengths), ("parents", parents))
         ]
         sinks = None if sinks is None else self._keep(sinks.detach().to(torch.float32).contiguous())
         self.options = (

@@ -27,8 +27,8 @@ def attention(
     """q: [T, Hq, D], k and v: [T, Hkv, D] → [T, Hq, D] in q's dtype, rounded once."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with autocast.off(q):
-        wide = [x.to(dtype) for x in (q, k, v)]
-        return in_its_dtype(*wide, lengths, parents, scale, window, softcap, sinks).to(q.dtype)
+        q_wide, k_wide, v_wide = (x.to(dtype) for x in (q, k, v))
+        return in_its_dtype(q_wide, k_wide, v_wide, lengths, parents, scale, window, softcap, sinks).to(q.dtype)
 
 
 def in_its_dtype(
@@ -49,9 +49,9 @@ def in_its_dtype(
     outs = []
     for i, parent in enumerate(parents):
         members = (parent, i) if parent >= 0 else (i,)
-        seen = [torch.cat([x[j] for j in members]).transpose(0, 1) for x in (keys, values)]  # [Hkv, S, D]
-        seen = [x.repeat_interleave(group, 0) for x in seen]
-        outs.append(_attend(queries[i].transpose(0, 1) * scale, *seen, window, softcap, sinks))
+        k, v = (torch.cat([x[j] for j in members]).transpose(0, 1) for x in (keys, values))  # [Hkv, S, D]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        outs.append(_attend(queries[i].transpose(0, 1) * scale, k, v, window, softcap, sinks))
     return torch.cat(outs, 1).transpose(0, 1) if outs else q + 0.0 * (k.sum() + v.sum())
 
 
