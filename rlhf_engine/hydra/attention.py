@@ -3,17 +3,17 @@
 A backbone call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
 how they attend:
 
-* `PackedPlan`: every sequence attends causally to itself. On a GPU, `varlen` chooses who serves that without padding.
+* `PackedPlan`: every sequence attends causally to itself, and to a prompt that it shares with others. On a CPU that is
+  the op `attention`, whose rows have the bits of decoding's; on a GPU `varlen` chooses who serves it without padding.
   Elsewhere sequences of similar length go through one SDPA call, the shorter ones padded on the right; under a causal
   mask no real query sees that padding, so no mask tensor exists. With `new`, keys and values are also written into a
-  cache (prefill). In exact mode on a CPU the op `attention` serves instead, whose rows have the bits of decoding's.
+  cache (prefill).
 * `DecodePlan`: one new token per row; keys and values are appended to the cache and the op `decode_attention` reads it.
 
 In SDPA, a sliding window (Mistral) bounds the keys by a band mask per length, never by one over all T rows, and long
 sequences go in blocks of queries. A softcap on the scores (Gemma 2) then runs in plain torch, block by block, in the
 order of operations of transformers' eager attention: SDPA cannot express it. So do sinks (gpt-oss), one logit per head
-that joins the softmax's denominator and has no value, except on a CPU, see `attention_cpu`. A keyword that is not
-served is refused by name.
+that joins the softmax's denominator and has no value. A keyword that is not served is refused by name.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, S cache length.
 """
@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_engine.errors import UnsupportedModelError
-from rlhf_engine.hydra import attention_cpu, gate, varlen
+from rlhf_engine.hydra import gate, varlen
 from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
 from rlhf_engine.hydra.varlen import ScoreRule, Sequences
@@ -175,8 +175,16 @@ def can_share(tokens_T: torch.Tensor, dtype: torch.dtype) -> bool:
 
     That is so on a CPU with tokens at hand, where C++ serves `attention`.
     """
-    at_hand = tokens_T.is_cpu and is_eager() and eager(tokens_T) and registry.default_backend() in ("auto", "cpu")
-    return at_hand and registry.unsupported("attention", "cpu", "cpu", dtype) is None
+    return eager(tokens_T) and _runs_in_cpp(tokens_T.device.type, dtype)
+
+
+def _runs_in_cpp(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether C++ serves attention of packed rows."""
+    if device_type != "cpu" or not is_eager() or registry.default_backend() not in ("auto", "cpu"):
+        return False
+    if registry.unsupported("attention", "cpu", "cpu", dtype) is not None:
+        return False
+    return registry.resolve_for("attention", "auto", "cpu", dtype) == "cpu"
 
 
 def plan_decode(
@@ -226,14 +234,13 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if plan.parents is not None or (registry.is_exact() and query.device.type == "cpu" and is_eager()):
-        return _in_order(query, key, value, rule, plan)[None], None
     packed = varlen.choose(query, value, rule)
     if packed is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None
-    has_plain_scores = softcap is None and (sinks is None or attention_cpu.serves_sinks(query, value))
-    attend = _sdpa if has_plain_scores else _plain
+    if plan.parents is not None or _runs_in_cpp(query.device.type, query.dtype):
+        return _in_order(query, key, value, rule, plan)[None], None
+    attend = _sdpa if softcap is None and sinks is None else _plain
     buckets = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)
     parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in buckets]  # each [n · length, H, D]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -306,9 +313,6 @@ def _sdpa(
     for first, end, begin in _query_blocks(length, window, block):
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
         rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
-        if rule.sinks is not None or attention_cpu.serves(*rows):
-            parts.append(attention_cpu.attention(*rows, band, rule.scaling, rule.sinks))
-            continue
         out, _ = sdpa_attention_forward(
             module,
             *rows,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rlhf_kernels.attention import attention
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.linear import linear
@@ -28,7 +29,7 @@ from rlhf_kernels.runtime.cost import GEMMS, Work
 from rlhf_kernels.sample import sample
 from transformers import LlamaConfig
 
-from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch, SlotConfig, attention_cpu
+from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch, SlotConfig
 from rlhf_engine.planning.machines import Ceiling, Curve, Figure, Machine
 from rlhf_engine.planning.phases import ROLES, Setting, build_model
 from rlhf_engine.planning.tracing import traced
@@ -193,9 +194,10 @@ def _products(
     adapted = _back(lambda x, A, B: lora_linear(x, weight, None, [A], [B], [1.0], segments), [x, A, B], dy)
     yield _Probe("lora_backward", n, adapted, less=back)
     for length in (32, 128, 512):
-        qkv, dy = [random(4, _HEADS, length, _D) for _ in range(3)], random(4, length, _HEADS, _D)
-        yield _Probe("attention", length, functools.partial(_attend, *qkv))
-        yield _Probe("attention_backward", length, _back(_attend, qkv, dy))
+        qkv, dy = [random(4 * length, _HEADS, _D) for _ in range(3)], random(4 * length, _HEADS, _D)
+        attend = functools.partial(attention, lengths=[length] * 4, scale=_D**-0.5)
+        yield _Probe("attention", length, functools.partial(attend, *qkv))
+        yield _Probe("attention_backward", length, _back(attend, qkv, dy))
     cache, q, lengths = random(64, 16, _HEADS, _D), random(8, _HEADS, _D), torch.full((8,), 128)
     table = torch.arange(64).view(8, 8)
     yield _Probe(
@@ -210,12 +212,6 @@ def _back(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dy: torch
     """The backward pass of a call, again and again."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return functools.partial(torch.autograd.grad, op(*leaves), leaves, dy, retain_graph=True)
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if attention_cpu.serves(query, key, value):
-        return attention_cpu.attention(query, key, value, None, None)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 def _optimizer(weight: torch.Tensor) -> _Probe:

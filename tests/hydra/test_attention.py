@@ -18,7 +18,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, attention_cpu, hydra_roles
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, hydra_roles
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
@@ -228,37 +228,6 @@ def test_sinks_in_bf16_are_as_close_as_in_plain_torch(window, length, dtype):
         error = (found.double() - exact).norm() / exact.norm()
         allowed = (eager.double() - exact).norm() / exact.norm()
         assert error <= 1.1 * allowed + 2.0**-8 < 0.03
-
-
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_bf16_on_the_cpu_keeps_sdpa_s_bits_and_has_better_gradients(monkeypatch, heads, kv_heads, window):
-    n, length, size = 3, 40, 16
-    generator = torch.Generator().manual_seed(0)
-    plan = plan_packed([length] * n, torch.device("cpu"))
-    module = torch.nn.Module()
-    module.num_key_value_groups = heads // kv_heads
-    wide = [torch.randn(n, k, length, size, generator=generator) for k in (heads, kv_heads, kv_heads)]
-    weight = torch.randn(1, n * length, heads, size, generator=generator)
-
-    def run(dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [x.to(torch.bfloat16).to(dtype).transpose(0, 1).flatten(1, 2)[None] for x in wide]
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        with enter(BackboneCall(table=SlotTable.uniform(None, n * length), attention=plan)):
-            out, _ = packed_attention(module, *inputs, None, scaling=0.3, sliding_window=window)
-        (out.float() * weight).sum().backward()
-        return [out.detach(), *(x.grad for x in inputs)]
-
-    ours, truth = run(torch.bfloat16), run(torch.float32)
-    with torch.no_grad():
-        assert attention_cpu.serves(*(torch.empty(1, 1, 40, 16, dtype=torch.bfloat16),) * 3) is False
-    monkeypatch.setattr(attention_cpu, "serves", lambda *rows: False)
-    plain = run(torch.bfloat16)
-    assert torch.equal(ours[0], plain[0])
-    assert not torch.equal(ours[1], plain[1])  # the other backward pass ran
-    for found, torchs, expected in zip(ours[1:], plain[1:], truth[1:], strict=True):
-        error = (found.float() - expected).norm() / expected.norm()
-        assert error <= 1.05 * (torchs.float() - expected).norm() / expected.norm() < 0.02
 
 
 def test_what_would_be_ignored_is_refused():
