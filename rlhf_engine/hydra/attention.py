@@ -30,7 +30,7 @@ import torch
 from rlhf_kernels.attention import attention as attention_in_order
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.lora import DecodeLinear
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime import autocast, registry
 from rlhf_kernels.runtime.eager import eager
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -238,6 +238,7 @@ def packed_attention(
     if packed is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None
+    query, key, value = autocast.converted(query, key, value)  # as SDPA would
     if plan.parents is not None or _runs_in_cpp(query.device.type, query.dtype):
         return _in_order(query, key, value, rule, plan)[None], None
     attend = _sdpa if softcap is None and sinks is None else _plain

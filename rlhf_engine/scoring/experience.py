@@ -172,6 +172,7 @@ class Scoring:
         if roles:
             scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
         if few is not None:
+            assert few.logprobs_M is not None
             logprobs_M = drawn.logprobs_M.clone()
             logprobs_M[drawn.batch.select_completion_rows(checked)] = few.logprobs_M
             scores = replace(scores, logprobs_M=logprobs_M, entropies_M=few.entropies_M)

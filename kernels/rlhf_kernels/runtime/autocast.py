@@ -42,9 +42,14 @@ def without_autocast(function: _F) -> _F:
     return run  # type: ignore[return-value]
 
 
+def converted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Operands of a product as autocast hands them on, by conversions that autograd sees; the first one decides."""
+    if not is_on(tensors[0]) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(tensors[0].device.type)) for x in tensors)
+
+
 def as_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments of a linear as autocast hands them to `F.linear`, by conversions that autograd sees."""
-    if not is_on(x) or x.dtype == torch.float64:
-        return x, weight, bias
-    half = torch.get_autocast_dtype(x.device.type)
-    return x.to(half), weight.to(half), None if bias is None else bias.to(half)
+    x, weight, *rest = converted(x, weight, *([] if bias is None else [bias]))
+    return x, weight, rest[0] if rest else None
