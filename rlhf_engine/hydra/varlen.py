@@ -152,7 +152,8 @@ def report() -> dict[str, str]:
     if registry.default_backend() == "reference":
         return {"attention": SDPA, "why": "kernels are the reference"}
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
-        return {"attention": SDPA, "why": "there is no CUDA device"}
+        in_cpp = registry.unsupported("attention", "cpu", "cpu", torch.bfloat16) is None
+        return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
     found = {}
     at = capability(torch.device(DEVICE_TYPE))
     for name in ("attention", "window", "sinks", "softcap"):
@@ -382,6 +383,7 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]
 
 
 SDPA = "SDPA in buckets"
+IN_CPP = "the op attention in C++"
 PATHS = (
     Path(name="flash-attn 3", unsupported=_flash_3, load=lambda: _load_flash("flash_attn_interface")),
     Path(name="flash-attn 4", unsupported=_flash_4, load=lambda: _load_flash("flash_attn.cute")),
