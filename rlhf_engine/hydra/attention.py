@@ -175,16 +175,21 @@ def can_share(tokens_T: torch.Tensor, dtype: torch.dtype) -> bool:
 
     That is so on a CPU with tokens at hand, where C++ serves `attention`.
     """
-    return eager(tokens_T) and _runs_in_cpp(tokens_T.device.type, dtype)
+    return eager(tokens_T) and _serves_in_cpp(tokens_T.device.type, dtype)
 
 
-def _runs_in_cpp(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether C++ serves attention of packed rows."""
+def _serves_in_cpp(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether attention of packed rows may run in C++."""
     if device_type != "cpu" or not is_eager() or registry.default_backend() not in ("auto", "cpu"):
         return False
-    if registry.unsupported("attention", "cpu", "cpu", dtype) is not None:
+    return registry.unsupported("attention", "cpu", "cpu", dtype) is None
+
+
+def _runs_in_cpp(query: torch.Tensor) -> bool:
+    """Whether attention of packed rows with such queries does run in C++."""
+    if not _serves_in_cpp(query.device.type, query.dtype):
         return False
-    return registry.resolve_for("attention", "auto", "cpu", dtype) == "cpu"
+    return registry.resolve("attention", "auto", query, (query.shape[-1],)) == "cpu"
 
 
 def plan_decode(
@@ -239,7 +244,7 @@ def packed_attention(
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None
     query, key, value = autocast.converted(query, key, value)  # as SDPA would
-    if plan.parents is not None or _runs_in_cpp(query.device.type, query.dtype):
+    if plan.parents is not None or _runs_in_cpp(query):
         return _in_order(query, key, value, rule, plan)[None], None
     attend = _sdpa if softcap is None and sinks is None else _plain
     buckets = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)

@@ -131,21 +131,23 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     model, batch = hydra(name), random_batch(LENGTHS)
     save_pretrained(model, tmp_path)
     theirs = PeftModel.from_pretrained(plain_model(name), tmp_path, is_trainable=True).eval()
-    exactly, moved = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    with torch.no_grad():  # by one unit in the last place: what rounding may do to these gradients
-        embeddings = moved.get_input_embeddings().weight
-        embeddings *= 1 + 2.0**-23 * (2 * (torch.arange(embeddings.numel()) % 2).view_as(embeddings) - 1)
+    exactly, *moved = (copy.deepcopy(theirs) for _ in range(4))
+    for period, other in enumerate(moved, start=2):  # by one unit in the last place: what rounding may do to gradients
+        with torch.no_grad():
+            embeddings = other.get_input_embeddings().weight
+            up = torch.arange(embeddings.numel()).view_as(embeddings) % period == 0
+            embeddings *= 1 + 2.0**-23 * torch.where(up, 1, -1)
     weights = torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(2))
 
     (out,) = model(batch, (Logprobs(),))
     (out.logprob * weights).sum().backward()
     found = []
-    for forward, peft_model in ((rows_of, theirs), (in_double, exactly), (rows_of, moved)):
+    for forward, peft_model in ((rows_of, theirs), (in_double, exactly), *((rows_of, other) for other in moved)):
         logprobs = forward(peft_model, batch)[batch.predict_rows_M].log_softmax(-1)
         found.append(logprobs.gather(1, batch.targets_M[:, None])[:, 0])
         (found[-1] * weights).sum().backward()
     testing.assert_ok(testing.tier1(out.logprob.detach(), found[1].detach(), found[0].detach()), "logprob")
-    modules = [dict(m.base_model.model.named_modules()) for m in (exactly, theirs, moved)]
+    modules = [dict(m.base_model.model.named_modules()) for m in (exactly, theirs, *moved)]
     gradients = []
     for path, pair in model.backbone().slot("actor").items():
         for ours, half in ((pair.A, "lora_A"), (pair.B, "lora_B")):

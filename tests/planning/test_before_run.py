@@ -214,7 +214,7 @@ def test_commands_say_it_once_and_on_standard_error(model, tmp_path, capsys):
         lines = re.findall(r"^predicted: about .* for the \d steps, until \d\d:\d\d; .* a step(.*)$", err, re.MULTILINE)
         assert len(lines) == 1
         assert lines[0].startswith(ending)
-        assert err.index("predicted") < err.index("1/")
+        assert err.index("predicted") < err.index(" 1/")
     assert main([*sft, str(tmp_path / "sft"), "--resume_from_checkpoint", "auto"]) == 0
     assert "predicted" not in capsys.readouterr().err  # nothing is left to do
 

@@ -66,7 +66,7 @@ def test_a_scoring_is_what_it_is_by_hand():
     assert total(work, kind="linear") == 3 * 2 * tokens * layers * sum(m * k for m, k in shapes)
     assert total(work, part=LORA) == 2 * 2 * tokens * RANK * layers * sum(m + k for m, k in shapes)
     assert total(work, kind="head") == 2 * 2 * answers * d * c.vocab_size
-    assert total(work, part=ATTENTION) == 3 * layers * plan.batch * 4 * d * plan.length**2 / 2
+    assert total(work, part=ATTENTION) == 3 * layers * plan.batch * 4 * d * plan.length * (plan.length + 1) / 2
 
 
 def test_an_update_runs_the_products_that_its_losses_need():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
@@ -405,7 +406,10 @@ def test_log_probs_of_another_distribution_than_the_one_drawn_from(model, server
 
 
 def test_the_bound_can_be_set_and_follows_the_dtype(model, server, tmp_path):
-    with pytest.raises(MismatchError, match=r"within 1e-12 on average \(vllm_canary_bound\)"):
+    with (
+        registry.use_backend("reference"),  # in C++ both sides may agree to the bit
+        pytest.raises(MismatchError, match=r"within 1e-12 on average \(vllm_canary_bound\)"),
+    ):
         connect(model, server, tmp_path, bound=1e-12).sync(0)
     bf16 = HydraModel.from_pretrained(tiny_llama(dtype=torch.bfloat16), roles=hydra_roles())
     client = VllmClient(server.url, timeout=5)
@@ -423,7 +427,7 @@ def test_given_tokens_alone_can_differ(model, server, tmp_path):
         return payload
 
     server.alter = alter
-    with pytest.raises(MismatchError, match=r"e-\d+ for drawn tokens, 0\.01 for given ones"):
+    with pytest.raises(MismatchError, match=r" (0|\S+e-\d+) for drawn tokens, 0\.01 for given ones"):
         connect(model, server, tmp_path).sync(0)
 
 
