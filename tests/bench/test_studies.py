@@ -346,3 +346,14 @@ def test_perl_on_real_thumbs_goes_on_where_it_stopped(tmp_path):
     assert run("perl_taskmaster.py", *arguments).stdout == shown
     assert records[0].stat().st_mtime_ns == before
     assert records[-1].is_file()
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_exact_mode_over_tokens(tmp_path):
+    path = tmp_path / "a.jsonl"
+    shown = run("exact.py", "--tokens", "1", "--models", "mistral, window", "--dtypes", "bf16", "--json", path).stdout
+    assert "mistral" in shown
+    (record,) = map(json.loads, path.read_text().splitlines())
+    assert (record["model"], record["dtype"], record["isa"]) == ("mistral, window", "bf16", native.isa())
+    assert record["tokens"] > 100
+    assert record["max_abs_difference"] == {"scoring": 0.0, "scoring_copies": 0.0, "training": 0.0}
