@@ -1,0 +1,122 @@
+#!/usr/bin/env python
+"""Seconds of a training step in exact mode beside one without, on a Llama of 41 M parameters.
+
+    python bench/studies/exact_cost.py [--dtypes float32 bfloat16] [--steps 4] [--isa avx2] [--json FILE]
+        [--tokenizer ../shared/models/stories260K]
+
+GRPO: 32 answers of 64 tokens, eight to a prompt, LoRA r 16 on every linear. Two runs take their steps in turns in one
+process; a time is the median of the steps after the first. What `auto` takes without exact mode is the kernel table's
+choice. --json appends one record per dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rlhf_bench.isa import SETS, is_held, run_held
+from rlhf_kernels.runtime import native, registry
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.runs.metrics import cpu_name, git_commit
+from rlhf_engine.training.rl import RlTrainer
+
+ANIMALS = ("dog", "cat", "bear", "fox", "bird", "fish", "frog", "owl")
+REWARD = "def reward(completions, **columns):\n    return [float(len(text) % 7) for text in completions]\n"
+
+
+def prepare(folder: Path, tokenizer: str) -> None:
+    """A random model, prompts and a reward function."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / "model")
+    rows = [{"prompt": f"Once upon a time there was a little {name} who lived in a big house and"} for name in ANIMALS]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def make(folder: Path, dtype: str, *, exact: bool) -> RlTrainer:
+    """A run of its own, in exact mode or not."""
+    return RlTrainer(
+        TrainConfig(
+            model_name_or_path=str(folder / "model"),
+            dataset_name=str(folder / "prompts.jsonl"),
+            reward_funcs=[f"{folder / 'reward.py'}:reward"],
+            output_dir=str(folder / f"exact_{exact}"),
+            algorithm="grpo",
+            num_generations=8,
+            generation_batch_size=32,
+            max_completion_length=64,
+            dtype=dtype,
+            exact=exact,
+            device="cpu",
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run, of which the first does not count")
+    parser.add_argument("--isa", choices=SETS, help="instruction set; default: the best of this CPU")
+    parser.add_argument("--tokenizer", default="../shared/models/stories260K", help="folder of the tokenizer")
+    parser.add_argument("--json", type=Path, help="file to append records to")
+    options = parser.parse_args()
+    if options.isa and not is_held(options.isa):
+        sys.exit(run_held(options.isa, sys.argv[1:], program=[__file__]))
+    for dtype in options.dtypes:
+        with tempfile.TemporaryDirectory() as name:
+            prepare(Path(name), options.tokenizer)
+            runs = {exact: make(Path(name), dtype, exact=exact) for exact in (False, True)}
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            mismatch: dict[bool, float] = {}
+            for _ in range(options.steps):
+                for exact, run in runs.items():
+                    with registry.use_exact(exact):
+                        began = time.perf_counter()
+                        found = run.step()
+                        seconds[exact].append(time.perf_counter() - began)
+                    mismatch[exact] = found["mismatch/rollout_max"]
+        auto, exactly = (statistics.median(seconds[exact][1:]) for exact in (False, True))
+        print(f"{dtype}: {exactly:.2f} s in exact mode, {auto:.2f} s without, {exactly / auto:.2f} x", flush=True)
+        record = {
+            "dtype": dtype,
+            "auto_s": seconds[False],
+            "exact_s": seconds[True],
+            "ratio": exactly / auto,
+            "mismatch_auto": mismatch[False],
+            "mismatch_exact": mismatch[True],
+            "isa": native.isa(),
+            "cpu": cpu_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "git_commit": git_commit(Path(__file__)),
+            "command": " ".join(["python", *sys.argv]),
+        }
+        if options.json:
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
