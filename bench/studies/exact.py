@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ def main() -> None:
                     "cpu": cpu_name(),
                     "torch": torch.__version__,
                     "git_commit": git_commit(Path(__file__)),
-                    "command": " ".join(sys.argv),
+                    "command": shlex.join(["python", "bench/studies/exact.py", *sys.argv[1:]]),
                 }
                 if arguments.json:
                     with arguments.json.open("a", encoding="utf-8") as file:

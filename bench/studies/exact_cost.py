@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -111,7 +112,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "git_commit": git_commit(Path(__file__)),
-            "command": " ".join(["python", *sys.argv]),
+            "command": shlex.join(["python", "bench/studies/exact_cost.py", *sys.argv[1:]]),
         }
         if options.json:
             with options.json.open("a", encoding="utf-8") as file:

@@ -86,7 +86,7 @@ class PackedPlan:
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Keys of the row that has most."""
         before = [0 if p < 0 else self.lengths[p] for p in self.parents or [-1] * len(self.lengths)]

@@ -116,3 +116,13 @@ def test_a_call_s_device_is_that_of_its_first_tensor():
     assert registry.cuda_device(([there], here)) == torch.device("cuda", 1)
     assert registry.cuda_device(([1, 2], here, there)) is None
     assert registry.cuda_device((0.5, "auto", [])) is None
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_exact_mode_goes_before_the_choices_of_a_checkpoint():
+    """A run that began without it may go on in it: no op of before is left over."""
+    held = [registry.Choice("rms_norm", "float32", (8,), "reference")]
+    registry.begin_run(held)
+    assert registry.resolve("rms_norm", "auto", torch.zeros(1), (8,)) == "reference"
+    registry.begin_run(held, exact=True)
+    assert registry.resolve("rms_norm", "auto", torch.zeros(1), (8,)) == "cpu"

@@ -6,8 +6,8 @@ An implementation is a module (or any namespace) that offers the functions its o
 `auto` decides by op, device type and dtype, on a CPU also by instruction set and weight shape; never by the number of
 rows or by a measurement of the moment. There, in this order:
 
-    1. the choice of the checkpoint that a run resumed from (`begin_run`)
-    2. in exact mode (`begin_run(exact=True)`, `use_exact`) `cpu` where it serves: its rows depend on nothing else
+    1. in exact mode (`begin_run(exact=True)`, `use_exact`) `cpu` where it serves: its rows depend on nothing else
+    2. the choice of the checkpoint that a run resumed from (`begin_run`)
     3. the kernel table, made by the benchmark (`kernel_table`)
     4. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
 
@@ -274,7 +274,7 @@ def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str 
 
 
 def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Decision:
-    held = _held.get((op, _name(dtype), shape)) if device_type == "cpu" else None
+    held = _held.get((op, _name(dtype), shape)) if device_type == "cpu" and not _exact else None
     if held is not None:
         _require(op, held, device_type, dtype, f"{held!r}, the choice of the run's checkpoint,")
         return _Decision(held, "as in the run's checkpoint")
@@ -328,7 +328,7 @@ def is_exact() -> bool:
     """Whether this process is in exact mode: a row's bits depend on nothing but the row, in rollouts and in training.
 
     Then `auto` takes the C++ ops on a CPU, whatever the kernel table says, and on a GPU Triton's kernels have their
-    default settings (`tuning`). Attention of a backbone goes through this package's own op.
+    default settings (`tuning`).
     """
     return _exact
 
