@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf_kernels.runtime import registry
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import (
@@ -108,9 +109,16 @@ def gradients(model: HydraModel) -> dict[str, torch.Tensor]:
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_off_is_the_quantised_model(base, bits, dtype):
+    """Its bits on the reference, and on `auto` what rounding leaves of them."""
     plain = load_model(base, dtype=dtype, device="cpu", quantization=bits).eval()
     plain.set_attn_implementation("sdpa")
-    assert torch.equal(lane_logits(make(base, bits, dtype=dtype), None), plain_logits(plain))
+    expected = plain_logits(plain)
+    model = make(base, bits, dtype=dtype)
+    # seen: 5e-7, and 0.02 where activations are rounded, to 8 bits or to bf16
+    near = 0.04 if dtype == torch.bfloat16 or bits == "8bit" or rounds_activations(plain) else 1e-5
+    assert (lane_logits(model, None) - expected).norm() < near * expected.norm()
+    with registry.use_backend("reference"):
+        assert torch.equal(lane_logits(model, None), expected)
 
 
 @torch.no_grad()
