@@ -27,10 +27,10 @@ RLHF_BINDINGS(linear) {
                        matrix(y, y_stride, type), N, K, M, threads);
     }, NoGil());
     m.def("linear_input_gradient", [](int type, Address dy, int64_t dy_stride, Address weight, int64_t weight_stride,
-                                      Address packed, Address dx, int64_t dx_stride, int64_t N, int64_t K, int64_t M,
-                                      int threads) {
+                                      Address packed, Address bias, Address dx, int64_t dx_stride, int64_t N, int64_t K,
+                                      int64_t M, int threads) {
         linear_input_gradient(matrix(dy, dy_stride, type), matrix(weight, weight_stride, type), at<const void>(packed),
-                              matrix(dx, dx_stride, type), N, K, M, threads);
+                              at<const void>(bias), matrix(dx, dx_stride, type), N, K, M, threads);
     }, NoGil());
     m.def("linear_packed_bytes", [](int type, int64_t K, int64_t M) {
         return linear_packed_bytes(element_type(type), K, M);

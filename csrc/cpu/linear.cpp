@@ -54,15 +54,15 @@ void linear_forward(const Matrix& x, const Matrix& weight, const void* bias, con
     multiply({weight, x, y, false, false, true, bias, nullptr, M, N, K, threads});
 }
 
-void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const Matrix& dx, int64_t N,
-                           int64_t K, int64_t M, int threads) {
+void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const void* bias, const Matrix& dx,
+                           int64_t N, int64_t K, int64_t M, int threads) {
     check_sizes(N, K, M);
     check(dy, "dy", dx.type, RLHF_PRODUCT(N, M));
     check(weight, "weight", dx.type, RLHF_PRODUCT(K, M));
     check(dx, "dx", dx.type, RLHF_PRODUCT(N, K));
     RLHF_CHECK(packed == nullptr || linear_packed_bytes(dx.type, K, M) > 0, "packed",
                "null, where this instruction set keeps no packed weight of this type", int(dx.type));
-    multiply({dy, weight, dx, false, true, false, nullptr, packed, N, K, M, threads});
+    multiply({dy, weight, dx, false, true, false, bias, packed, N, K, M, threads});
 }
 
 int64_t linear_packed_bytes(Type type, int64_t K, int64_t M) {

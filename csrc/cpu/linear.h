@@ -12,9 +12,10 @@ namespace rlhf::cpu {
 void linear_forward(const Matrix& x, const Matrix& weight, const void* bias, const Matrix& y, int64_t N, int64_t K,
                     int64_t M, int threads);
 
-// dx [N, K] = dy [N, M] W. packed: what linear_pack made of W, or null.
-void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const Matrix& dx, int64_t N,
-                           int64_t K, int64_t M, int threads);
+// dx [N, K] = dy [N, M] W + bias. packed: what linear_pack made of W, or null. bias [K] dense, or null, as in a gradient:
+// with it this is the layer whose weight lies as [in, out].
+void linear_input_gradient(const Matrix& dy, const Matrix& weight, const void* packed, const void* bias, const Matrix& dx,
+                           int64_t N, int64_t K, int64_t M, int threads);
 
 // dW [M, K] = dyᵀ x.
 void linear_weight_gradient(const Matrix& dy, const Matrix& x, const Matrix& dw, int64_t N, int64_t K, int64_t M,

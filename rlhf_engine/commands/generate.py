@@ -15,11 +15,13 @@ def run(argv: Sequence[str]) -> int:
 
     from rlhf_engine.commands.terminal import show_answers
     from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.rollout import exactness
     from rlhf_engine.rollout.answer import AnswerSession
 
     with as_request_errors():
-        check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        registry.begin_run(exact=config.exact)
+        device_type = resolve_device(config.device).type
+        check_kernels(config.kernels, device_type, DTYPES[config.dtype])
+        registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
         tuning.begin_run()
         session = AnswerSession(config)
     print_what_was_left_out([session.report])

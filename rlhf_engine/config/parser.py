@@ -289,7 +289,7 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
     """Tokens → values by field name, plus `config`, `print_config`, `help` where given."""
     fields, hints, aliases = _fields(cls), typing.get_type_hints(cls), _aliases(cls)
     switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
-    switches |= {f"no_{n}": (n, False) for n in fields if hints[n] is bool}
+    switches |= {f"no_{n}": (n, False) for n in fields if bool in _alternatives(hints[n])}
     found: dict[str, Any] = {}
     tokens = list(argv)
     while tokens:
@@ -332,7 +332,7 @@ def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
     kinds = _alternatives(hint)
     if type(None) in kinds and len(raw) == 1 and raw[0].lower() in _NONE:
         return None
-    if hint is bool and not raw:
+    if bool in kinds and not raw:
         return True
     as_list = next((k for k in kinds if typing.get_origin(k) is list), None)
     if as_list is not None and raw:

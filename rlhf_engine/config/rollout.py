@@ -26,10 +26,11 @@ class EngineConfig(Options):
         "what runs a step: native code for Llama-like models on a CPU, CUDA graphs, or the model's own forward, "
         "which serves every model",
     )
-    exact: bool = option(
-        False,
-        "same bits in rollout, scoring and training, whatever an answer is batched with: every op of this package on a "
-        "CPU, Llama-like models; generate draws from others one answer at a time",
+    exact: bool | None = option(
+        None,
+        "same bits in rollout, scoring and training, whatever an answer is batched with, by every op of this package "
+        "on a CPU; generate draws from a model that is not served one answer at a time; none: where it is served and "
+        "costs nothing",
     )
 
     def __post_init__(self) -> None:

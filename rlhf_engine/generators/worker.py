@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.work import WorkItem
-from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.hydra import HydraModel, Scores
 from rlhf_engine.policy.build import BEHAVIOUR
 from rlhf_engine.rollout import EngineOptions, Request, Rollout, RolloutEngine
 from rlhf_engine.rollout.generate import collect
@@ -28,7 +28,7 @@ class Worker:
         options: EngineOptions | None = None,
         *,
         in_flight: bool = False,
-        score: Callable[[PackedBatch], Scores | None] | None = None,
+        score: Callable[[Rollout], Scores | None] | None = None,
         hurry: Callable[[], bool] = lambda: False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -76,7 +76,7 @@ class Worker:
         frozen = None
         if self._score is not None and not self._hurry():
             drawn = prompts.drawn
-            frozen = self._score(rollout.batch if len(drawn) == len(prompts) else rollout.batch.select(drawn))
+            frozen = self._score(rollout if len(drawn) == len(prompts) else rollout.select(drawn))
         stats = dataclasses.replace(rollout.stats, seconds=time.perf_counter() - began)
         return dataclasses.replace(rollout, frozen=frozen, stats=stats)
 

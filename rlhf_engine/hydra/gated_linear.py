@@ -1,7 +1,7 @@
 """Gated linears: the layers of a backbone that add the LoRA of whatever slots the gate names for a row.
 
     GatedLinear    nn.Linear, one fused op `lora_linear`; rows that are off keep the bits of `linear`
-    GatedConv1D    GPT-2's Conv1D (weight [in, out]): its own product, then `lora_delta_` on the rows that are on
+    GatedConv1D    GPT-2's Conv1D (weight [in, out]): its own product, or `linear` in exact mode, then `lora_delta_`
     GatedOutput    any other linear, such as a quantised one: its own forward untouched, `lora_delta_` on its output
     GatedHead      the LM head, which never runs as a module: the vocabulary kernels take its LoRA as an option
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import DecodeLinear, Dropout, lora_delta_, lora_linear
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from transformers import PreTrainedModel
@@ -113,7 +114,9 @@ class GatedConv1D(Conv1D):
         self.train(base.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _add_delta(self.gated, x, super().forward(x))
+        # no product across a weight has been measured against torch's
+        y = linear(x, self.weight.t(), self.bias) if registry.is_exact() else super().forward(x)
+        return _add_delta(self.gated, x, y)
 
 
 class GatedOutput:

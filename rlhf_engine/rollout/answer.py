@@ -15,6 +15,7 @@ from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prom
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import collect
@@ -61,6 +62,7 @@ class AnswerSession:
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
         self.model = build_answer_model(config)
+        exactness.settle(config.exact, self.model.role_backbone("actor"))
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
             min_completion_length=config.min_completion_length,

@@ -24,6 +24,7 @@ from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
+from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.admission import Admission
 from rlhf_engine.rollout.request import (
     Answer,
@@ -52,7 +53,8 @@ class EngineOptions:
     """Options by which rows are run. They change answers by rounding at most.
 
     In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer
-    is batched with. Where the native step does not serve, and under top_k or top_p, one row runs at a time then.
+    is batched with. One row runs at a time for it where exact mode does not serve (`exactness`), and under top_k or
+    top_p.
     """
 
     max_rows: int | None = None
@@ -139,7 +141,7 @@ class RolloutEngine:
         self._max_rows = min(len(rows), options.max_rows or len(rows))
         kind = _KINDS[step]
         sorts = any(row.sampling.sorts for row in rows)
-        if registry.is_exact() and (sorts or native_step.unsupported(self.backbone) is not None):
+        if registry.is_exact() and (sorts or exactness.unsupported(self.backbone) is not None):
             self._max_rows = 1  # a prompt and a row at a time
         self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
         self._admission = Admission(
@@ -317,19 +319,18 @@ class RolloutEngine:
         return TransformersStep(self.backbone, self.cache)
 
 
-_LOOKS_AT_LENGTHS = ("dynamic", "longrope")
 _KINDS: dict[str, type[Step]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
 
 
 def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:
     """Raise ValueError unless a backbone's answers can be drawn like that, prompt and answer together so long."""
     _choose_step(options, backbone)
-    reason = native_step.unsupported(backbone) if registry.is_exact() else None
+    reason = exactness.unsupported(backbone) if registry.is_exact() else None
     if reason is not None:
         raise ValueError(
-            "exact: expected a backbone whose rows have the same bits in decoding and in training, got one without "
-            f"(exact mode serves what the native step serves, and {reason}); without exact, a rollout's log-probs are "
-            "computed again by the training forward, and their difference is bounded (rollout_mismatch_bound)"
+            "exact: expected a backbone whose rows have the same bits in decoding and in training, got one that exact "
+            f"mode does not serve: {reason}; without exact, a rollout's log-probs are computed again by the training "
+            "forward, and their difference is bounded (rollout_mismatch_bound)"
         )
     _most_blocks(options, backbone, -(-(most_tokens - 1) // BLOCK))
 
@@ -374,7 +375,7 @@ def _no_graphs(backbone: Backbone) -> str | None:
     if backbone.sharded:
         return "the hooks of sharded blocks may not be captured"
     kind = getattr(getattr(backbone.base_model, "rotary_emb", None), "rope_type", "default")
-    if kind in _LOOKS_AT_LENGTHS:
+    if kind in exactness.LOOKS_AT_LENGTHS:
         return f"its rotary embedding, of the kind {kind!r}, waits for the device to know the longest row"
     return None
 

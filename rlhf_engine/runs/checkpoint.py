@@ -183,6 +183,8 @@ def _write(
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
     (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
     chosen = [choice._asdict() for choice in registry.choices()] + [row.to_dict() for row in tuning.choices()]
+    if registry.is_exact():
+        chosen.append({"exact": True})
     (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
     write_manifest(folder)
 
@@ -236,7 +238,7 @@ def load_checkpoint(
     return state
 
 
-def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
+def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
     """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
 
     The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
@@ -246,7 +248,8 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
 
     Args:
         resume: folder of the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
-        exact: whether the run is in exact mode, see `rlhf_kernels.runtime.registry.is_exact`.
+        exact: whether the run is in exact mode, see `rlhf_kernels.runtime.registry.is_exact`. None: as its checkpoint
+            says.
 
     Raises:
         ConfigError: a kernel that the run used cannot serve here, and no backend was named.
@@ -258,22 +261,24 @@ def begin_kernels(resume: Path | None, *, exact: bool = False) -> None:
         warnings.warn(lowered, stacklevel=3)
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
-        registry.begin_run(exact=exact)
+        registry.begin_run(exact=bool(exact))
         _begin_tuning(None if resume is None else [])
         return
     check(path.parent, [_KERNELS_FILE])
-    backends, tuned = [], []
+    backends, tuned, was_exact = [], [], False
     for i, given in enumerate(json.loads(path.read_text())):
         if "backend" in given:
             shape = None if given["shape"] is None else tuple(given["shape"])
             backends.append(registry.Choice(given["op"], given["dtype"], shape, given["backend"]))
+        elif "exact" in given:
+            was_exact = given["exact"]
         else:
             try:
                 tuned.append(tuning.row_of(f"{_KERNELS_FILE}[{i}]", given))
             except tuning.TunedTableError as error:
                 raise ConfigError(f"resume_from_checkpoint: {error}") from error
     try:
-        registry.begin_run(backends, exact=exact)
+        registry.begin_run(backends, exact=was_exact if exact is None else exact)
     except registry.BackendUnavailableError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
     _begin_tuning(tuned)

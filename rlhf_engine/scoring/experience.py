@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from rlhf_kernels.runtime import registry
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.algorithms.base import Experience
@@ -22,7 +23,7 @@ from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.gather import gather_answers, gather_scores
 from rlhf_engine.scoring.off_policy import Corrected, correct_age, correct_engine
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
-from rlhf_engine.scoring.score import FrozenRoles, score
+from rlhf_engine.scoring.score import FrozenRoles, score, score_some
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -30,9 +31,6 @@ The mean tells faults from rounding, the maximum of thousands of bf16 tokens doe
 
 MISMATCH_MAX_FACTOR = 100
 """No single token may be further off than this many times the bound of the mean: one wrong token hides in a mean."""
-
-CHECKED_EVERY = 8
-"""In exact mode one in so many answers is scored by the training forward; others keep the log-probs of the rollout."""
 
 STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest |log π − log π_ref| of a token before the first update, where the actor starts as the reference."""
@@ -158,24 +156,17 @@ class Scoring:
             if frozen is None:
                 past = None if config.async_policy == "in_flight" else PAST
                 frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)
-                frozen = frozen_roles(drawn.batch)
+                frozen = frozen_roles(drawn)
                 budget = frozen_roles.budget
         present = bool((drawn.versions_M == policy_version).all())
-        few: Scores | None = None
-        if config.exact and present and not exact_kl and not drawn.filtered:
+        few = Scores()
+        if registry.is_exact() and present and not exact_kl and not drawn.filtered:
             roles.remove("actor")
-            n = drawn.batch.n_sequences
-            checked = list(range(policy_version % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
-            some = drawn.batch.select(checked)
-            few, budget = score(model, some, ["actor"], budget, temperature=config.temperature)
+            few, budget = score_some(model, drawn, "actor", budget, temperature=config.temperature, turn=policy_version)
         scores = Scores()
         if roles:
             scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
-        if few is not None:
-            assert few.logprobs_M is not None
-            logprobs_M = drawn.logprobs_M.clone()
-            logprobs_M[drawn.batch.select_completion_rows(checked)] = few.logprobs_M
-            scores = replace(scores, logprobs_M=logprobs_M, entropies_M=few.entropies_M)
+        scores = replace(scores, **dict(few.items()))
         if frozen is not None:
             scores = replace(scores, **dict(frozen.items()))
         _require_finite(rollout.logprobs_M, scores)
@@ -229,7 +220,7 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
     """Largest mean |log ratio| per token of two computations at equal weights, by the configuration or the dtype.
 
-    In exact mode they are equal.
+    A run that asked for exact mode stops where they are not equal.
     """
     if config.rollout_mismatch_bound is not None:
         return config.rollout_mismatch_bound

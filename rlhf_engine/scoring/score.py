@@ -7,12 +7,20 @@ generator or the learner, with the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.rollout import Rollout
+
+CHECKED_EVERY = 8
+"""In exact mode one in so many answers is scored by the policy that drew it; others keep the log-probs of the rollout.
+"""
 
 
 def score(
@@ -60,8 +68,40 @@ def score(
         budget = tried // 2
 
 
+def score_some(
+    model: HydraModel, drawn: Rollout, role: str, budget: int, *, temperature: float, turn: int
+) -> tuple[Scores, int]:
+    """Score answers in exact mode by the policy that drew them: one in `CHECKED_EVERY`, the rest as in the rollout.
+
+    Args:
+        model: a model with the role.
+        drawn: N answers.
+        role: name of a role with an LM head, whose weights are those that drew every token.
+        budget: most tokens of all lanes in one backbone forward, ≥ 1.
+        temperature: number > 0 that logits are divided by.
+        turn: any integer; other answers are scored at the next one.
+
+    Returns:
+        Scores with the role's log-probs of all answers, and for the actor the entropies of those that were scored. And
+            the budget that fitted.
+
+    Raises:
+        MemoryLimitError: a single sequence does not fit.
+    """
+    n = drawn.batch.n_sequences
+    checked = list(range(turn % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
+    found, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
+    name = next(name for name, _ in found.items() if name.endswith("logprobs_M"))
+    logprobs_M = drawn.logprobs_M.clone()
+    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(found, name)
+    return dataclasses.replace(found, **{name: logprobs_M}), budget
+
+
 class FrozenRoles:
-    """Scores of answers by the roles that no update changes. It keeps the token budget that fitted."""
+    """Scores of answers by the roles that no update changes. It keeps the token budget that fitted.
+
+    In exact mode the policy that drew scores a few answers alone, see `score_some`.
+    """
 
     def __init__(
         self, model: HydraModel, config: TrainConfig, *, past: str | None, reward: bool, budget: int | None = None
@@ -77,14 +117,14 @@ class FrozenRoles:
         """
         self._model, self._temperature = model, config.temperature
         reference = [] if config.kl_estimator == "exact" else ["reference"]
-        self._roles = [*([past] if past else []), *reference, *(["reward"] if reward else [])]
+        self._past, self._roles = past, [*reference, *(["reward"] if reward else [])]
         self.budget = model.token_budget if budget is None else budget
 
-    def __call__(self, batch: PackedBatch) -> Scores | None:
+    def __call__(self, drawn: Rollout) -> Scores | None:
         """Score answers. The budget that fitted is kept.
 
         Args:
-            batch: N sequences.
+            drawn: N answers.
 
         Returns:
             Scores, or None where there is no such role.
@@ -92,7 +132,14 @@ class FrozenRoles:
         Raises:
             MemoryLimitError: a single sequence does not fit.
         """
-        if not self._roles:
-            return None
-        found, self.budget = score(self._model, batch, self._roles, self.budget, temperature=self._temperature)
-        return found
+        past, roles, few = self._past, self._roles, Scores()
+        if past is not None and registry.is_exact() and not drawn.filtered:
+            few, self.budget = score_some(
+                self._model, drawn, past, self.budget, temperature=self._temperature, turn=drawn.policy_version
+            )
+        elif past is not None:
+            roles = [past, *roles]
+        found = Scores()
+        if roles:
+            found, self.budget = score(self._model, drawn.batch, roles, self.budget, temperature=self._temperature)
+        return dataclasses.replace(found, **dict(few.items())) if past is not None or roles else None

@@ -20,7 +20,7 @@ from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import build_policy_model, shard_base
-from rlhf_engine.rollout import PromptBatch, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
@@ -97,6 +97,8 @@ class RlTrainer(Run[TrainerState]):
     def _prepare(self, model: HydraModel) -> None:
         """Build what works on the model, at the step where the run stands."""
         config, inputs = self.config, self._inputs
+        if inputs.resume is None:
+            exactness.settle(config.exact, model.role_backbone("actor"))
         self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts())
         self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(

@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
+from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.build import check_sources
+from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.build import Server, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
@@ -59,7 +61,10 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     require_trackers(config.report_to)
     require_optim(config.optim)
     resumed_step = 0 if resume is None else _check_resumed(config, resume, output)
-    begin_kernels(resume, exact=config.exact)
+    exact = config.exact
+    if exact is None and resume is None:
+        exact = config.rollout_backend == "local" and exactness.by_default(resolve_device(config.device).type)
+    begin_kernels(resume, exact=exact)
     check_sources(config)
     tokenizer = load_tokenizer(config.model_name_or_path)
     if config.reward_model_path is not None:

@@ -50,7 +50,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         adam_epsilon=1e-8, optim="adamw", max_grad_norm=None, critic_warmup_steps=0, token_budget=None,
         gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None, logging_steps=1,
         max_tokens_per_micro_batch=None,
-        max_rows=None, kv_cache_memory=None, exact=False, decode_step="auto",
+        max_rows=None, kv_cache_memory=None, exact=None, decode_step="auto",
         save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
         overwrite_output_dir=False, device="auto", report_to=[],
         rollout_backend="local", vllm_server_base_url=None, vllm_server_timeout=240.0, vllm_model_name=None,

@@ -156,7 +156,7 @@ EXTENSION = {
     "head_forward": f"{_HEAD} (a a a a a a) (a s k a a a) a a t",
     "head_sample": f"{_HEAD} a a a a n a i a a a t",
     "linear_forward": "k a s a s a a s n n n t",
-    "linear_input_gradient": "k a s a s a a s n n n t",
+    "linear_input_gradient": "k a s a s a a a s n n n t",
     "linear_is_packed": "k a s a n n i",
     "linear_pack": "k a s a n n t",
     "linear_packed_bytes": "k n n",

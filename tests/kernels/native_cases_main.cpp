@@ -101,7 +101,7 @@ void linear(Case& c) {
     };
     linear_forward(x, weight, c.data("bias"), result("y", M), N, K, M, kThreads);
     linear_forward(x, weight, nullptr, result("y_without_bias", M), N, K, M, kThreads);
-    linear_input_gradient(dy, weight, nullptr, result("dx", K), N, K, M, kThreads);
+    linear_input_gradient(dy, weight, nullptr, nullptr, result("dx", K), N, K, M, kThreads);
     linear_weight_gradient(dy, x, result("dW", K), N, K, M, kThreads);
 }
 

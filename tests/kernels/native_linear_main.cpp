@@ -92,7 +92,7 @@ void check_packed(const Array& dy, const Array& w, const Array& dx, int threads,
     const std::unique_ptr<void, decltype(&std::free)> packed(std::aligned_alloc(64, bytes), std::free);
     const Array other(N, K, dx.stride - K, dx.type);
     linear_pack(w.from(0), packed.get(), K, M, threads);
-    linear_input_gradient(dy.from(0), w.from(0), packed.get(), other.from(0), N, K, M, threads);
+    linear_input_gradient(dy.from(0), w.from(0), packed.get(), nullptr, other.from(0), N, K, M, threads);
     require(other.has_bits_of(dx, 0, N), "dx of a packed weight", where);
     const int64_t pieces = M * ((K + 15) / 16);
     for (int64_t i : {int64_t(0), (M * K - 1) / 2, M * K - 1}) {
@@ -115,7 +115,7 @@ void check_values(const std::string& isa, int64_t N, int64_t K, int64_t M, Type 
     const Array y(N, M, 5, type), plain(N, M, 0, type), dx(N, K, 7, type), dw(M, K, 3, type);
     linear_forward(x.from(0), w.from(0), b.memory.get(), y.from(0), N, K, M, threads);
     linear_forward(x.from(0), w.from(0), nullptr, plain.from(0), N, K, M, threads);
-    linear_input_gradient(dy.from(0), w.from(0), nullptr, dx.from(0), N, K, M, threads);
+    linear_input_gradient(dy.from(0), w.from(0), nullptr, nullptr, dx.from(0), N, K, M, threads);
     linear_weight_gradient(dy.from(0), x.from(0), dw.from(0), N, K, M, threads);
     check_packed(dy, w, dx, threads, where);
     const auto product = [&](int64_t n, int64_t m) {
@@ -145,12 +145,12 @@ void check_bits(const std::string& isa, Type type) {
     const Array b = Array(1, M, 0, type).filled(40), dy = Array(N, M, 2, type).filled(40);
     const Array y(N, M, 0, type), dx(N, K, 0, type), dw(M, K, 0, type), other(M, K, 0, type);
     linear_forward(x.from(0), w.from(0), b.memory.get(), y.from(0), N, K, M, 1);
-    linear_input_gradient(dy.from(0), w.from(0), nullptr, dx.from(0), N, K, M, 1);
+    linear_input_gradient(dy.from(0), w.from(0), nullptr, nullptr, dx.from(0), N, K, M, 1);
     linear_weight_gradient(dy.from(0), x.from(0), dw.from(0), N, K, M, 1);
     for (const auto& [first, count] : parts) {
         const Array some(count, M, 0, type), dsome(count, K, 0, type);
         linear_forward(x.from(first), w.from(0), b.memory.get(), some.from(0), count, K, M, 3);
-        linear_input_gradient(dy.from(first), w.from(0), nullptr, dsome.from(0), count, K, M, 3);
+        linear_input_gradient(dy.from(first), w.from(0), nullptr, nullptr, dsome.from(0), count, K, M, 3);
         require(some.has_bits_of(y, first, count), "bits of y", where + ", rows from " + std::to_string(first));
         require(dsome.has_bits_of(dx, first, count), "bits of dx", where + ", rows from " + std::to_string(first));
     }
@@ -182,7 +182,7 @@ int main() {
     refuses_as("x: expected", [&] { linear_forward(narrow.from(0), x.from(0), nullptr, y.from(0), 2, 3, 2, 1); });
     refuses_as("weight: expected", [&] { linear_forward(x.from(0), nothing, nullptr, y.from(0), 2, 3, 2, 1); });
     refuses_as("N: expected", [&] { linear_forward(x.from(0), x.from(0), nullptr, y.from(0), -2, 3, 2, 1); });
-    refuses_as("dx: expected", [&] { linear_input_gradient(y.from(0), x.from(0), nullptr, nothing, 2, 3, 2, 1); });
+    refuses_as("dx: expected", [&] { linear_input_gradient(y.from(0), x.from(0), nullptr, nullptr, nothing, 2, 3, 2, 1); });
     refuses_as("threads: expected", [&] { linear_weight_gradient(y.from(0), x.from(0), x.from(0), 2, 3, 2, 0); });
     return is_clean();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry, tuning
 from rlhf_kernels.runtime.kernel_table import Entry
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.manifest import write_manifest
@@ -19,6 +21,8 @@ from tests.training.test_data import sft_config, train_config, write_model
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
 ISAS = native.isas() if native.missing() is None else []
+of_table = functools.partial(train_config, exact=False)
+"""Options of a run whose kernels the table chooses: exact mode goes before it."""
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +64,13 @@ def chosen(folder: Path) -> dict[str, set[str]]:
 
 def test_a_resumed_run_keeps_its_kernels_though_the_table_is_another(model, table, tmp_path):
     with registry.use_table(table):
-        whole = run(RlTrainer(train_config(model, tmp_path / "whole")), 4)
-        run(RlTrainer(train_config(model, tmp_path / "parts")), 2)
+        whole = run(RlTrainer(of_table(model, tmp_path / "whole")), 4)
+        run(RlTrainer(of_table(model, tmp_path / "parts")), 2)
     backends = chosen(tmp_path / "parts" / "checkpoint-2")
     assert backends["linear_ppo_loss"] == backends["decode_step"] == backends["gae"] == {"reference"}
-    other = run(RlTrainer(train_config(model, tmp_path / "other")), 4)
+    other = run(RlTrainer(of_table(model, tmp_path / "other")), 4)
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the table makes a difference"
-    config = train_config(model, tmp_path / "parts", resume_from_checkpoint="auto")
+    config = of_table(model, tmp_path / "parts", resume_from_checkpoint="auto")
     with native.use_isa("portable"):  # which the reference does not mind
         parts = run(RlTrainer(config), 2)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
@@ -79,7 +83,7 @@ def test_a_run_by_the_package_s_table_goes_on_to_the_same_floats(model, tmp_path
     """A user of a CPU with AVX2 gets these kernels from `auto`; the rest of the suite empties the table."""
 
     def steps(name: str, n: int, **changes: str) -> list[torch.Tensor]:
-        return run(RlTrainer(train_config(model, tmp_path / name, dtype=dtype, **changes)), n)
+        return run(RlTrainer(of_table(model, tmp_path / name, dtype=dtype, **changes)), n)
 
     with native.use_isa("avx2"), registry.use_table(kernel_table.COMMITTED):
         whole = steps("whole", 4)
@@ -140,6 +144,41 @@ def test_a_checkpoint_of_before_has_nothing_to_keep(tmp_path):
     assert registry.choices() == []
 
 
+@pytest.mark.skipif("avx2" not in ISAS, reason="exact mode is no default on other sets")
+def test_exact_mode_is_the_default_where_it_serves_and_a_resumed_run_keeps_it(model, tmp_path):
+    def trainer(isa: str, **options: object) -> RlTrainer:
+        with native.use_isa(isa):
+            return RlTrainer(train_config(model, tmp_path / "run", **options))
+
+    made = trainer("avx2")
+    assert registry.is_exact()
+    with native.use_isa("avx2"):
+        run(made, 1)
+    assert json.loads((tmp_path / "run" / "checkpoint-1" / "kernels.json").read_text())[-1] == {"exact": True}
+    trainer("portable", resume_from_checkpoint="auto")  # where no new run would be exact
+    assert registry.is_exact()
+    trainer("avx2", resume_from_checkpoint="auto", exact=False)
+    assert not registry.is_exact()
+    trainer("portable", output_dir=str(tmp_path / "other"))
+    assert not registry.is_exact()
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="exact mode is no default on other sets")
+def test_a_model_that_exact_mode_does_not_serve_runs_without_it(tmp_path):
+    folder = write_model(tmp_path / "model")
+    sizes = AutoConfig.from_pretrained(folder).to_dict()
+    shape = {name: sizes[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size", "eos_token_id")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **experts)).save_pretrained(folder)
+    with native.use_isa("avx2"):
+        trainer = RlTrainer(train_config(folder, tmp_path / "run"))
+        assert not registry.is_exact()
+        trainer.step()
+        with pytest.raises(ValueError, match=r"exact: expected .*mlp\.experts is a Qwen3MoeExperts, whose stacked"):
+            RlTrainer(train_config(folder, tmp_path / "other", exact=True))
+
+
 # ---- tuned settings of Triton kernels --------------------------------------------------------------------------------
 
 TUNED = {"op": "decode_attention", "site": "attend", "dtype": "bfloat16", "sizes": [4, 128], "settings": {"SPLIT": 512}}
@@ -162,15 +201,15 @@ def tuned_folder(tmp_path: Path, **changes: object) -> Path:
 
 @pytest.mark.usefixtures("_triton")
 def test_a_resumed_run_keeps_its_tuned_settings_in_later_checkpoints(model, tmp_path):
-    run(RlTrainer(train_config(model, tmp_path / "a")), 1)
+    run(RlTrainer(of_table(model, tmp_path / "a")), 1)
     folder = tmp_path / "a" / "checkpoint-1"
     before = json.loads((folder / "kernels.json").read_text())
     assert all("backend" in row for row in before), "nothing is tuned on a CPU"
     (folder / "kernels.json").write_text(json.dumps([*before, TUNED]))
     write_manifest(folder)
-    run(RlTrainer(train_config(model, tmp_path / "a", resume_from_checkpoint="auto")), 1)
+    run(RlTrainer(of_table(model, tmp_path / "a", resume_from_checkpoint="auto")), 1)
     assert TUNED in json.loads((tmp_path / "a" / "checkpoint-2" / "kernels.json").read_text())
-    run(RlTrainer(train_config(model, tmp_path / "b")), 1)
+    run(RlTrainer(of_table(model, tmp_path / "b")), 1)
     assert TUNED not in json.loads((tmp_path / "b" / "checkpoint-1" / "kernels.json").read_text())
 
 

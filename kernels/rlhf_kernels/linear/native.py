@@ -26,12 +26,25 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [.., M] = x [.., K] Wᵀ + b, dense."""
+    """y [.., M] = x [.., K] Wᵀ + b, dense. A W that lies as [K, M], turned, is read so, with the same bits."""
+    if _is_turned(weight):
+        return _across(x, weight.t(), bias)
+    return _along(x, weight, bias)
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dx [.., K] = dy [.., M] W; a frozen W is packed once, see `packed`."""
+    if _is_turned(weight):
+        return _along(dy, weight.t(), None)
+    return _across(dy, weight, None)
+
+
+def _along(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[.., M] = x [.., K] Wᵀ + b, along the rows of W [M, K]."""
     (M, K), dtype = _sizes(weight), x.dtype
     y = x.new_empty((*x.shape[:-1], M))
     rows, W = _rows(x), native.unit_inner_stride(weight)
-    bias = None if bias is None else bias.contiguous()  # held while its address is read
-    b = 0 if bias is None else native.dense("bias", bias, dtype, (M,))
+    bias, b = _bias(bias, dtype, M)
     native.extension().linear_forward(
         native.type_number("x", dtype, _TYPES), *native.rows("x", rows, dtype, (rows.shape[0], K)),
         *native.rows("weight", W, dtype), b, y.data_ptr(), M, rows.shape[0], K, M, native.threads(),
@@ -39,20 +52,34 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dx [.., K] = dy [.., M] W; a frozen W is packed once, see `packed`."""
+def _across(dy: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[.., K] = dy [.., M] W + b, across the rows of W [M, K]."""
     (M, K), dtype = _sizes(weight), dy.dtype
     dx = dy.new_empty((*dy.shape[:-1], K))
     rows, W = _rows(dy), native.unit_inner_stride(weight)
     address, stride = native.rows("weight", W, dtype)
     number = native.type_number("dy", dtype, _TYPES)
     kept = packed.of(weight, number, address, stride) if W is weight else None
+    bias, b = _bias(bias, dtype, K)
     native.extension().linear_input_gradient(
         number, *native.rows("dy", rows, dtype, (rows.shape[0], M)), address, stride,
-        0 if kept is None else kept.data_ptr(),
+        0 if kept is None else kept.data_ptr(), b,
         dx.data_ptr(), K, rows.shape[0], K, M, native.threads(),
     )  # fmt: skip
     return dx
+
+
+def _is_turned(weight: Tensor) -> bool:
+    """Whether W [M, K] lies in memory as [K, M] does, with dense rows."""
+    return weight.dim() == 2 and weight.stride(0) == 1 and weight.stride(1) >= weight.shape[0] > 1
+
+
+def _bias(bias: Tensor | None, dtype: torch.dtype, size: int) -> tuple[Tensor | None, int]:
+    """A bias, to be held while its address is read, and the address; 0 for none."""
+    if bias is None:
+        return None, 0
+    bias = bias.contiguous()
+    return bias, native.dense("bias", bias, dtype, (size,))
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

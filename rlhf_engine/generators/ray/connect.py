@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import resolve_device
@@ -62,7 +63,7 @@ def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
         def connect(model: HydraModel) -> RayTransport:
             return RayTransport(
                 ray,
-                _for_generators(config, device).to_dict(),
+                replace(_for_generators(config, device), exact=registry.is_exact()).to_dict(),
                 frozen_digests(model),
                 generators=config.ray_generators,
                 room=room,

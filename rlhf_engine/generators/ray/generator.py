@@ -54,7 +54,7 @@ class Generator:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         registry.set_default_backend(options.kernels)
-        registry.begin_run((registry.Choice(*values) for values in kernels), exact=options.exact)
+        registry.begin_run((registry.Choice(*values) for values in kernels), exact=bool(options.exact))
         held = [tuning.row_of(f"tuned[{i}]", row) for i, row in enumerate(tuned)]
         tuning.begin_run(held)
         keep_freed_memory()

@@ -1,0 +1,236 @@
+"""Backbones that exact mode serves: a row's bits in decoding are those in scoring and training, in any company.
+
+A backbone qualifies by what it is made of, and by a trial. Its linears and its attention run on ops whose rows do not
+depend on each other. Its other modules have to be of kinds that treat every row, or every element, by itself. Torch's
+sigmoid and what is made of it (SiLU, GELU) are none of these: an element at the end of a tensor has other bits there
+than inside of a vector. Then some tokens go through the forward pass, and through prefill and decoding in several
+companies, and all have to agree to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime.eager import eager
+from torch import nn
+
+from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.eager import is_eager
+from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.gated_linear import GatedConv1D, GatedLinear
+from rlhf_engine.hydra.kv_cache import KVCache
+from rlhf_engine.rollout.rows import RowState
+from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout.steps.transformers import Prompt, TransformersStep
+
+MEASURED = ("avx2", "avx512", "avx512_bf16")
+"""Instruction sets on which exact mode has been timed; it is the default there, see docs/decisions."""
+
+LOOKS_AT_LENGTHS = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose angles depend on the longest row of a batch."""
+
+_OPS = ("linear", "lora", "attention", "decode_attention", "sample", "linear_logprob", "gather_logprob")
+_BY_PLACE = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "selu", "elu", "celu", "logsigmoid", "softmax"})
+"""Functions of torch that give an element other bits at the end of a tensor, or other sums with other neighbours."""
+_PLAIN_LEAVES = (nn.Identity, nn.Dropout, nn.ReLU)
+_TRIAL_LENGTHS, _TRIAL_STEPS = (5, 1, 18), 3
+
+
+def by_default(device_type: str) -> bool:
+    """Whether a run that does not say begins in exact mode: on a CPU with kernels that it was timed on.
+
+    Args:
+        device_type: type of the run's device, such as "cpu".
+
+    Returns:
+        Whether it does; `settle` leaves exact mode where it does not serve the model.
+    """
+    serves = device_type == "cpu" and registry.default_backend() in ("auto", "cpu") and native.missing() is None
+    return serves and native.isa() in MEASURED
+
+
+def settle(wanted: bool | None, backbone: Backbone) -> None:
+    """Leave exact mode where a run that did not ask for it has a backbone that is not served.
+
+    Args:
+        wanted: whether the run asked for exact mode; None: it did not say.
+        backbone: backbone that answers are drawn from.
+    """
+    if wanted is None and registry.is_exact() and unsupported(backbone) is not None:
+        registry.leave_exact()
+
+
+def unsupported(backbone: Backbone) -> str | None:
+    """Reason why exact mode cannot serve a backbone here and now. Tries a backbone once, in exact mode.
+
+    Args:
+        backbone: the backbone, with or without slots.
+
+    Returns:
+        The reason, which names the module; None if it can serve.
+    """
+    reason = _elsewhere(backbone)
+    if reason is not None:
+        return reason
+    known = _found.get(backbone)
+    if known is None or known.dtype != backbone.dtype or known.isa != native.isa():
+        with registry.use_exact():
+            reason = None
+            if native_step.unsupported(backbone) is not None:
+                reason = _differs(backbone) or _try(backbone)
+        _found[backbone] = known = _Found(dtype=backbone.dtype, isa=native.isa(), reason=reason)
+    return known.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What was found of a backbone, for as long as its weights are of this dtype."""
+
+    dtype: torch.dtype
+    isa: str | None
+    reason: str | None
+
+
+_found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
+
+
+def _elsewhere(backbone: Backbone) -> str | None:
+    """Reason that lies in the device, the dtype or the kernels rather than in the model."""
+    if not is_eager():
+        return "the CPU stands in for another device, or a graph is being compiled"
+    if registry.default_backend() not in ("auto", "cpu"):
+        return f"the kernels of {registry.default_backend()!r} were asked for"
+    if not eager(next(backbone.model.parameters())):
+        return "its weights are not tensors with memory of their own"
+    if torch.is_autocast_enabled(backbone.device.type):
+        return "autocast is on"
+    reasons = (registry.unsupported(op, "cpu", backbone.device.type, backbone.dtype) for op in _OPS)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+# ---- what a backbone is made of --------------------------------------------------------------------------------------
+
+
+def _differs(backbone: Backbone) -> str | None:
+    """First module whose rows may depend on each other; None where every one is of a kind that is known."""
+    if backbone.quantized:
+        return "the products of its quantised weights depend on the rows that they are batched with"
+    modules = list(backbone.base_model.named_modules())
+    for name, module in modules:
+        if any(p.dim() > 2 for p in module.parameters(recurse=False)):
+            return f"{name} is a {type(module).__name__}, whose stacked experts share products"
+    for name, module in modules:
+        called = f"{name or 'the decoder'} is a {type(module).__name__}"
+        if getattr(module, "rope_type", None) in LOOKS_AT_LENGTHS:
+            return f"{called} of the kind {module.rope_type!r}, whose angles depend on the longest row of a batch"
+        if not _is_known(module):
+            return f"{called}, whose rows are not known to be independent"
+        found = sorted(_BY_PLACE & set(_names(module)))
+        if found:
+            return f"{called}, whose code calls torch's {found[0]}: bits depend on an element's place there"
+    return None
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is a container, or a leaf of a kind whose rows are independent."""
+    if isinstance(module, (nn.Embedding, GatedLinear, GatedConv1D, nn.LayerNorm, *_PLAIN_LEAVES)):
+        return True
+    own = list(module.parameters(recurse=False))
+    if any(True for _ in module.children()):
+        return all(p.dim() <= 1 for p in own)
+    if own:
+        return all(p.dim() <= 1 for p in own) and "Norm" in type(module).__name__
+    return True  # without parameters: its code decides
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """Names that a module's forward uses, and the functions of its own file that it calls."""
+    if getattr(module, "fused_forward", False) or isinstance(module, (GatedLinear, GatedConv1D, *_PLAIN_LEAVES)):
+        return
+    if type(module).__module__.startswith("torch.nn"):
+        yield type(module).__name__.lower()
+        return
+    for value in vars(module).values():  # a function of torch, maybe with some arguments in place
+        yield getattr(getattr(value, "func", value), "__name__", "")
+    function = inspect.unwrap(type(module).forward)
+    if not isinstance(function, types.FunctionType):
+        return
+    seen: set[types.FunctionType] = set()
+    waiting = [function]
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for name in function.__code__.co_names:
+            called = inspect.unwrap(function.__globals__[name]) if callable(function.__globals__.get(name)) else None
+            if name == "eager_attention_forward":  # what runs in its place is the engine's
+                continue
+            yield name
+            if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
+                waiting.append(called)
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _try(backbone: Backbone) -> str | None:
+    """Difference between prefill and decoding and the forward pass; None where they agree to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(backbone.context_length, max(_TRIAL_LENGTHS) + _TRIAL_STEPS)
+    rows = [
+        torch.randint(backbone.vocabulary, (min(n + _TRIAL_STEPS, most),), generator=generator).tolist()
+        for n in _TRIAL_LENGTHS
+    ]
+    try:
+        expected = _forward(backbone, rows)
+        for together in ((0, 1, 2), (2,), (1, 0)):
+            chosen = [rows[i] for i in together]
+            alone = _forward(backbone, chosen)
+            stepped = _decoded(backbone, chosen)
+            for place, i in enumerate(together):
+                if not torch.equal(alone[place], expected[i]):
+                    return "a row's bits depend on the rows beside it in its forward pass"
+                if not torch.equal(stepped[place], expected[i]):
+                    return "its decoding steps have other bits than its forward pass"
+    except (ValueError, TypeError) as error:  # shapes that a kernel does not take
+        return f"a kernel refuses it: {error}"
+    return None
+
+
+def _forward(backbone: Backbone, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Last hidden states [steps, H] of each row, by one forward pass."""
+    batch = PackedBatch.from_lists(rows, [[]] * len(rows), device=backbone.device)
+    table = SlotTable.uniform(None, batch.n_tokens)
+    hidden = backbone.run(batch.tokens_T, batch.positions_T, table, plan_packed(batch.lengths, batch.device))
+    return [hidden[end - _TRIAL_STEPS : end] for end in batch.cu_seqlens[1:]]
+
+
+def _decoded(backbone: Backbone, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The same by prefill of all but the last tokens, and a decoding step for each of these."""
+    columns = -(-max(map(len, rows)) // KVCache(blocks=1).block)
+    cache = KVCache(blocks=columns * len(rows))
+    step = TransformersStep(backbone, cache)
+    blocks = [list(range(i * columns, (i + 1) * columns)) for i in range(len(rows))]
+    prompts = [
+        Prompt(tokens=tuple(row[:-_TRIAL_STEPS]), slot=None, blocks=own) for row, own in zip(rows, blocks, strict=True)
+    ]
+    step.prefill(prompts)
+    state = RowState.idle(len(rows), columns, backbone.device)
+    state.table_NB[:] = torch.tensor(blocks)
+    state.lengths_N[:] = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    table, found = SlotTable.uniform(None, len(rows)), []
+    for i in range(_TRIAL_STEPS):
+        state.tokens_N = torch.tensor([row[i - _TRIAL_STEPS] for row in rows], device=backbone.device)
+        found.append(step.decode(state, table, int(state.lengths_N.max())))
+        state.lengths_N += 1
+    return list(torch.stack(found, 1))
