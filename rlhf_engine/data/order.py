@@ -67,16 +67,24 @@ def side_by_side(keys: Sequence[int]) -> list[int]:
     return sorted(range(len(keys)), key=lambda place: first[keys[place]])
 
 
-def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int],
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    shared: Sequence[tuple[int, int]] | None = None,
+) -> list[list[int]]:
     """Divide rows into micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
 
-    Each row goes into the first micro-batch that has room for it (first fit). Without max_tokens these are consecutive
-    runs of max_rows.
+    Each row goes into the first micro-batch that has room for it (first fit); with `shared`, to the row before it with
+    the same key, if there is room. Without max_tokens these are consecutive runs of max_rows.
 
     Args:
         lengths: tokens of each row, of all its sequences together, ≥ 1.
         max_rows: most rows of a micro-batch, ≥ 1.
         max_tokens: most tokens of a micro-batch, ≥ 1; None: any number.
+        shared: key of each row, and how many of its tokens count once in a micro-batch for all rows with this key; None:
+            every token counts.
 
     Returns:
         Places of the rows, by micro-batch, in the order given.
@@ -96,10 +104,19 @@ def pack(lengths: Sequence[int], *, max_rows: int, max_tokens: int | None = None
     # room[leaves + b]: of micro-batch b, all of them empty at first; above, the most of both halves
     room = [most] * (2 * leaves)
     batches: list[list[int]] = []
+    latest: dict[int, int] = {}
+    """The leaf of the micro-batch that holds the row before with a key."""
     for row, length in enumerate(lengths):
         node = 1
+        if shared is not None:
+            key, once = shared[row]
+            beside = latest.get(key)
+            if beside is not None and room[beside] >= max(1, length - once):
+                node, length = beside, length - once
         while node < leaves:
             node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if shared is not None:
+            latest[key] = node
         if node - leaves == len(batches):
             batches.append([])
         batches[node - leaves].append(row)

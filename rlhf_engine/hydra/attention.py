@@ -141,6 +141,7 @@ def plan_packed(
     plan = PackedPlan(
         lengths=tuple(lengths), device=device, parents=None if parents is None else tuple(parents), new=new
     )
+    _ = plan.max_length  # torch.compile enters no cached property
     if device.type != varlen.DEVICE_TYPE and parents is None:  # elsewhere the first layer that needs it makes it
         _ = plan.layout
     return plan

@@ -545,7 +545,8 @@ class HydraModel(nn.Module):
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
         parts = []
-        for indices in split_by_tokens(batch.lengths, budget):
+        once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
+        for indices in split_by_tokens(batch.lengths, budget, once):
             part = batch if len(indices) == batch.n_sequences else batch.select(indices)
             found = self(part, tuple(requests.values()), token_budget=budget)
             parts.append(_scores(dict(zip(requests, found, strict=True))))
@@ -579,8 +580,23 @@ class HydraModel(nn.Module):
         dtype = next(iter(self.backbones.values())).dtype
         return batch.shared if self.shares_prompts and can_share(batch.tokens_T, dtype) else None  # type: ignore[arg-type]
 
+    def shares(self, batch: PackedBatch) -> bool:
+        """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.
+
+        Args:
+            batch: N sequences.
+
+        Returns:
+            False also where no two sequences have the same prompt.
+        """
+        slots = [slot for backbone in self.backbones.values() for slot in backbone.slots.values()]  # type: ignore[union-attr, operator]
+        drops = self.training and any(slot.config.dropout for slot in slots)
+        return not drops and self.shared_rows(batch) is not None
+
     def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
-        return batch.n_tokens * n_lanes <= (self.token_budget if budget is None else budget)
+        shared = self.shared_rows(batch)
+        rows = batch.n_tokens if shared is None else len(shared.rows)
+        return rows * n_lanes <= (self.token_budget if budget is None else budget)
 
     def _traverse(
         self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None
@@ -722,16 +738,25 @@ def default_token_budget(device: torch.device, hidden_size: int) -> int:
     return _CUDA_TOKEN_BUDGET if device.type == "cuda" else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
 
 
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Consecutive groups of sequences of at most `budget` tokens each, and at least one sequence."""
+def split_by_tokens(
+    lengths: Sequence[int], budget: int, once: tuple[Sequence[int], Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Consecutive groups of sequences of at most `budget` tokens each, and at least one sequence.
+
+    once: the prompt of each sequence and its tokens, which a group counts once; None: every token counts.
+    """
     groups: list[list[int]] = []
-    held = budget + 1
+    held, prompts = budget + 1, set[int]()
     for i, length in enumerate(lengths):
-        if held + length > budget:
+        more = length - once[1][i] if once is not None and once[0][i] in prompts else length
+        if held + more > budget:
             groups.append([])
-            held = 0
+            held, more = 0, length
+            prompts.clear()
         groups[-1].append(i)
-        held += length
+        held += more
+        if once is not None:
+            prompts.add(once[0][i])
     return groups
 
 

@@ -11,6 +11,16 @@ from rlhf_engine.data import batch_indices, epoch_order, pack, side_by_side
 from rlhf_engine.hydra import PackedBatch
 
 
+def test_tokens_that_rows_share_count_once():
+    sizes, shared = [30, 30, 30, 9, 30, 12], [(0, 25), (0, 25), (0, 25), (1, 4), (0, 25), (1, 4)]
+    assert pack(sizes, max_rows=9, max_tokens=40, shared=shared) == [[0, 1, 2], [3, 4], [5]]
+    assert pack(sizes, max_rows=9, max_tokens=45, shared=shared) == [[0, 1, 2, 4], [3, 5]]
+    assert pack(sizes, max_rows=2, max_tokens=40, shared=shared) == [[0, 1], [2, 3], [4], [5]]
+    assert pack(sizes, max_rows=9, max_tokens=40) == [[0, 3], [1], [2], [4], [5]]
+    equal = [(i, 3) for i in range(6)]  # rows that share with no other
+    assert pack(sizes, max_rows=9, max_tokens=40, shared=equal) == pack(sizes, max_rows=9, max_tokens=40)
+
+
 def test_order_is_a_function_of_seed_and_epoch():
     assert sorted(epoch_order(9, 0, 0)) == list(range(9))
     assert epoch_order(9, 0, 0) == epoch_order(9, 0, 0)

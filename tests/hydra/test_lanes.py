@@ -104,6 +104,11 @@ def test_split_by_tokens():
     assert split_by_tokens((3, 4, 5), 7) == [[0, 1], [2]]
     assert split_by_tokens((9, 1, 1), 2) == [[0], [1, 2]]
     assert split_by_tokens((5,), 0) == [[0]]
+    # four tokens of each are a prompt: of one prompt, of two, of another
+    once = ([7, 7, 8, 7, 7], [4, 4, 4, 4, 4])
+    assert split_by_tokens((5, 5, 5, 6, 6), 6, once) == [[0, 1], [2], [3], [4]]
+    assert split_by_tokens((5, 5, 5, 6, 6), 12, once) == [[0, 1, 2], [3, 4]]
+    assert split_by_tokens((5, 5, 5, 6, 6), 12) == [[0, 1], [2, 3], [4]]
 
 
 def test_off_lanes_never_enter_a_gradient_call():

@@ -1,12 +1,16 @@
 """A prompt of several sequences goes through the backbone once: the same numbers, forward and backward, for less."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
+from rlhf_engine.data import side_by_side
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.training.update import _Minibatch
 from tests.conftest import VOCAB, randomise, tiny_llama
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -73,6 +77,33 @@ def test_in_exact_mode_scores_have_the_bits_of_copies(dtype, rows):
         assert sum(rows) == 3 * answers.n_tokens
     for name, values in once.items():
         assert torch.equal(values, getattr(copied, name)), name
+
+
+def test_budgets_count_a_prompt_once(rows):
+    made, answers = model(), batch()
+    n = len(answers.shared.rows)
+    made.token_budget = 2 * n  # of two lanes with each prompt once, too few for copies
+    assert 2 * answers.n_tokens > made.token_budget
+    assert made.runs_together(answers, ("actor", "reference"))
+    assert not made.runs_together(answers, ("actor", "reference", "critic"))
+    rows.clear()
+    made.score(answers, ("actor", "reference"))
+    assert rows == [2 * n]
+    made.shares_prompts = False
+    assert not made.runs_together(answers, ("actor", "reference"))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_micro_batches_of_an_update_hold_a_prompt_s_tokens_once(dropout):
+    made, answers = model(dropout=dropout), batch()
+    places = [place for place in side_by_side(answers.prompts_N) if place != 3]
+    minibatch = _Minibatch(made.train(), SimpleNamespace(answers_per_unit=1), SimpleNamespace(batch=answers), places, 0)
+    most = 21 + 7 + 1 + 4  # three answers to the long prompt
+    parts = minibatch._micro_batches(places, SimpleNamespace(micro_batch_size=8, max_tokens=most))
+    if dropout:  # every answer has a copy of its prompt: 28, 22, 25, 8, 21 and 8 tokens
+        assert parts == [[0], [2, 1], [4, 6], [5]]
+    else:
+        assert parts == [[0, 2, 4], [1, 5, 6]]
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,16 +1,19 @@
 """Exact mode: log-probs of rollout, scoring and training forward have the same bits, in any company."""
 
 import itertools
+import re
 
 import pytest
 import torch
+import transformers as hf
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.runtime import native, registry
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
-from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, generate_requests
+from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, exactness, generate_requests
 from tests.conftest import randomise
+from tests.hydra.architectures import plain_model
 
 ISAS = [] if native.missing() else native.isas()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,6 +40,36 @@ MODELS: dict[str, PreTrainedConfig] = {
         hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=19, **_SIZES
     ),
 }
+
+_WIDE = {**_SIZES, "hidden_size": 60, "intermediate_size": 83, "num_attention_heads": 6, "pad_token_id": 0}
+_GROUPED = {**_WIDE, "num_key_value_heads": 2}
+OTHERS: dict[str, PreTrainedConfig] = {
+    "gpt2": hf.GPT2Config(vocab_size=VOCABULARY, n_embd=60, n_layer=2, n_head=6, n_inner=83, n_positions=512),
+    "gemma": hf.GemmaConfig(**_GROUPED, head_dim=10),
+    "gemma2": hf.Gemma2Config(
+        **_GROUPED,
+        head_dim=10,
+        sliding_window=19,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gpt_neox": hf.GPTNeoXConfig(**_WIDE),
+    "opt": hf.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=60,
+        ffn_dim=83,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        word_embed_proj_dim=60,
+    ),
+    "phi3": hf.Phi3Config(**_GROUPED),
+    "starcoder2": hf.Starcoder2Config(**_GROUPED, sliding_window=None),
+    "olmo2": hf.Olmo2Config(**_GROUPED),
+    "cohere": hf.CohereConfig(**_GROUPED),
+}
+"""Models whose decoding steps are transformers' own."""
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -95,6 +128,74 @@ def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
         assert torch.equal(rollout.logprobs_M, score(model, rollout.batch, temperature=0.8))
         assert rollout.logprobs_M.numel() > 60
         assert len(set(rollout.batch.completion_lens)) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models_have_them_too(kind, dtype):
+    """Ranks and widths that are no multiple of a vector, several rows at once and one alone."""
+    model = make(OTHERS[kind], dtype, actor=SlotConfig(r=5))
+    assert exactness.unsupported(model.backbone()) is None
+    rollout = draw(model, ask(RAGGED), temperature=0.8)
+    assert (rollout.stats.step, rollout.stats.most_rows) == ("transformers", len(RAGGED))
+    assert torch.equal(rollout.logprobs_M, score(model, rollout.batch, temperature=0.8))
+    alone = draw(model, ask(RAGGED)[3:4], temperature=0.8)
+    assert alone.batch.completion_tokens(0) == rollout.batch.completion_tokens(3)
+    a, b = rollout.batch.completion_cu[3:5]
+    assert torch.equal(alone.logprobs_M, rollout.logprobs_M[a:b])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3_moe", r"layers.0.mlp.experts is a Qwen3MoeExperts, whose stacked experts share products"),
+        ("glm4_moe", r"experts is a Glm4MoeExperts, whose stacked experts share products"),
+    ],
+)
+def test_what_is_not_served_is_named(name, reason):
+    model = HydraModel.from_pretrained(plain_model(name), roles=hydra_roles())
+    assert re.search(reason, str(exactness.unsupported(model.backbone())))
+
+
+def _sigmoid(x):
+    return x * torch.sigmoid(x)
+
+
+class _Gate(torch.nn.Module):
+    def forward(self, x):
+        return _sigmoid(x)
+
+
+class _NormOfRows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(60))
+
+    def forward(self, x):
+        return self.weight * (x - 1e-3 * x.mean(-2, keepdim=True))
+
+
+def test_a_module_that_is_not_by_rows_is_named():
+    """By what its code calls, and by a trial where the code looks harmless."""
+    model = make(OTHERS["gpt2"])
+    model.backbone().base_model.h[1].mlp.act = _Gate()
+    reason = "h.1.mlp.act is a _Gate, whose code calls torch's sigmoid: bits depend on an element's place"
+    assert reason in str(exactness.unsupported(model.backbone()))
+    model = make(OTHERS["gpt2"])
+    model.backbone().base_model.h[1].ln_2 = _NormOfRows()
+    assert "a row's bits depend on the rows beside it" in str(exactness.unsupported(model.backbone()))
+    doubled = make(MODELS["llama"], torch.float64)
+    assert "float64" in str(exactness.unsupported(doubled.backbone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [torch.cos, torch.sin, torch.tanh, torch.relu, torch.square], ids=str)
+def test_torch_s_functions_that_modules_may_call_are_by_element(function, dtype):
+    """Rotary angles and some activations: an element has its bits at any place and in any company."""
+    x = (30 * torch.randn(5003)).to(dtype)
+    whole = function(x)
+    for start, n in itertools.product((0, 1, 7, 100, 4001), (1, 3, 8, 29, 1000)):
+        assert torch.equal(function(x[start : start + n].clone()), whole[start : start + n])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
