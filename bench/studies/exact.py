@@ -28,7 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from rlhf_bench.isa import SETS, is_held, run_held
 from rlhf_kernels.runtime import native, registry
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.rollout import EngineOptions, Request, SamplingConfig, generate_requests
@@ -45,6 +53,19 @@ MODELS: dict[str, PreTrainedConfig] = {
         vocab_size=32000,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+    ),
+    "gpt2 41M": GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=32000, n_positions=1024, bos_token_id=1, eos_token_id=2),
+    "gemma2 42M": Gemma2Config(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        vocab_size=32000,
+        max_position_embeddings=1024,
+        sliding_window=64,
     ),
     "qwen3, grouped": Qwen3Config(
         hidden_size=192,
@@ -67,7 +88,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         sliding_window=50,
     ),
 }
-"""Widths of the second are no multiples of a vector."""
+"""Widths of Qwen3 are no multiples of a vector. Steps of GPT-2 and Gemma 2 are transformers' own."""
 ROLES = {
     "actor": RoleSpec(slot="actor", head="lm", trainable=True),
     "behaviour": RoleSpec(slot="other", head="lm"),

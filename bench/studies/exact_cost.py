@@ -1,17 +1,19 @@
 #!/usr/bin/env python
-"""Seconds of a training step in exact mode beside one without, on a Llama of 41 M parameters.
+"""Seconds of a training step in exact mode beside one without.
 
-    python bench/studies/exact_cost.py [--dtypes float32 bfloat16] [--steps 4] [--isa avx2] [--json FILE]
-        [--tokenizer ../shared/models/stories260K]
+    python bench/studies/exact_cost.py [--models "llama 41M" "gpt2 41M"] [--dtypes float32 bfloat16] [--steps 4]
+        [--isa avx2] [--json FILE] [--tokenizer ../shared/models/stories260K]
 
 GRPO: 32 answers of 64 tokens, eight to a prompt, LoRA r 16 on every linear. Two runs take their steps in turns in one
 process; a time is the median of the steps after the first. What `auto` takes without exact mode is the kernel table's
-choice. --json appends one record per dtype.
+choice. --json appends one record per model and dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import shlex
 import statistics
@@ -21,9 +23,10 @@ import time
 from pathlib import Path
 
 import torch
+from exact import MODELS
 from rlhf_bench.isa import SETS, is_held, run_held
 from rlhf_kernels.runtime import native, registry
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.runs.metrics import cpu_name, git_commit
@@ -33,23 +36,12 @@ ANIMALS = ("dog", "cat", "bear", "fox", "bird", "fish", "frog", "owl")
 REWARD = "def reward(completions, **columns):\n    return [float(len(text) % 7) for text in completions]\n"
 
 
-def prepare(folder: Path, tokenizer: str) -> None:
+def prepare(folder: Path, model: str, tokenizer: str) -> None:
     """A random model, prompts and a reward function."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    config = copy.deepcopy(MODELS[model])
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / "model")
     rows = [{"prompt": f"Once upon a time there was a little {name} who lived in a big house and"} for name in ANIMALS]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -77,6 +69,7 @@ def make(folder: Path, dtype: str, *, exact: bool) -> RlTrainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["llama 41M"])
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, of which the first does not count")
     parser.add_argument("--isa", choices=SETS, help="instruction set; default: the best of this CPU")
@@ -85,9 +78,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.isa and not is_held(options.isa):
         sys.exit(run_held(options.isa, sys.argv[1:], program=[__file__]))
-    for dtype in options.dtypes:
+    for model, dtype in itertools.product(options.models, options.dtypes):
         with tempfile.TemporaryDirectory() as name:
-            prepare(Path(name), options.tokenizer)
+            prepare(Path(name), model, options.tokenizer)
             runs = {exact: make(Path(name), dtype, exact=exact) for exact in (False, True)}
             seconds: dict[bool, list[float]] = {False: [], True: []}
             mismatch: dict[bool, float] = {}
@@ -99,8 +92,11 @@ def main() -> None:
                         seconds[exact].append(time.perf_counter() - began)
                     mismatch[exact] = found["mismatch/rollout_max"]
         auto, exactly = (statistics.median(seconds[exact][1:]) for exact in (False, True))
-        print(f"{dtype}: {exactly:.2f} s in exact mode, {auto:.2f} s without, {exactly / auto:.2f} x", flush=True)
+        print(
+            f"{model} {dtype}: {exactly:.2f} s in exact mode, {auto:.2f} s without, {exactly / auto:.2f} x", flush=True
+        )
         record = {
+            "model": model,
             "dtype": dtype,
             "auto_s": seconds[False],
             "exact_s": seconds[True],

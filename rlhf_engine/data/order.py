@@ -83,7 +83,7 @@ def pack(
         lengths: tokens of each row, of all its sequences together, ≥ 1.
         max_rows: most rows of a micro-batch, ≥ 1.
         max_tokens: most tokens of a micro-batch, ≥ 1; None: any number.
-        shared: key of each row, and how many of its tokens count once in a micro-batch for all rows with this key; None:
+        shared: key of each row, and how many of its tokens count once in a micro-batch for all rows of this key; None:
             every token counts.
 
     Returns:

@@ -14,7 +14,7 @@ from rlhf_kernels.runtime import native, registry
 from safetensors.torch import save_file
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
-from rlhf_engine.hydra import load_pretrained
+from rlhf_engine.hydra import HydraModel, load_pretrained
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
@@ -581,6 +581,29 @@ def test_in_exact_mode_rollout_and_update_have_the_same_log_probs(model, tmp_pat
         found = trainer.step()
         assert found["mismatch/rollout_max"] == found["mismatch/update_max"] == 0.0
     assert found["grad_norm/actor"] > 0
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("options", [{"async_mode": "overlap"}, {"async_mode": "replay"}, {"batches_per_policy": 2}])
+def test_in_exact_mode_older_policies_have_the_log_probs_of_their_rollouts(model, tmp_path, options, monkeypatch):
+    """The lane of the policy that drew runs for one answer in eight, and agrees to the bit."""
+    scored: list[tuple[str, int]] = []
+    score = HydraModel.score
+
+    def counted(self, batch, roles, **named):
+        scored.extend((role, batch.n_sequences) for role in roles)
+        return score(self, batch, roles, **named)
+
+    monkeypatch.setattr(HydraModel, "score", counted)
+    trainer = RlTrainer(train_config(model, tmp_path / "run", exact=True, temperature=0.9, **options))
+    try:
+        for _ in range(4):
+            assert trainer.step()["mismatch/rollout_max"] == 0.0
+    finally:
+        trainer.source.close()
+    by_drawing_policy = [n for role, n in scored if role in ("past", "behaviour")]
+    assert by_drawing_policy
+    assert set(by_drawing_policy) == {1}, "of eight answers"
 
 
 def test_exact_mode_names_what_it_cannot_serve(model, tmp_path):
