@@ -43,6 +43,13 @@ void define(py::module_& m, const std::string& dtype) {
                                                    Address d_gate, Address d_up) {
         swiglu_gradient<T>(at<T>(dy), at<T>(gate), at<T>(up), count, threads, at<T>(d_gate), at<T>(d_up));
     }, NoGil());
+    m.def(("activation_apply_" + dtype).c_str(), [](Address x, int kind, int64_t count, int threads, Address y) {
+        activation_apply<T>(at<T>(x), kind, count, threads, at<T>(y));
+    }, NoGil());
+    m.def(("activation_gradient_" + dtype).c_str(), [](Address dy, Address x, int kind, int64_t count, int threads,
+                                                       Address dx) {
+        activation_gradient<T>(at<T>(dy), at<T>(x), kind, count, threads, at<T>(dx));
+    }, NoGil());
 }
 
 }  // namespace

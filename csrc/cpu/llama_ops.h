@@ -33,4 +33,12 @@ void swiglu_apply(const T* gate, const T* up, int64_t count, int threads, T* y);
 template <typename T>
 void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int threads, T* d_gate, T* d_up);
 
+enum Activation : int { kSilu, kGelu, kGeluTanh, kQuickGelu };
+
+template <typename T>
+void activation_apply(const T* x, int kind, int64_t count, int threads, T* y);
+
+template <typename T>
+void activation_gradient(const T* dy, const T* x, int kind, int64_t count, int threads, T* dx);
+
 }  // namespace rlhf::cpu

@@ -1,4 +1,4 @@
-"""Operations of a transformer block between its matmuls: RMS norm, rotary embedding, the gated MLP's product.
+"""Operations of a transformer block between its matmuls: RMS norm, rotary embedding, gated product, activation.
 
 `rms_norm`, with H the last dimension and the mean over it (Zhang and Sennrich, "Root mean square layer
 normalization", 2019):
@@ -15,15 +15,23 @@ normalization", 2019):
 
     y = up · gate σ(gate)    dup = dy gate σ    dgate = dy up σ (1 + gate (1 − σ))
 
+`activation` (Hendrycks and Gimpel, "Gaussian error linear units", 2016), of four kinds:
+
+    y = x s    dx = dy (s + x s')
+    silu: s = σ(x)    quick_gelu: s = σ(1.702 x)    gelu: s = (1 + erf(x / √2)) / 2
+    gelu_tanh: s = σ(2 √(2/π) (x + 0.044715 x³)) = (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2
+
 `reference` is the very sequence of torch ops that transformers' Llama runs, and `cpu` rounds where it does. `rotary`
 has its bits. The sum of squares and the logistic function have an order and a formula of their own in `cpu`, the same
-as in `decode_step`: torch's depend on where a number lies in memory. Gradients round once, the reference's at every
-step. The backward pass keeps x and rstd, the angles, gate and up; the reference keeps what autograd does.
+as in `decode_step`: torch's depend on where a number lies in memory. An activation is float32 inside and rounds once.
+Gradients round once, the reference's at every step. The backward pass keeps x and rstd, the angles, gate and up, x of
+an activation; the reference keeps what autograd does.
 
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
-any one shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all tensors of a call have one.
-Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: in `cpu` the bits
-of a row of a norm, of a head and of an element of a product depend on it alone, dweight aside, which torch adds up.
+any one shape; x of an activation of any shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all
+tensors of a call have one. Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only.
+Determinism: in `cpu` the bits of a row of a norm, of a head and of an element of a product or an activation depend on
+it alone, dweight aside, which torch adds up.
 Backends: cpu, reference.
 """
 
@@ -38,9 +46,9 @@ from rlhf_kernels.llama_ops import native, reference
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import custom_op
 
-__all__ = ["rms_norm", "rotary", "swiglu"]
+__all__ = ["activation", "rms_norm", "rotary", "swiglu"]
 
-for _op in ("rms_norm", "rotary", "swiglu"):
+for _op in ("rms_norm", "rotary", "swiglu", "activation"):
     registry.register(_op, "reference", reference)
     registry.register(_op, "cpu", native)
 
@@ -143,6 +151,33 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":
         return reference.swiglu(gate, up)
     y: Tensor = _swiglu(gate, up)
+    return y
+
+
+def activation(x: Tensor, kind: str, *, backend: str = "auto") -> Tensor:
+    """Activation of every element (Hendrycks and Gimpel 2016), with the equations of the module's docstring.
+
+    Differentiable in x.
+
+    Args:
+        x: floating, of any shape.
+        kind: "silu", "gelu", "gelu_tanh" (GELU's approximation by a tanh) or "quick_gelu" (by a logistic function).
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError: x is no floating tensor.
+        ValueError: kind or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
+    _check("x", x, x)
+    if kind not in native.KINDS:
+        raise ValueError(f"kind: expected one of {native.KINDS}, got {kind!r}")
+    if registry.resolve("activation", backend, x, x.shape[-1:] or None) == "reference":
+        return reference.activation(x, kind)
+    y: Tensor = _activation(x, kind)
     return y
 
 
@@ -268,3 +303,35 @@ def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 @_swiglu_gradient.register_fake
 def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@custom_op("rlhf_kernels::activation", "x: D[...]")
+def _activation(x: Tensor, kind: str) -> Tensor:
+    return native.activation(x, kind)
+
+
+@_activation.register_fake
+def _(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _activation_setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.kind = inputs[1]
+
+
+def _activation_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    return _activation_gradient(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+_activation.register_autograd(_activation_backward, setup_context=_activation_setup)
+
+
+@custom_op("rlhf_kernels::activation_gradient", "dy: D[...], x: D[...]")
+def _activation_gradient(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    return native.activation_gradient(dy, x, kind)
+
+
+@_activation_gradient.register_fake
+def _(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""`rms_norm`, `rotary` and `swiglu` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses."""
+"""`rms_norm`, `rotary`, `swiglu` and `activation` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rlhf_kernels.runtime import native
 
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+"""Kinds of activations, in the order of `Activation` in csrc/cpu/llama_ops.h."""
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -121,3 +123,34 @@ def swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
         d_up.data_ptr(),
     )
     return d_gate, d_up
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """x: any shape → like it; kind: one of `KINDS`."""
+    x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _function("activation_apply", x.dtype)(
+        native.address("x", x, x.dtype), _number(kind), x.numel(), native.threads(), y.data_ptr()
+    )
+    return y
+
+
+def activation_gradient(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    """dy, x: one shape → dx of the same; kind: one of `KINDS`."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    _function("activation_gradient", x.dtype)(
+        native.address("dy", dy, x.dtype, x.shape),
+        native.address("x", x, x.dtype),
+        _number(kind),
+        x.numel(),
+        native.threads(),
+        dx.data_ptr(),
+    )
+    return dx
+
+
+def _number(kind: str) -> int:
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
+    return KINDS.index(kind)

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding and SwiGLU as transformers' Llama writes them, in torch; autograd does the rest."""
+"""RMS norm, rotary embedding, SwiGLU and activations as transformers writes them, in torch; autograd does the rest."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up: one shape → like them."""
     return torch.nn.functional.silu(gate) * up
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """x: any shape → like it; kind: one of `rlhf_kernels.llama_ops.native.KINDS`."""
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _turn_a_quarter(x: Tensor) -> Tensor:
