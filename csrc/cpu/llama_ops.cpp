@@ -78,31 +78,32 @@ Share share_of(int kind) {
 }  // namespace
 
 template <typename T>
-void rms_norm_apply(const T* x, const T* weight, float eps, int64_t rows, int64_t width, int threads, T* y, float* rstd) {
+void rms_norm_apply(const T* x, const T* weight, bool plus_one, float eps, int64_t rows, int64_t width, int threads, T* y,
+                    float* rstd) {
     check_rows(rows, width, threads);
     RLHF_CHECK_POINTER(x, rows);
     RLHF_CHECK_POINTER(weight, width);
     RLHF_CHECK_POINTER(rstd, rows);
     RLHF_CHECK_POINTER(y, rows);
-    float (*norm)(const T*, const T*, float, int64_t, T*);
+    float (*norm)(const T*, const T*, bool, float, int64_t, T*);
     RLHF_PICK(norm, norm_row);
     for_each(rows, rows * width, threads,
-             [=](int64_t i) { rstd[i] = norm(x + i * width, weight, eps, width, y + i * width); });
+             [=](int64_t i) { rstd[i] = norm(x + i * width, weight, plus_one, eps, width, y + i * width); });
 }
 
 template <typename T>
-void rms_norm_gradient(const T* dy, const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width,
-                       int threads, T* dx) {
+void rms_norm_gradient(const T* dy, const T* x, const T* weight, bool plus_one, const float* rstd, int64_t rows,
+                       int64_t width, int threads, T* dx) {
     check_rows(rows, width, threads);
     RLHF_CHECK_POINTER(dy, rows);
     RLHF_CHECK_POINTER(x, rows);
     RLHF_CHECK_POINTER(weight, width);
     RLHF_CHECK_POINTER(rstd, rows);
     RLHF_CHECK_POINTER(dx, rows);
-    void (*gradient)(const T*, const T*, const T*, float, int64_t, T*);
+    void (*gradient)(const T*, const T*, const T*, bool, float, int64_t, T*);
     RLHF_PICK(gradient, norm_gradient_row);
     for_each(rows, rows * width, threads, [=](int64_t i) {
-        gradient(dy + i * width, x + i * width, weight, rstd[i], width, dx + i * width);
+        gradient(dy + i * width, x + i * width, weight, plus_one, rstd[i], width, dx + i * width);
     });
 }
 
@@ -186,9 +187,10 @@ void activation_gradient(const T* dy, const T* x, int kind, int64_t count, int t
 }
 
 #define INSTANTIATE(T)                                                                                              \
-    template void rms_norm_apply<T>(const T*, const T*, float, int64_t, int64_t, int, T*, float*);                  \
+    template void rms_norm_apply<T>(const T*, const T*, bool, float, int64_t, int64_t, int, T*, float*);            \
     template void swiglu_apply<T>(const T*, const T*, int64_t, int, T*);                                            \
-    template void rms_norm_gradient<T>(const T*, const T*, const T*, const float*, int64_t, int64_t, int, T*);      \
+    template void rms_norm_gradient<T>(const T*, const T*, const T*, bool, const float*, int64_t, int64_t, int,     \
+                                       T*);                                                                         \
     template void rotary_apply<T>(const T*, HeadStrides, const T*, const T*, int64_t, int64_t, int64_t, int64_t,    \
                                   int64_t, int, T*);                                                                \
     template void rotary_gradient<T>(const T*, HeadStrides, const T*, const T*, int64_t, int64_t, int64_t, int64_t, \

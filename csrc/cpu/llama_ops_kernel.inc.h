@@ -2,6 +2,7 @@
 //
 // The forward functions round where torch's sequence of elementwise ops does, to the dtype of the tensors, and where they do
 // nothing else (rotate_head) they have its bits: nothing is fused there (the build forbids the compiler to, see setup.py).
+// An activation and a norm by 1 + weight are float inside and round once.
 // The sum of squares and the logistic function are those of decode_step_body.inc.h, to the bit. The gradients round once.
 
 #include "cpu/llama_ops_rows.h"
@@ -59,9 +60,15 @@ RLHF_INLINE float root_mean_square(const T* x, int64_t width, float eps) {
 }
 
 template <typename T>
-RLHF_INLINE float norm(const T* x, const T* weight, float eps, int64_t width, T* y) {
+RLHF_INLINE float norm(const T* x, const T* weight, bool plus_one, float eps, int64_t width, T* y) {
     const float rstd = root_mean_square(x, width, eps);
     const V scale = L::splat(rstd);
+    if (plus_one) {  // in float, rounded once
+        for (int64_t i = 0; i < width; i += L::count) {
+            store(y + i, width - i, (1.0f + load(weight + i, width - i)) * (load(x + i, width - i) * scale));
+        }
+        return rstd;
+    }
     for (int64_t i = 0; i < width; i += L::count) {
         const V normed = rounded<T>(load(x + i, width - i) * scale);
         store(y + i, width - i, load(weight + i, width - i) * normed);
@@ -69,18 +76,19 @@ RLHF_INLINE float norm(const T* x, const T* weight, float eps, int64_t width, T*
     return rstd;
 }
 
-// With n = x rstd and g = dy weight: dx = rstd (g - n mean(g n)).
+// With n = x rstd and g = dy weight, or dy (1 + weight): dx = rstd (g - n mean(g n)).
 template <typename T>
-RLHF_INLINE void norm_gradient(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {
+RLHF_INLINE void norm_gradient(const T* dy, const T* x, const T* weight, bool plus_one, float rstd, int64_t width, T* dx) {
     V sums[2] = {};
+    const V offset = L::splat(plus_one ? 1.0f : 0.0f);
     for (int64_t i = 0, side = 0; i < width; i += L::count, side ^= 1) {
-        const V g = load(dy + i, width - i) * load(weight + i, width - i);
+        const V g = load(dy + i, width - i) * (load(weight + i, width - i) + offset);
         sums[side] = L::fma(g, load(x + i, width - i), sums[side]);
     }
     const double dot = lane_sum<float>(sums[0] + sums[1]);
     const V scale = L::splat(rstd), slope = L::splat(float(-dot * rstd * rstd * rstd / double(width)));
     for (int64_t i = 0; i < width; i += L::count) {
-        const V g = load(dy + i, width - i) * load(weight + i, width - i);
+        const V g = load(dy + i, width - i) * (load(weight + i, width - i) + offset);
         store(dx + i, width - i, L::fma(slope, load(x + i, width - i), g * scale));
     }
 }
@@ -237,11 +245,11 @@ RLHF_INLINE void activation_gradient(F f, const T* dy, const T* x, int64_t n, T*
 }  // namespace block_rows
 
 #define RLHF_DEFINE_ROWS(T)                                                                                          \
-    float norm_row(const T* x, const T* weight, float eps, int64_t width, T* y) {                                    \
-        return block_rows::norm(x, weight, eps, width, y);                                                           \
+    float norm_row(const T* x, const T* weight, bool plus_one, float eps, int64_t width, T* y) {                     \
+        return block_rows::norm(x, weight, plus_one, eps, width, y);                                                 \
     }                                                                                                                \
-    void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx) {             \
-        block_rows::norm_gradient(dy, x, weight, rstd, width, dx);                                                               \
+    void norm_gradient_row(const T* dy, const T* x, const T* weight, bool plus_one, float rstd, int64_t width, T* dx) { \
+        block_rows::norm_gradient(dy, x, weight, plus_one, rstd, width, dx);                                         \
     }                                                                                                                \
     void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y) { block_rows::rotate(x, cos, sin, half, y); }   \
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx) {                            \

@@ -15,8 +15,8 @@ struct Share {
 };
 
 #define RLHF_DECLARE_ROWS(T)                                                                                         \
-    float norm_row(const T* x, const T* weight, float eps, int64_t width, T* y);                                     \
-    void norm_gradient_row(const T* dy, const T* x, const T* weight, float rstd, int64_t width, T* dx);              \
+    float norm_row(const T* x, const T* weight, bool plus_one, float eps, int64_t width, T* y);                      \
+    void norm_gradient_row(const T* dy, const T* x, const T* weight, bool plus_one, float rstd, int64_t width, T* dx); \
     void rotate_head(const T* x, const T* cos, const T* sin, int64_t half, T* y);                                    \
     void rotate_back_head(const T* dy, const T* cos, const T* sin, int64_t half, T* dx);                             \
     void swiglu_stretch(const T* gate, const T* up, int64_t n, T* y);                                                \

@@ -6,6 +6,8 @@ normalization", 2019):
     rstd = (mean x² + eps)^−½    n = x rstd    y = weight · n
     dx = rstd (g − n mean(g n)) with g = weight · dy    dweight = Σ_rows dy · n
 
+With `plus_one` 1 + weight stands for weight (Gemma), and y is rounded once.
+
 `rotary`, for a head whose halves are (a, b) and angles whose halves are (c, c'), (s, s') (Su et al., "RoFormer",
 2021, in the layout of Llama):
 
@@ -53,7 +55,7 @@ for _op in ("rms_norm", "rotary", "swiglu", "activation"):
     registry.register(_op, "cpu", native)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, plus_one: bool = False, backend: str = "auto") -> Tensor:
     """RMS norm over the last dimension (Zhang and Sennrich 2019), with the equations of the module's docstring.
 
     Differentiable in x and weight.
@@ -62,6 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
         x: [..., H], floating; H ≥ 1.
         weight: [H], of x's dtype and device.
         eps: number ≥ 0 that is added to the mean square.
+        plus_one: whether the factors are 1 + weight, as in Gemma.
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
@@ -79,8 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
     if not eps >= 0.0:
         raise ValueError(f"eps: expected a number of at least 0, got {eps}")
     if registry.resolve("rms_norm", backend, x, (x.shape[-1],)) == "reference":
-        return reference.rms_norm(x, weight, eps)
-    y: Tensor = _rms_norm(x, weight, float(eps))[0]
+        return reference.rms_norm(x, weight, eps, plus_one)
+    y: Tensor = _rms_norm(x, weight, float(eps), bool(plus_one))[0]
     return y
 
 
@@ -196,29 +199,29 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
 
 
 @custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return native.rms_norm(x, weight, eps)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    return native.rms_norm(x, weight, eps, plus_one)
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
+    x, weight, _, ctx.plus_one = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     x, weight, rstd = ctx.saved_tensors
-    dx = _rms_norm_gradient(dy, x, weight, rstd) if ctx.needs_input_grad[0] else None
+    dx = _rms_norm_gradient(dy, x, weight, rstd, ctx.plus_one) if ctx.needs_input_grad[0] else None
     dweight = None
     if ctx.needs_input_grad[1]:
         products = dy.float() * (x.float() * rstd)
         dweight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-    return dx, dweight, None
+    return dx, dweight, None, None
 
 
 _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
@@ -228,12 +231,12 @@ _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
     "rlhf_kernels::rms_norm_gradient",
     "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
 )
-def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
-    return native.rms_norm_gradient(dy, x, weight, rstd)
+def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
+    return native.rms_norm_gradient(dy, x, weight, rstd, plus_one)
 
 
 @_rms_norm_gradient.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 

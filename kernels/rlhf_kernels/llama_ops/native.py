@@ -27,7 +27,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return getattr(native.extension(), f"{name}_{_NAMES[dtype]}")  # type: ignore[no-any-return]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     """x: [..., H], weight: [H] → y like x, rstd: float32 [..., 1]."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -35,6 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _function("rms_norm_apply", x.dtype)(
         native.address("x", x, x.dtype),
         native.address("weight", weight, x.dtype, x.shape[-1:]),
+        plus_one,
         eps,
         rstd.numel(),
         x.shape[-1],
@@ -45,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
     """dy, x: [..., H], weight: [H], rstd: float32 [..., 1] → dx like x."""
     dy, x, weight, rstd = dy.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype)
@@ -53,6 +54,7 @@ def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Te
         native.address("dy", dy, x.dtype, x.shape),
         native.address("x", x, x.dtype),
         native.address("weight", weight, x.dtype, x.shape[-1:]),
+        plus_one,
         native.address("rstd", rstd, torch.float32, (*x.shape[:-1], 1)),
         rstd.numel(),
         x.shape[-1],

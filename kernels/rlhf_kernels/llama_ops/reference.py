@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., H], weight: [H] → like x. Statistics in float32, rounded to x's dtype before the weight comes in."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """x: [..., H], weight: [H] → like x. Statistics in float32, rounded to x's dtype before the weight comes in.
+
+    With `plus_one` the factors 1 + weight come in before it is rounded, as in Gemma.
+    """
     wide = x.float()
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if plus_one:
+        return (wide * rstd * (1.0 + weight.float())).to(x.dtype)
     return weight * (wide * rstd).to(x.dtype)
 
 
