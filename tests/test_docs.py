@@ -341,6 +341,7 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
+        "activation": {"cpu"},
         "attention": {"cpu"},
         "decode_attention": {"cpu", "triton"},
         "decode_step": {"cpu"},

@@ -26,13 +26,13 @@ void define_rotate(py::module_& m, const std::string& name) {
 
 template <typename T>
 void define(py::module_& m, const std::string& dtype) {
-    m.def(("rms_norm_apply_" + dtype).c_str(), [](Address x, Address weight, float eps, int64_t rows, int64_t width,
-                                                  int threads, Address y, Address rstd) {
-        rms_norm_apply<T>(at<T>(x), at<T>(weight), eps, rows, width, threads, at<T>(y), at<float>(rstd));
+    m.def(("rms_norm_apply_" + dtype).c_str(), [](Address x, Address weight, bool plus_one, float eps, int64_t rows,
+                                                  int64_t width, int threads, Address y, Address rstd) {
+        rms_norm_apply<T>(at<T>(x), at<T>(weight), plus_one, eps, rows, width, threads, at<T>(y), at<float>(rstd));
     }, NoGil());
-    m.def(("rms_norm_gradient_" + dtype).c_str(), [](Address dy, Address x, Address weight, Address rstd, int64_t rows,
-                                                     int64_t width, int threads, Address dx) {
-        rms_norm_gradient<T>(at<T>(dy), at<T>(x), at<T>(weight), at<float>(rstd), rows, width, threads, at<T>(dx));
+    m.def(("rms_norm_gradient_" + dtype).c_str(), [](Address dy, Address x, Address weight, bool plus_one, Address rstd,
+                                                     int64_t rows, int64_t width, int threads, Address dx) {
+        rms_norm_gradient<T>(at<T>(dy), at<T>(x), at<T>(weight), plus_one, at<float>(rstd), rows, width, threads, at<T>(dx));
     }, NoGil());
     define_rotate<T, rotary_apply<T>>(m, "rotary_apply_" + dtype);
     define_rotate<T, rotary_gradient<T>>(m, "rotary_gradient_" + dtype);
@@ -42,6 +42,13 @@ void define(py::module_& m, const std::string& dtype) {
     m.def(("swiglu_gradient_" + dtype).c_str(), [](Address dy, Address gate, Address up, int64_t count, int threads,
                                                    Address d_gate, Address d_up) {
         swiglu_gradient<T>(at<T>(dy), at<T>(gate), at<T>(up), count, threads, at<T>(d_gate), at<T>(d_up));
+    }, NoGil());
+    m.def(("activation_apply_" + dtype).c_str(), [](Address x, int kind, int64_t count, int threads, Address y) {
+        activation_apply<T>(at<T>(x), kind, count, threads, at<T>(y));
+    }, NoGil());
+    m.def(("activation_gradient_" + dtype).c_str(), [](Address dy, Address x, int kind, int64_t count, int threads,
+                                                       Address dx) {
+        activation_gradient<T>(at<T>(dy), at<T>(x), kind, count, threads, at<T>(dx));
     }, NoGil());
 }
 

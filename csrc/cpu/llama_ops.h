@@ -7,12 +7,14 @@ namespace rlhf::cpu {
 
 // T is float, or uint16_t for the bits of bfloat16.
 
+// plus_one: the factors are 1 + weight.
 template <typename T>
-void rms_norm_apply(const T* x, const T* weight, float eps, int64_t rows, int64_t width, int threads, T* y, float* rstd);
+void rms_norm_apply(const T* x, const T* weight, bool plus_one, float eps, int64_t rows, int64_t width, int threads, T* y,
+                    float* rstd);
 
 template <typename T>
-void rms_norm_gradient(const T* dy, const T* x, const T* weight, const float* rstd, int64_t rows, int64_t width,
-                       int threads, T* dx);
+void rms_norm_gradient(const T* dy, const T* x, const T* weight, bool plus_one, const float* rstd, int64_t rows,
+                       int64_t width, int threads, T* dx);
 
 // Elements of one head are dense; `batch`, `head` and `token` are the steps to the next one of each, in elements.
 struct HeadStrides {
@@ -32,5 +34,13 @@ void swiglu_apply(const T* gate, const T* up, int64_t count, int threads, T* y);
 
 template <typename T>
 void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t count, int threads, T* d_gate, T* d_up);
+
+enum Activation : int { kSilu, kGelu, kGeluTanh, kQuickGelu };
+
+template <typename T>
+void activation_apply(const T* x, int kind, int64_t count, int threads, T* y);
+
+template <typename T>
+void activation_gradient(const T* dy, const T* x, int kind, int64_t count, int threads, T* dx);
 
 }  // namespace rlhf::cpu

@@ -1,43 +1,55 @@
-"""RMS norms, rotary embeddings and gated MLPs of a backbone on `rlhf_kernels.llama_ops`.
+"""RMS norms, rotary embeddings, gated MLPs and activations of a backbone on `rlhf_kernels.llama_ops`.
 
 A module whose class computes what an op computes gets a subclass of that class, with another `forward`; parameters and
 their names stay. What a class computes is not guessed from its name: its own `forward` is tried on a stand-in that has
 nothing but the attributes the op knows of, and has to give the bits of the op's reference. A class that fails keeps its
-`forward`.
+`forward`. Modules of one activation class may compute different functions, so each is tried itself: in float32 against
+float64 values of what the op can compute.
 
 Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
 kernel table prefers the reference, the modules run their own code. Where they serve, a rotary embedding keeps the
 module's bits. Norms and gated products have an order of sums and a logistic function of their own, those of decoding.
-They round where the modules do. Gradients are rounded once instead of at every step.
+They round where the modules do. Activations and all gradients are rounded once instead of at every step.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from rlhf_kernels.llama_ops import reference, rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops import activation, reference, rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.runtime import registry
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rlhf_engine.hydra.eager import is_eager
 
+_FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
+"""What a trial may end in, of a class that wants attributes or arguments of its own."""
 _ROTARY = "apply_rotary_pos_emb"
 """Name of the function that turns queries and keys, in the modelling files."""
 
 
 def fuse_llama_ops(model: nn.Module) -> int:
     """Exchange the `forward` of every module that one of the ops can serve; how many that were."""
-    fused = 0
+    fused, gates = 0, set()
     for module in model.modules():
         found = _fused_class(type(module))
         if found is not None and _gated_by_silu(module):
             module.__class__ = found
+            fused += 1
+        if getattr(type(module), "fused_forward", False):
+            gates.add(getattr(module, "act_fn", None))  # a part of `swiglu`, and without it torch's
+    for module in model.modules():
+        kind = None if module in gates else _activation_kind(module)
+        if kind is not None:
+            module.__class__ = _activation_class(type(module), kind)
             fused += 1
     return fused
 
@@ -53,18 +65,22 @@ def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
         with unset_fake_temporarily():
             candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
             forward = next((found for found in candidates if found is not None), None)
-        members = {
-            "forward": forward,
-            "fused_forward": True,
-            "__reduce__": lambda self: (_remake, (cls,), self.__dict__),  # no module holds a class made here
-        }
-        _FUSED[cls] = None if forward is None else type(cls.__name__, (cls,), members)
+        _FUSED[cls] = None if forward is None else _subclass(cls, forward)
     return _FUSED[cls]
 
 
-def _remake(cls: type[nn.Module]) -> nn.Module:
-    """An empty module of what became of a class, for copies and pickles."""
-    found = _fused_class(cls) or cls
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any], kind: str | None = None) -> type[nn.Module]:
+    members = {
+        "forward": forward,
+        "fused_forward": True,
+        "__reduce__": lambda self: (_remake, (cls, kind), self.__dict__),  # no module holds a class made here
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+def _remake(cls: type[nn.Module], kind: str | None = None) -> nn.Module:
+    """An empty module of what became of a class, for copies and pickles; kind: of an activation."""
+    found = (_fused_class(cls) or cls) if kind is None else _activation_class(cls, kind)
     made: nn.Module = found.__new__(found)
     return made
 
@@ -78,7 +94,7 @@ def _serves(op: str, *tensors: Tensor) -> bool:
         and registry.unsupported(op, "cpu", x.device.type, x.dtype) is None
         and not torch.is_autocast_enabled(x.device.type)
         and all(other.dtype == x.dtype for other in tensors)
-        and registry.resolve(op, "auto", x, (x.shape[-1],)) == "cpu"
+        and registry.resolve(op, "auto", x, x.shape[-1:] or None) == "cpu"
     )
 
 
@@ -90,17 +106,23 @@ def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
     if not cls.__name__.endswith("RMSNorm"):
         return None
 
-    def same(dtype: torch.dtype) -> bool:
+    def same(epsilon: str, plus_one: bool, dtype: torch.dtype) -> bool:
         x, weight = _random((3, 40), (40,), dtype=dtype)
-        stand_in = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
-        return torch.equal(own(stand_in, x), reference.rms_norm(x, weight, 1e-3))
+        stand_in = SimpleNamespace(weight=weight, **{epsilon: 1e-3})
+        if hasattr(cls, "_norm"):
+            stand_in._norm = functools.partial(cls._norm, stand_in)
+        return torch.equal(own(stand_in, x), reference.rms_norm(x, weight, 1e-3, plus_one))
 
-    if not _agrees(same):
+    forms = itertools.product(("variance_epsilon", "eps"), (False, True))
+    form = next((form for form in forms if _agrees(functools.partial(same, *form))), None)
+    if form is None:
         return None
+    epsilon, plus_one = form
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if _serves("rms_norm", hidden_states, self.weight):
-            return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, backend="cpu")
+            eps = getattr(self, epsilon)
+            return rms_norm(hidden_states, self.weight, eps=eps, plus_one=plus_one, backend="cpu")
         return own(self, hidden_states)
 
     return forward
@@ -135,6 +157,40 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
 def _gated_by_silu(module: nn.Module) -> bool:
     """The activation is the instance's, not the class's; True for a module without one."""
     return type(getattr(module, "act_fn", nn.SiLU())).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _activation_kind(module: nn.Module) -> str | None:
+    """Kind of `activation` that a module computes, by its own values; None for other modules."""
+    cls = type(module)
+    named = any(part in cls.__name__.lower() for part in ("gelu", "silu", "swish"))
+    if not named or getattr(cls, "fused_forward", False):
+        return None
+    if [*module.children(), *module.parameters(), *module.buffers()]:
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        x = torch.linspace(-12.0, 12.0, 4801, device="cpu", dtype=torch.float32)
+        given = x.clone()
+        try:
+            y = cls.forward(module, given)
+            return next((kind for kind in KINDS if torch.equal(given, x) and _is_near(y, x, kind)), None)
+        except _FAILURES:
+            return None
+
+
+def _is_near(y: Tensor, x: Tensor, kind: str) -> bool:
+    return bool((y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
+
+
+@functools.cache
+def _activation_class(cls: type[nn.Module], kind: str) -> type[nn.Module]:
+    own: Callable[..., Tensor] = cls.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if _serves("activation", x):
+            return activation(x, kind, backend="cpu")
+        return own(self, x)
+
+    return _subclass(cls, forward, kind)
 
 
 def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
@@ -195,7 +251,7 @@ def _agrees(same: Callable[[torch.dtype], bool]) -> bool:
     """Whether the trial passes in both dtypes; it also fails where a class wants attributes or arguments of its own."""
     try:
         return same(torch.float32) and same(torch.bfloat16)
-    except (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError):
+    except _FAILURES:
         return False
 
 

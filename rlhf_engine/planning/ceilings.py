@@ -21,7 +21,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
 from rlhf_kernels.lora import DecodeLinear, Segments, lora_delta_, lora_linear
 from rlhf_kernels.runtime import native
 from rlhf_kernels.runtime.cores import threads
@@ -155,10 +155,11 @@ def _passes(dtype: torch.dtype, generator: torch.Generator) -> Iterator[_Probe]:
         "rms_norm": ([h], lambda h: rms_norm(h, weight, eps=1e-5)),
         "rotary": ([q, k], lambda q, k: rotary(q, k, angles, angles)[0]),
         "swiglu": ([x, y], swiglu),
+        "activation": ([x], lambda x: activation(x, "gelu_tanh")),
     }
     for name, (inputs, op) in passes.items():
         yield _Probe(name, None, functools.partial(op, *inputs))
-        like = {"rms_norm": h, "rotary": q, "swiglu": dy}[name]
+        like = {"rms_norm": h, "rotary": q}.get(name, dy)
         yield _Probe(f"{name}_gradient", None, _back(op, inputs, like))
 
 

@@ -184,7 +184,7 @@ def test_doctor_measures_a_table_that_is_used_where_it_is_named(capsys, monkeypa
     assert code == 0
     assert f"used with RLHF_ENGINE_KERNEL_TABLE={path}" in out
     found = kernel_table.read(path, registry.ops(), isa=native.isa())
-    assert {entry.op for entry in found.entries} == {"gae", "rms_norm", "rotary", "swiglu"}
+    assert {entry.op for entry in found.entries} == {"activation", "gae", "rms_norm", "rotary", "swiglu"}
     assert "by the table" not in run(capsys, "doctor")[1], "it was not named"
     with registry.use_table(path):
         assert "by the table" in run(capsys, "doctor")[1]

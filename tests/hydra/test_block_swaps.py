@@ -11,9 +11,11 @@ from types import FunctionType
 import pytest
 import torch
 from rlhf_kernels import llama_ops as block
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import kernel_table, native, registry
+from rlhf_kernels.runtime.kernel_table import Entry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from torch import nn
+from transformers.activations import ACT2FN, GELUActivation
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from rlhf_engine.hydra.backbone import Backbone
@@ -21,26 +23,27 @@ from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
 from tests.hydra.architectures import plain_model
 
-# two layers: two norms each and one at the end, Qwen3 norms queries and keys as well; an MLP and an attention a layer
+# two layers: two norms each and one at the end, Qwen3 norms queries and keys as well; an MLP and an attention a layer,
+# or an activation (…GELU…, SiLU…)
 FUSED = {
     "llama": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
     "qwen2": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
     "qwen3": {"RMSNorm": 9, "MLP": 2, "Attention": 2},
     "mistral": {"RMSNorm": 5, "MLP": 2, "Attention": 2},
-    "gemma2": {"Attention": 2},  # its norms multiply by 1 + weight, its MLP is gated by a GELU
-    "gpt2": {},
-    "gpt_neox": {"Attention": 2},
-    "opt": {},
-    "phi": {"Attention": 2},  # a part of every head is turned
-    "qwen3_moe": {"RMSNorm": 9, "Attention": 2},  # experts hold their weights stacked
-    "mixtral": {"RMSNorm": 5, "Attention": 2},
+    "gemma2": {"RMSNorm": 9, "Attention": 2, "LU": 2},  # its norms multiply by 1 + weight
+    "gpt2": {"LU": 2},
+    "gpt_neox": {"Attention": 2, "LU": 2},
+    "opt": {},  # ReLU has one result
+    "phi": {"Attention": 2, "LU": 2},  # a part of every head is turned
+    "qwen3_moe": {"RMSNorm": 9, "Attention": 2, "LU": 2},  # experts hold their weights stacked
+    "mixtral": {"RMSNorm": 5, "Attention": 2, "LU": 2},
 }
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 def fused_kinds(model: nn.Module) -> dict[str, int]:
     names = [type(m).__name__ for m in model.modules() if getattr(type(m), "fused_forward", False)]
-    found = {kind: sum(name.endswith(kind) for name in names) for kind in ("RMSNorm", "MLP", "Attention")}
+    found = {kind: sum(kind in name for name in names) for kind in ("RMSNorm", "MLP", "Attention", "LU")}
     assert sum(found.values()) == len(names)
     return {kind: n for kind, n in found.items() if n}
 
@@ -67,17 +70,18 @@ def test_the_model_gives_what_it_gave(name, dtype):
         with registry.use_backend("reference"):
             assert torch.equal(model(tokens).logits, before)
     assert_ok((tier1 if dtype == torch.float32 else tier3)(after, exact, before), name)
-    if not {"RMSNorm", "MLP"} & set(FUSED[name]):
+    if not {"RMSNorm", "MLP", "LU"} & set(FUSED[name]):
         assert torch.equal(after, before)
     assert [n for n, _ in model.named_parameters()] == names
     assert fuse_llama_ops(model) == 0  # a second time finds nothing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_norms_and_mlps_give_what_the_ops_give(name, dtype):
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mixtral"])
+def test_modules_give_what_the_ops_give(name, dtype):
     model = plain_model(name).to(dtype)
     fuse_llama_ops(model)
+    kinds = {"GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "GELUActivation": "gelu"}
     tried, generator = set(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, module in model.named_modules():
@@ -85,15 +89,20 @@ def test_norms_and_mlps_give_what_the_ops_give(name, dtype):
             if kind.endswith("RMSNorm"):
                 module.weight.normal_(generator=generator)
                 x = torch.randn(7, len(module.weight), generator=generator).to(dtype)
-                expected = block.rms_norm(x, module.weight, eps=module.variance_epsilon, backend="cpu")
-            elif kind.endswith("MLP"):
+                gemma = name == "gemma2"
+                eps = module.eps if gemma else module.variance_epsilon
+                expected = block.rms_norm(x, module.weight, eps=eps, plus_one=gemma, backend="cpu")
+            elif "LU" in kind and getattr(type(module), "fused_forward", False):
+                x = 3 * torch.randn(7, 83, generator=generator).to(dtype)
+                expected = block.activation(x, kinds.get(kind, "silu"), backend="cpu")
+            elif kind.endswith("MLP") and getattr(type(module), "fused_forward", False):
                 x = torch.randn(7, module.gate_proj.in_features, generator=generator).to(dtype)
                 expected = module.down_proj(block.swiglu(module.gate_proj(x), module.up_proj(x), backend="cpu"))
             else:
                 continue
             assert torch.equal(module(x), expected), path
-            tried.add(kind)
-    assert len(tried) == 2
+            tried.add(next(part for part in ("RMSNorm", "MLP", "LU") if part in kind))
+    assert tried == set(FUSED[name]) - {"Attention"}
 
 
 def test_gradients_are_close_and_reach_every_weight():
@@ -125,6 +134,22 @@ class DemandingRMSNorm(LlamaRMSNorm):
         return LlamaRMSNorm.forward(self, hidden_states) * self.scale
 
 
+class ShiftedGELU(GELUActivation):
+    """Looks like the activation that is known, and computes something else."""
+
+    def forward(self, input):
+        return GELUActivation.forward(self, input) + 1e-4
+
+
+class LearnedSwish(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(1))
+
+    def forward(self, input):
+        return input * torch.sigmoid(self.beta * input)
+
+
 def attention_that_turns(turn):
     """A class like Llama's attention whose file has another function of the known name."""
     plain = inspect.unwrap(LlamaAttention.forward)
@@ -147,7 +172,7 @@ def test_a_class_that_computes_something_else_is_left_alone(leaf, cls):
     model = plain_model("llama")
     module = getattr(model.model.layers[0], leaf)
     module.__class__ = cls
-    assert fuse_llama_ops(model) == 8
+    assert fuse_llama_ops(model) == (9 if leaf == "mlp" else 8)  # the MLP's activation is what it was
     assert type(module) is cls
 
 
@@ -187,6 +212,92 @@ def test_a_decorated_attention_is_exchanged_beneath_its_decorators(decorator, fu
     assert fuse_llama_ops(attention) == fused
     assert torch.equal(model(tokens).logits, before)
     assert len(calls) == fused
+
+
+KINDS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+    "swish": "silu",
+}
+ACTIVATIONS = {name: (lambda name=name: ACT2FN[name], kind) for name, kind in KINDS.items()} | {
+    "torch's GELU": (nn.GELU, "gelu"),
+    "torch's GELU by tanh": (lambda: nn.GELU(approximate="tanh"), "gelu_tanh"),
+    "clipped": (lambda: ACT2FN["gelu_10"], None),
+    "of another form": (nn.Hardswish, None),
+    "shifted": (ShiftedGELU, None),
+    "with a parameter": (LearnedSwish, None),
+    "in place": (lambda: nn.SiLU(inplace=True), None),
+}
+
+
+@pytest.mark.parametrize(("make", "kind"), ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test_what_an_activation_computes_is_found_by_its_values(make, kind):
+    module, other = make(), make()
+    assert module is not other, "shared by models"
+    cls = type(module)
+    assert fuse_llama_ops(nn.Sequential(module)) == (kind is not None)
+    assert type(other) is cls
+    if kind is None:
+        assert type(module) is cls
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        x = 3 * torch.randn(5, 83, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = block.activation(x, kind, backend="cpu")
+        for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(one(x), expected)
+            with registry.use_backend("reference"):
+                assert torch.equal(one(x), other(x))
+
+
+def test_instances_of_one_class_may_be_of_different_kinds():
+    modules = nn.ModuleList([nn.GELU(), nn.GELU(approximate="tanh")])
+    assert fuse_llama_ops(modules) == 2
+    x = torch.linspace(-3, 3, 83)
+    assert torch.equal(modules[0](x), block.activation(x, "gelu", backend="cpu"))
+    assert torch.equal(modules[1](x), block.activation(x, "gelu_tanh", backend="cpu"))
+
+
+def test_exact_mode_goes_before_the_table(tmp_path):
+    """There an activation's bits depend on nothing else, whatever was measured."""
+    module, x = nn.Sequential(nn.GELU()), torch.linspace(-3, 3, 83)
+    fuse_llama_ops(module)
+    isa, path = native.isa(), tmp_path / "table.json"
+    ms = {"a": {"cpu": 2.0, "reference": 1.0}}
+    kernel_table.write(path, [Entry("activation", isa, "float32", (83,), "reference", ms)], {isa: "a CPU"})
+    with registry.use_table(path):
+        assert torch.equal(module(x), nn.functional.gelu(x))
+        with registry.use_exact():
+            assert torch.equal(module(x), block.activation(x, "gelu", backend="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [5, 60, 83, 1000])
+def test_torch_s_layer_norm_gives_a_row_the_bits_that_it_has_alone(width, dtype):
+    """Why exact mode needs no layer norm of our own."""
+    generator = torch.Generator().manual_seed(0)
+    norm = nn.LayerNorm(width)
+    nn.init.normal_(norm.weight, generator=generator)
+    nn.init.normal_(norm.bias, generator=generator)
+    norm, x = norm.to(dtype), torch.randn(203, width, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            torch.set_num_threads(1)
+            whole = norm(x)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                assert torch.equal(norm(x), whole)
+                for rows in (slice(0, 1), slice(7, 8), slice(202, 203), slice(3, 60)):
+                    assert torch.equal(norm(x[rows]), whole[rows])
+                    assert torch.equal(norm(x[rows].clone()), whole[rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -96,6 +96,8 @@ _PACKED = {"lengths": [4, 2], "parents": [-1, 0], "scale": 1.0, "window": 3, "so
 _HEADS = {"q": (N, 4, 8), "k": (N, 2, 8), "v": (N, 2, 8), "sinks": (4,)}
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "activation": lambda: {"x": _x(N, 5), "kind": "gelu"},
+    "activation_gradient": lambda: {**_named({"dy": (N, 5), "x": (N, 5)}), "kind": "gelu_tanh"},
     "attention": lambda: _named(_HEADS) | _PACKED,
     "attention_backward": lambda: {
         **_named({"d_out": (N, 4, 8), **_HEADS, "out": (N, 4, 8)}),
@@ -199,8 +201,11 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "denom": torch.tensor(3.0),
         **{"entropy_coef": 0.1, "need_new_logprob": True, "need_entropy": True},
     },
-    "rms_norm": lambda: {**_named({"x": (2, 3, H), "weight": (H,)}), "eps": 1e-6},
-    "rms_norm_gradient": lambda: _named({"dy": (2, 3, H), "x": (2, 3, H), "weight": (H,), "rstd": (2, 3, 1)}),
+    "rms_norm": lambda: {**_named({"x": (2, 3, H), "weight": (H,)}), "eps": 1e-6, "plus_one": True},
+    "rms_norm_gradient": lambda: {
+        **_named({"dy": (2, 3, H), "x": (2, 3, H), "weight": (H,), "rstd": (2, 3, 1)}),
+        "plus_one": False,
+    },
     "rotary": lambda: _named({"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), **_ANGLES}),
     "rotary_gradient": lambda: _named({"d_q": (2, 4, 5, 8), "d_k": (2, 2, 5, 8), **_ANGLES}),
     "sample": lambda: {
@@ -237,6 +242,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 _ANY_ROWS = {("x", "fewer"), ("x", "one"), ("x", "empty"), ("x", "another dimension")}
 _WEIGHTS = {("mask", "another kind")}  # of a bool mask that makes floats
 FREE: dict[str, set[tuple[str, str]]] = {
+    "activation": {*_ANY_ROWS, ("x", "narrower")},
     "gather_logprob": {("logits", "narrower"), ("logits", "another dimension")},
     "gather_logprob_backward": {("logits", "narrower"), ("logits", "another dimension")},
     "gather_logprob_backward_": {("logits", "narrower"), ("logits", "another dimension")},

@@ -140,6 +140,8 @@ _ROTARY = "a s s s a a s n n n n t a"
 _CACHES = "[(a s s s)]"
 _PACKED = "c (n n n n n) (a s s) (a s s) (a s s)"
 EXTENSION = {
+    "activation_apply": "a i n t a",
+    "activation_gradient": "a a i n t a",
     "attention": f"{_PACKED} a a (f i f a) a a t",
     "attention_gradient": f"{_PACKED} (a s s) a a (f i f a) a a a a a a t",
     "DecodeStep": f"k (n n n n n) a s a f f [(a a a a [(a s a n n)] n)] [(f [({_MATRIX} {_MATRIX} n)])]",
@@ -166,8 +168,8 @@ EXTENSION = {
     "masked_moments": "a a n t a",
     "ppo_loss_entropy_gradient": "f a c f f n t a",
     "ppo_loss_forward": "a a a a a c a c f f f f i f f n t a a a",
-    "rms_norm_apply": "a a f n n t a a",
-    "rms_norm_gradient": "a a a a n n t a",
+    "rms_norm_apply": "a a b f n n t a a",
+    "rms_norm_gradient": "a a a b a n n t a",
     "rotary_apply": _ROTARY,
     "rotary_gradient": _ROTARY,
     "set_isa": "x",

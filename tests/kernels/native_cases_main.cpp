@@ -281,10 +281,11 @@ template <typename T>
 void rms_norm(Case& c) {
     const int64_t rows = c.size("x", 0), width = c.size("x", 1);
     const std::string type = c.array("x").type;
+    const bool plus_one = c.number("plus_one") != 0;
     float* rstd = c.floats("rstd");
-    rms_norm_apply<T>(c.data<T>("x"), c.data<T>("weight"), c.number("eps"), rows, width, kThreads,
+    rms_norm_apply<T>(c.data<T>("x"), c.data<T>("weight"), plus_one, c.number("eps"), rows, width, kThreads,
                       static_cast<T*>(c.out("y", type)), rstd);
-    rms_norm_gradient<T>(c.data<T>("dy"), c.data<T>("x"), c.data<T>("weight"), rstd, rows, width, kThreads,
+    rms_norm_gradient<T>(c.data<T>("dy"), c.data<T>("x"), c.data<T>("weight"), plus_one, rstd, rows, width, kThreads,
                          static_cast<T*>(c.out("dx", type)));
 }
 
@@ -307,6 +308,15 @@ void swiglu(Case& c) {
     auto *d_gate = static_cast<T*>(c.out("d_gate", type)), *d_up = static_cast<T*>(c.out("d_up", type));
     swiglu_gradient<T>(c.data<T>("dy"), c.data<T>("gate"), c.data<T>("up"), c.array("gate").count(), kThreads, d_gate,
                        d_up);
+}
+
+template <typename T>
+void activation(Case& c) {
+    const std::string type = c.array("x").type;
+    const int kind = int(c.number("kind"));
+    const int64_t count = c.array("x").count();
+    activation_apply<T>(c.data<T>("x"), kind, count, kThreads, static_cast<T*>(c.out("y", type)));
+    activation_gradient<T>(c.data<T>("dy"), c.data<T>("x"), kind, count, kThreads, static_cast<T*>(c.out("dx", type)));
 }
 
 void policy_loss(Case& c) {
@@ -369,6 +379,7 @@ const std::map<std::string, void (*)(Case&)> kOps = {
     {"rms_norm", by_type<rms_norm<uint16_t>, rms_norm<float>>},
     {"rotary", by_type<rotary<uint16_t>, rotary<float>>},
     {"swiglu", by_type<swiglu<uint16_t>, swiglu<float>>},
+    {"activation", by_type<activation<uint16_t>, activation<float>>},
     {"ppo_loss", policy_loss},
     {"value_loss", value_loss},
     {"gae", gae},

@@ -11,6 +11,7 @@ from rlhf_kernels.decode_attention import reference as decode_attention
 from rlhf_kernels.gae import reference as gae
 from rlhf_kernels.gather_logprob import reference as gather_logprob
 from rlhf_kernels.llama_ops import reference as llama_ops
+from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.ppo_loss import PpoOptions, PpoTokens
 from rlhf_kernels.ppo_loss import reference as ppo_loss
 from rlhf_kernels.vocab.logits import OUTPUTS
@@ -100,7 +101,20 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
         "dx": rounded(dx, _gradient(lambda x: llama_ops.rms_norm(x, weight, eps), x, dy)),
         "rstd": rounded(rstd, rstd.float()),
     }
-    yield Case("rms_norm", label, {"x": x, "dy": dy, "weight": weight}, {"eps": eps}, wants)
+    yield Case("rms_norm", label, {"x": x, "dy": dy, "weight": weight}, {"eps": eps, "plus_one": 0.0}, wants)
+
+    def from_one(x: Tensor) -> Tensor:
+        return llama_ops.rms_norm(x, weight, eps, plus_one=True)
+
+    scaled = dy.double() * (1 + weight.double())
+    dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    wants = {
+        "y": rounded(normal * (1 + weight.double()), from_one(x)),
+        "dx": rounded(dx, _gradient(from_one, x, dy)),
+        "rstd": rounded(rstd, rstd.float()),
+    }
+    numbers = {"eps": eps, "plus_one": 1.0}
+    yield Case("rms_norm", f"{label}, 1 + weight", {"x": x, "dy": dy, "weight": weight}, numbers, wants)
 
     shape = (2, 7, 3, 38)  # batch, tokens, heads, features
     x, dy = randn(g, *shape, dtype=dtype), randn(g, *shape, dtype=dtype)
@@ -129,6 +143,17 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
         ),
     }
     yield Case("swiglu", label, {"gate": gate, "up": up, "dy": dy}, {}, wants)
+
+    for number, kind in enumerate(KINDS):
+
+        def activated(x: Tensor, kind: str = kind) -> Tensor:
+            return llama_ops.activation(x, kind)
+
+        wants = {
+            "y": rounded(activated(gate.double()), activated(gate)),
+            "dx": rounded(_gradient(activated, gate.double(), dy.double()), _gradient(activated, gate, dy)),
+        }
+        yield Case("activation", f"{label}, {kind}", {"x": gate, "dy": dy}, {"kind": float(number)}, wants)
 
 
 def _tokens(g: torch.Generator, n: int, *names: str) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
+from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.lora import DecodeLinear, Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import native, registry
@@ -150,7 +151,8 @@ def decoding() -> None:
 def elements() -> None:
     for dtype in (FP32, BF16):
         x, weight = torch.randn(5, 37).to(dtype), torch.randn(37).to(dtype)
-        hold("rms_norm", lambda x, w: [rms_norm(x, w, eps=1e-3)], x, weight)
+        for plus_one in (False, True):
+            hold("rms_norm", lambda x, w, p=plus_one: [rms_norm(x, w, eps=1e-3, plus_one=p)], x, weight)
         q, k = torch.randn(2, 3, 4, 6).to(dtype), torch.randn(2, 1, 4, 6).to(dtype)
         cos, sin = torch.randn(1, 4, 6).bfloat16(), torch.randn(1, 4, 6).bfloat16()
 
@@ -159,6 +161,8 @@ def elements() -> None:
 
         hold("rotary", turned, q, k)
         hold("swiglu", lambda gate, up: [swiglu(gate, up)], x, torch.randn(5, 37).to(dtype))
+        for kind in KINDS:
+            hold("activation", lambda x, k=kind: [activation(x, k)], x)
     new, old, advantage, entropy, reward, value = torch.randn(6, 5, 37)
     mask = torch.rand(5, 37) > 0.3
 

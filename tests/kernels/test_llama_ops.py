@@ -1,25 +1,33 @@
-"""`rms_norm`, `rotary` and `swiglu`: rounding where transformers' Llama rounds, bits of a row alone, gradients.
+"""Ops between matmuls: rounding where transformers' modules round, bits of a row alone, gradients.
 
 What is not rounded to the dtype of the tensors is held to float64.
 """
 
+import math
+
 import pytest
 import torch
 from rlhf_kernels.llama_ops import (
+    _activation,
+    _activation_gradient,
     _rms_norm,
     _rms_norm_gradient,
     _rotary,
     _rotary_gradient,
     _swiglu,
     _swiglu_gradient,
+    activation,
     reference,
     rms_norm,
     rotary,
     swiglu,
 )
+from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 ISAS = [] if native.missing() else native.isas()
@@ -28,6 +36,7 @@ WIDTHS = (1, 2, 15, 16, 17, 64, 257, 512)
 # (B, heads, kv_heads, T, D): halves below, at and above a vector; decoding, one head, several sequences
 HEADS = ((1, 1, 1, 1, 2), (1, 4, 2, 7, 8), (2, 3, 3, 5, 30), (1, 8, 2, 33, 64), (3, 2, 1, 4, 70), (16, 8, 8, 1, 64))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True, params=ISAS)
@@ -58,12 +67,25 @@ def test_a_norm_rounds_where_llama_s_does(dtype, width, rows):
     x = 3 * torch.randn(*rows, width, dtype=dtype)
     norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    y, rstd = _rms_norm(x, norm.weight, 1e-5)
+    y, rstd = _rms_norm(x, norm.weight, 1e-5, False)
     assert y.dtype == dtype
     assert torch.equal(y, norm.weight * (x.float() * rstd).to(dtype))
     exact = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     assert_ok(tier1(rstd, exact, exact.float()))
     assert torch.equal(rms_norm(x, norm.weight, eps=1e-5, backend="reference"), norm(x))
+
+
+@each_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_norm_by_one_plus_its_weight_rounds_once_as_gemma_s(dtype, width):
+    x = 3 * torch.randn(3, 5, width, dtype=dtype)
+    norm = Gemma2RMSNorm(width, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    y, rstd = _rms_norm(x, norm.weight, 1e-5, True)
+    assert torch.equal(y, (x.float() * rstd * (1.0 + norm.weight.float())).to(dtype))
+    assert torch.equal(rstd, _rms_norm(x, norm.weight, 1e-5, False)[1])
+    assert torch.equal(rms_norm(x, norm.weight, eps=1e-5, plus_one=True, backend="reference"), norm(x))
+    assert torch.equal(rms_norm(x[1, 2], norm.weight, eps=1e-5, plus_one=True, backend="cpu"), y[1, 2])
 
 
 @each_dtype
@@ -89,6 +111,64 @@ def test_a_gated_product_rounds_where_torch_does(dtype, count):
     wide = swiglu(gate.float(), torch.ones(count), backend="cpu").to(dtype)  # silu alone, rounded before the product
     assert torch.equal(ours, wide * up)
     assert torch.equal(swiglu(gate, up, backend="reference"), torchs)
+
+
+@each_dtype
+@each_kind
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 4.0])
+@pytest.mark.parametrize("count", [1, 15, 33, 4097, 70000])
+def test_an_activation_rounds_once(dtype, kind, scale, count):
+    x = (scale * torch.randn(count)).to(dtype)
+    ours, torchs = activation(x, kind, backend="cpu"), reference.activation(x, kind)
+    exact = reference.activation(x.double(), kind)
+    assert ours.dtype == dtype
+    assert_ok(tier1(ours, exact, torchs) if dtype == torch.float32 else tier3(ours, exact, torchs))
+    assert torch.equal(ours, activation(x.float(), kind, backend="cpu").to(dtype))
+
+
+@each_dtype
+def test_silu_is_that_of_a_gated_product(dtype):
+    x = 4 * torch.randn(1000, dtype=dtype)
+    assert torch.equal(activation(x, "silu", backend="cpu"), swiglu(x, torch.ones_like(x), backend="cpu"))
+
+
+def test_no_digit_cancels_in_the_tail_of_gelu():
+    x = torch.linspace(-12.5, 0.0, 40_001)[:-1]
+    exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
+    ours = activation(x, "gelu", backend="cpu")
+    assert ((ours - exact) / exact).abs().max() < 8 * 2.0**-23  # ulp
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("quick_gelu", "quick_gelu")],
+)
+def test_the_reference_is_the_module_of_transformers(name, kind):
+    for dtype in DTYPES:
+        x = torch.randn(7, 60, dtype=dtype)
+        assert torch.equal(activation(x, kind, backend="reference"), ACT2FN[name](x))
+
+
+@each_dtype
+@each_kind
+def test_an_element_has_the_bits_that_it_has_alone(dtype, kind):
+    """At each place of a vector and of its end; torch's own elementwise functions do not keep this."""
+    x, dy = 3 * torch.randn(83, dtype=dtype), torch.randn(83, dtype=dtype)
+
+    def run(x, dy):
+        leaf = x.clone().requires_grad_()
+        y = activation(leaf, kind, backend="cpu")
+        return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
+
+    whole = run(x, dy)
+    alone = [run(x[i : i + 1], dy[i : i + 1]) for i in range(83)]
+    for found, parts in zip(whole, zip(*alone, strict=True), strict=True):
+        assert torch.equal(found, torch.cat(parts))
+    for begin in (1, 3, 16, 20):
+        moved = run(x[begin:], dy[begin:])
+        assert all(torch.equal(part, found[begin:]) for part, found in zip(moved, whole, strict=True))
+    square = run(x[:80].view(10, 8).T, dy[:80].view(10, 8).T)
+    assert all(torch.equal(part.T.reshape(80), found[:80]) for part, found in zip(square, whole, strict=True))
 
 
 @each_dtype
@@ -126,6 +206,7 @@ def test_threads_change_no_bit(dtype):
     def run():
         leaves = [t.clone().requires_grad_() for t in (q, k, x, gate, up)]
         outputs = [*rotary(*leaves[:2], cos, sin), rms_norm(leaves[2], weight[0], eps=1e-6), swiglu(*leaves[3:])]
+        outputs += [activation(leaves[3], kind, backend="cpu") for kind in KINDS]
         return [*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)]
 
     before = torch.get_num_threads()
@@ -161,10 +242,11 @@ def hold(function, leaves, seeds):
             assert_ok((tier1 if dtype == torch.float32 else tier3)(mine, truth, plain), "gradient")
 
 
+@pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("width", WIDTHS[2:])
-def test_gradients_of_a_norm(width):
+def test_gradients_of_a_norm(width, plus_one):
     def function(leaves, backend):
-        return [rms_norm(*leaves, eps=1e-3, backend=backend)]
+        return [rms_norm(*leaves, eps=1e-3, plus_one=plus_one, backend=backend)]
 
     hold(function, [torch.randn(40, width), torch.randn(width)], [torch.randn(40, width)])
 
@@ -188,6 +270,23 @@ def test_gradients_of_a_gated_product():
     hold(function, [gate, torch.randn_like(gate)], [torch.randn_like(gate)])
 
 
+@each_kind
+def test_gradients_of_an_activation(kind):
+    def function(leaves, backend):
+        return [activation(*leaves, kind, backend=backend)]
+
+    far = torch.tensor([-90.0, -60.0, -20.0, -0.0, 0.0, 20.0, 60.0, 90.0])
+    for scale in (4.0, 1.0, 1e-3):
+        x = torch.cat((scale * torch.randn(5003), far))
+        hold(function, [x], [torch.randn_like(x)])
+
+
+@each_kind
+def test_gradcheck_of_an_activation_s_reference(kind):
+    x = torch.randn(11, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: activation(x, kind, backend="reference"), x)
+
+
 def test_what_needs_no_gradient_gets_none():
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     rms_norm(x.detach(), weight, eps=0.0, backend="cpu").sum().backward()
@@ -202,16 +301,19 @@ def test_what_needs_no_gradient_gets_none():
 
 def test_opcheck():
     x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8)
-    torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6))
-    torch.library.opcheck(
-        _rms_norm_gradient._registered, (torch.randn(3, 5, 8), x.detach(), weight, torch.rand(3, 5, 1))
-    )
+    for plus_one in (False, True):
+        torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6, plus_one))
+        given = torch.randn(3, 5, 8), x.detach(), weight, torch.rand(3, 5, 1)
+        torch.library.opcheck(_rms_norm_gradient._registered, (*given, plus_one))
     q, k, cos, sin = heads(2, 4, 2, 3, 6)
     torch.library.opcheck(_rotary._registered, (q.requires_grad_(), k, cos, sin))
     torch.library.opcheck(_rotary_gradient._registered, (q.detach(), k, cos, sin))
     gate, up = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
     torch.library.opcheck(_swiglu._registered, (gate, up))
     torch.library.opcheck(_swiglu_gradient._registered, (torch.randn(3, 7), gate.detach(), up))
+    for kind in KINDS:
+        torch.library.opcheck(_activation._registered, (gate, kind))
+        torch.library.opcheck(_activation_gradient._registered, (up, gate.detach(), kind))
 
 
 # ---- hostile input ---------------------------------------------------------------------------------------------------
@@ -236,6 +338,28 @@ def test_nothing_spreads_beyond_its_row(dtype):
 
 
 @each_dtype
+@each_kind
+def test_an_activation_of_what_is_no_number_and_of_what_is_far(dtype, kind):
+    x = torch.randn(37, dtype=dtype)
+    clean = activation(x, kind, backend="cpu")
+    far = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e20, -1e20, 3e38, -3e38, 0.0, -0.0, 1e-39], dtype=dtype)
+    hurt = torch.cat((x[:20], far, x[30:]))
+    y = activation(hurt, kind, backend="cpu")
+    assert torch.equal(y[:20], clean[:20])
+    assert torch.equal(y[30:], clean[30:])
+    exact = reference.activation(far.double(), kind).to(dtype)
+    exact[1] = torch.inf  # torch.erf's own is NaN for some dtypes
+    torch.testing.assert_close(y[20:30], exact, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(y[20:30].signbit()[3:], exact.signbit()[3:])
+    finite = hurt.clone()
+    finite[20:23] = 0.0
+    _, slope = torch.autograd.functional.vjp(lambda x: activation(x, kind, backend="cpu").sum(), finite)
+    assert slope.isfinite().all()
+    assert (slope[23:27:2] == 1.0).all()
+    assert (slope[24:27:2].abs() < 1e-30).all()
+
+
+@each_dtype
 def test_subnormal_numbers_stay(dtype):
     x = torch.full((2, 16), 1e-39, dtype=dtype)
     ones = torch.ones(16, dtype=dtype)
@@ -252,6 +376,10 @@ def test_nothing_at_all():
     q, k, cos, sin = heads(1, 2, 2, 0, 4)
     assert [x.shape for x in rotary(q, k, cos, sin, backend="cpu")] == [(1, 2, 0, 4)] * 2
     assert swiglu(torch.empty(0, 3), torch.empty(0, 3), backend="cpu").shape == (0, 3)
+    empty = torch.empty(2, 0, requires_grad=True)
+    y = activation(empty, "gelu", backend="cpu")
+    assert y.shape == torch.autograd.grad(y.sum(), empty)[0].shape == (2, 0)
+    assert activation(torch.tensor(1.0), "silu", backend="cpu").shape == ()
 
 
 ONES = torch.ones(2, 4)
@@ -259,6 +387,17 @@ Q, ANGLES = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
 REFUSED = {
     "not a tensor": (TypeError, "x: expected a tensor, got list", lambda: rms_norm([1.0], ONES[0], eps=0)),
     "integers": (TypeError, "gate: expected a floating point dtype", lambda: swiglu(ONES.long(), ONES)),
+    "no kind": (
+        ValueError,
+        r"kind: expected one of \('silu', 'gelu', 'gelu_tanh', 'quick_gelu'\), got 'relu'",
+        lambda: activation(ONES, "relu"),
+    ),
+    "integers of an activation": (TypeError, "x: expected a floating point", lambda: activation(ONES.long(), "gelu")),
+    "half of an activation": (
+        registry.BackendUnavailableError,
+        "float32 and bfloat16",
+        lambda: activation(ONES.half(), "gelu", backend="cpu"),
+    ),
     "two dtypes": (ValueError, "up: expected torch.float32", lambda: swiglu(ONES, ONES.double())),
     "two shapes": (ValueError, r"up: expected shape \(2, 4\), got \(4,\)", lambda: swiglu(ONES, ONES[0])),
     "weight": (ValueError, r"weight: expected shape \(4,\)", lambda: rms_norm(ONES, ONES[:, 0], eps=0)),

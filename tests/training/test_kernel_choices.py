@@ -36,7 +36,7 @@ def table(tmp_path) -> Path:
     ms = {"a": {"cpu": 2.0, "reference": 1.0}}
     shapes = {"decode_step": (8, 8), "lora": (8, 8), "linear_ppo_loss": (8, 8), "linear_logprob": (8, 8)}
     shapes |= {"sample": (8, 8), "gae": None, "ppo_loss": None, "rms_norm": (8,), "swiglu": (8,), "rotary": (8,)}
-    shapes |= {"attention": (8,)}
+    shapes |= {"activation": (8,), "attention": (8,)}
     isa = native.isa()
     assert isa is not None
     path = tmp_path / "table.json"

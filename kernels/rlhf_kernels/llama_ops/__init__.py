@@ -1,10 +1,12 @@
-"""Operations of a transformer block between its matmuls: RMS norm, rotary embedding, the gated MLP's product.
+"""Operations of a transformer block between its matmuls: RMS norm, rotary embedding, gated product, activation.
 
 `rms_norm`, with H the last dimension and the mean over it (Zhang and Sennrich, "Root mean square layer
 normalization", 2019):
 
     rstd = (mean x² + eps)^−½    n = x rstd    y = weight · n
     dx = rstd (g − n mean(g n)) with g = weight · dy    dweight = Σ_rows dy · n
+
+With `plus_one` 1 + weight stands for weight (Gemma), and y is rounded once.
 
 `rotary`, for a head whose halves are (a, b) and angles whose halves are (c, c'), (s, s') (Su et al., "RoFormer",
 2021, in the layout of Llama):
@@ -15,15 +17,23 @@ normalization", 2019):
 
     y = up · gate σ(gate)    dup = dy gate σ    dgate = dy up σ (1 + gate (1 − σ))
 
+`activation` (Hendrycks and Gimpel, "Gaussian error linear units", 2016), of four kinds:
+
+    y = x s    dx = dy (s + x s')
+    silu: s = σ(x)    quick_gelu: s = σ(1.702 x)    gelu: s = (1 + erf(x / √2)) / 2
+    gelu_tanh: s = σ(2 √(2/π) (x + 0.044715 x³)) = (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2
+
 `reference` is the very sequence of torch ops that transformers' Llama runs, and `cpu` rounds where it does. `rotary`
 has its bits. The sum of squares and the logistic function have an order and a formula of their own in `cpu`, the same
-as in `decode_step`: torch's depend on where a number lies in memory. Gradients round once, the reference's at every
-step. The backward pass keeps x and rstd, the angles, gate and up; the reference keeps what autograd does.
+as in `decode_step`: torch's depend on where a number lies in memory. An activation is float32 inside and rounds once.
+Gradients round once, the reference's at every step. The backward pass keeps x and rstd, the angles, gate and up, x of
+an activation; the reference keeps what autograd does.
 
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
-any one shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all tensors of a call have one.
-Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only. Determinism: in `cpu` the bits
-of a row of a norm, of a head and of an element of a product depend on it alone, dweight aside, which torch adds up.
+any one shape; x of an activation of any shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all
+tensors of a call have one. Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only.
+Determinism: in `cpu` the bits of a row of a norm, of a head and of an element of a product or an activation depend on
+it alone, dweight aside, which torch adds up.
 Backends: cpu, reference.
 """
 
@@ -38,14 +48,14 @@ from rlhf_kernels.llama_ops import native, reference
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import custom_op
 
-__all__ = ["rms_norm", "rotary", "swiglu"]
+__all__ = ["activation", "rms_norm", "rotary", "swiglu"]
 
-for _op in ("rms_norm", "rotary", "swiglu"):
+for _op in ("rms_norm", "rotary", "swiglu", "activation"):
     registry.register(_op, "reference", reference)
     registry.register(_op, "cpu", native)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, plus_one: bool = False, backend: str = "auto") -> Tensor:
     """RMS norm over the last dimension (Zhang and Sennrich 2019), with the equations of the module's docstring.
 
     Differentiable in x and weight.
@@ -54,6 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
         x: [..., H], floating; H ≥ 1.
         weight: [H], of x's dtype and device.
         eps: number ≥ 0 that is added to the mean square.
+        plus_one: whether the factors are 1 + weight, as in Gemma.
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
@@ -71,8 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
     if not eps >= 0.0:
         raise ValueError(f"eps: expected a number of at least 0, got {eps}")
     if registry.resolve("rms_norm", backend, x, (x.shape[-1],)) == "reference":
-        return reference.rms_norm(x, weight, eps)
-    y: Tensor = _rms_norm(x, weight, float(eps))[0]
+        return reference.rms_norm(x, weight, eps, plus_one)
+    y: Tensor = _rms_norm(x, weight, float(eps), bool(plus_one))[0]
     return y
 
 
@@ -146,6 +157,33 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     return y
 
 
+def activation(x: Tensor, kind: str, *, backend: str = "auto") -> Tensor:
+    """Activation of every element (Hendrycks and Gimpel 2016), with the equations of the module's docstring.
+
+    Differentiable in x.
+
+    Args:
+        x: floating, of any shape.
+        kind: "silu", "gelu", "gelu_tanh" (GELU's approximation by a tanh) or "quick_gelu" (by a logistic function).
+        backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError: x is no floating tensor.
+        ValueError: kind or backend is unknown.
+        BackendUnavailableError: the named backend cannot serve the call.
+    """
+    _check("x", x, x)
+    if kind not in native.KINDS:
+        raise ValueError(f"kind: expected one of {native.KINDS}, got {kind!r}")
+    if registry.resolve("activation", backend, x, x.shape[-1:] or None) == "reference":
+        return reference.activation(x, kind)
+    y: Tensor = _activation(x, kind)
+    return y
+
+
 def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -161,29 +199,29 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
 
 
 @custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return native.rms_norm(x, weight, eps)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    return native.rms_norm(x, weight, eps, plus_one)
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
+    x, weight, _, ctx.plus_one = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     x, weight, rstd = ctx.saved_tensors
-    dx = _rms_norm_gradient(dy, x, weight, rstd) if ctx.needs_input_grad[0] else None
+    dx = _rms_norm_gradient(dy, x, weight, rstd, ctx.plus_one) if ctx.needs_input_grad[0] else None
     dweight = None
     if ctx.needs_input_grad[1]:
         products = dy.float() * (x.float() * rstd)
         dweight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-    return dx, dweight, None
+    return dx, dweight, None, None
 
 
 _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
@@ -193,12 +231,12 @@ _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
     "rlhf_kernels::rms_norm_gradient",
     "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
 )
-def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
-    return native.rms_norm_gradient(dy, x, weight, rstd)
+def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
+    return native.rms_norm_gradient(dy, x, weight, rstd, plus_one)
 
 
 @_rms_norm_gradient.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -268,3 +306,35 @@ def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 @_swiglu_gradient.register_fake
 def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@custom_op("rlhf_kernels::activation", "x: D[...]")
+def _activation(x: Tensor, kind: str) -> Tensor:
+    return native.activation(x, kind)
+
+
+@_activation.register_fake
+def _(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _activation_setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.kind = inputs[1]
+
+
+def _activation_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    return _activation_gradient(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+_activation.register_autograd(_activation_backward, setup_context=_activation_setup)
+
+
+@custom_op("rlhf_kernels::activation_gradient", "dy: D[...], x: D[...]")
+def _activation_gradient(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    return native.activation_gradient(dy, x, kind)
+
+
+@_activation_gradient.register_fake
+def _(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""Work of RMS norms, rotary embeddings and gated products: inputs and results are moved once."""
+"""Work of RMS norms, rotary embeddings, gated products and activations: inputs and results are moved once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rms_norm`, `rotary` and `swiglu` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses."""
+"""`rms_norm`, `rotary`, `swiglu` and `activation` in C++ (csrc/cpu/llama_ops.cpp): outputs and addresses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rlhf_kernels.runtime import native
 
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+"""Kinds of activations, in the order of `Activation` in csrc/cpu/llama_ops.h."""
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -25,7 +27,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return getattr(native.extension(), f"{name}_{_NAMES[dtype]}")  # type: ignore[no-any-return]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     """x: [..., H], weight: [H] → y like x, rstd: float32 [..., 1]."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -33,6 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _function("rms_norm_apply", x.dtype)(
         native.address("x", x, x.dtype),
         native.address("weight", weight, x.dtype, x.shape[-1:]),
+        plus_one,
         eps,
         rstd.numel(),
         x.shape[-1],
@@ -43,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
     """dy, x: [..., H], weight: [H], rstd: float32 [..., 1] → dx like x."""
     dy, x, weight, rstd = dy.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype)
@@ -51,6 +54,7 @@ def rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Te
         native.address("dy", dy, x.dtype, x.shape),
         native.address("x", x, x.dtype),
         native.address("weight", weight, x.dtype, x.shape[-1:]),
+        plus_one,
         native.address("rstd", rstd, torch.float32, (*x.shape[:-1], 1)),
         rstd.numel(),
         x.shape[-1],
@@ -121,3 +125,34 @@ def swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
         d_up.data_ptr(),
     )
     return d_gate, d_up
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """x: any shape → like it; kind: one of `KINDS`."""
+    x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _function("activation_apply", x.dtype)(
+        native.address("x", x, x.dtype), _number(kind), x.numel(), native.threads(), y.data_ptr()
+    )
+    return y
+
+
+def activation_gradient(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    """dy, x: one shape → dx of the same; kind: one of `KINDS`."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    _function("activation_gradient", x.dtype)(
+        native.address("dy", dy, x.dtype, x.shape),
+        native.address("x", x, x.dtype),
+        _number(kind),
+        x.numel(),
+        native.threads(),
+        dx.data_ptr(),
+    )
+    return dx
+
+
+def _number(kind: str) -> int:
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
+    return KINDS.index(kind)
