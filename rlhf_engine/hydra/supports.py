@@ -106,8 +106,25 @@ class Supports:
             words = torch.empty(len(of_bits), dtype=torch.int32, device=bits.device)
             words[_places(of_bits, bits)] = bits[rows][_places(has_bits, bits)].flatten()
             words[_places(~of_bits, bits)] = mask[_places(~has_bits, bits)].nonzero()[:, 1].int()
-            parts.append(cls(words=words, offsets=_offsets(lengths), vocabulary=vocabulary))
+            parts.append(cls.of_lengths(words, lengths, vocabulary))
         return cls.concat(parts)
+
+    @classmethod
+    def of_lengths(cls, words: torch.Tensor, lengths: torch.Tensor, vocabulary: int) -> Supports:
+        """Make supports of their stored numbers.
+
+        Args:
+            words: int32 [S], the numbers of all tokens.
+            lengths: [M], integers of any size on any device, how many of them each token has.
+            vocabulary: V, number of words.
+
+        Returns:
+            The supports, on the device of `words`.
+
+        Raises:
+            ValueError: lengths that do not add up to S, or beyond W.
+        """
+        return cls(words=words, offsets=_offsets(lengths.long().cpu()), vocabulary=vocabulary)
 
     @classmethod
     def of_rows(cls, rows: Sequence[torch.Tensor], n_tokens: int, vocabulary: int) -> Supports:
@@ -122,7 +139,7 @@ class Supports:
             The supports of M tokens.
         """
         lengths = torch.tensor([len(row) for row in rows] + [0] * (n_tokens - len(rows)), dtype=torch.int64)
-        return cls(words=torch.cat(list(rows)), offsets=_offsets(lengths), vocabulary=vocabulary)
+        return cls.of_lengths(torch.cat(list(rows)), lengths, vocabulary)
 
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:

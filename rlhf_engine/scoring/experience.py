@@ -124,6 +124,7 @@ class Scoring:
         metrics = {
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
             **_shared_metrics(self._model, drawn.batch),
+            **_support_metrics(drawn.batch),
             **(_age_metrics(behind_M) if config.is_async else {}),
             **_source_metrics(scored, all_prompts.drawn),
         }
@@ -162,7 +163,7 @@ class Scoring:
                 budget = frozen_roles.budget
         present = bool((drawn.versions_M == policy_version).all())
         few: Scores | None = None
-        if config.exact and present and not exact_kl and not drawn.filtered:
+        if config.exact and present and not exact_kl:
             roles.remove("actor")
             n = drawn.batch.n_sequences
             checked = list(range(policy_version % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
@@ -352,6 +353,14 @@ def _shared_metrics(model: HydraModel, batch: PackedBatch) -> dict[str, float]:
     """Share of the tokens that are copies of a prompt, and go through a backbone once for all."""
     shared = model.shared_rows(batch)
     return {} if shared is None else {"shared_prompt_ratio": 1 - len(shared.rows) / batch.n_tokens}
+
+
+def _support_metrics(batch: PackedBatch) -> dict[str, float]:
+    """Mean number of words that a token was drawn among, and the bytes that they take, where they are not all."""
+    supports = batch.supports
+    if supports is None or not len(supports):
+        return {}
+    return {"support/mean": float(supports.sizes.double().mean()), "support/bytes": float(supports.n_bytes)}
 
 
 def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:
