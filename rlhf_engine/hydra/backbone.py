@@ -180,6 +180,11 @@ class Backbone(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
+    def n_words(self) -> int:
+        """V, number of logits that the LM head has. Raises ValueError without one."""
+        return len(self.lm_head.weight)
+
+    @property
     def transposed(self) -> bool:
         """Whether linears keep their weight as [in, out], as GPT-2's do."""
         return any(isinstance(module, Conv1D) for module in self.model.modules())

@@ -287,7 +287,7 @@ class RolloutEngine:
         """The support of each row of a step, on the host; none of them where all rows were drawn among all words."""
         if drawn.bits is None:
             return ()
-        found = Supports.from_bits(drawn.bits, self._sampler.vocabulary)
+        found = Supports.from_bits(drawn.bits, self.backbone.n_words)
         return found.words.cpu().split(found.lengths.tolist())
 
     def _reason(self, row: Row, token: int) -> FinishReason | None:
@@ -303,7 +303,7 @@ class RolloutEngine:
         self.stats.tokens += len(row.tokens)
         n, supports = len(row.tokens), None
         if any(len(support) for support in row.supports):
-            supports = Supports.of_rows(row.supports, n, self._sampler.vocabulary)
+            supports = Supports.of_rows(row.supports, n, self.backbone.n_words)
         return Answer(
             index=row.index,
             tokens=tuple(row.tokens),

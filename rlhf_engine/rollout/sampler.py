@@ -40,11 +40,6 @@ class Sampler:
         self._heads: dict[str | None, LmHead] = {}
         self._ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=backbone.device)
 
-    @property
-    def vocabulary(self) -> int:
-        """V, number of words that the head has."""
-        return len(self._backbone.lm_head.weight)
-
     def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[SampleGroup]) -> NextTokens:
         """The next tokens of rows with these hidden states [N, H]."""
         if len(groups) == 1:
@@ -105,5 +100,5 @@ class Sampler:
             parts.append((tokens, logprobs, pack_bits(kept)))
         if not parts:
             empty = state.seeds_N.new_empty(0)
-            return NextTokens(empty, empty.float(), empty.new_empty(0, numbers_of_bits(self.vocabulary)).int())
+            return NextTokens(empty, empty.float(), empty.new_empty(0, numbers_of_bits(self._backbone.n_words)).int())
         return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
