@@ -89,7 +89,7 @@ def test_top_k_and_top_p():
 
 
 def test_min_p():
-    """Words of at least so much of the largest probability; after top_k and top_p, which leave more or fewer."""
+    """Words of at least so much of the largest probability, after top_k and top_p."""
     n = 20000
     logits = many_draws(1)[1].double()
     p, order = logits.softmax(-1).sort(descending=True)
@@ -100,7 +100,8 @@ def test_min_p():
     out, _ = many_draws(n, min_p=share)
     check_frequencies(out.token, kept)
     torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
-    for more in ({"top_k": size + 2}, {"top_p": float(p[:size].sum()) + 1e-4}):
+    # the word that crosses the border of top_p is the last that min_p keeps; of min_p's words it would be beyond it
+    for more in ({"top_k": size + 2}, {"top_p": float(p[: size - 1].sum()) + 1e-4}):
         assert torch.equal(many_draws(n, min_p=share, **more)[0].token, out.token)
     fewer = many_draws(n, min_p=share, top_k=size - 1)[0]
     assert torch.equal(fewer.token, many_draws(n, top_k=size - 1)[0].token)
