@@ -215,12 +215,12 @@ class LogprobPair:
             TypeError: a string instead of a tuple as `detach`.
         """
         reader, reference = states.reader(self.role), states.reader(self.reference)
-        if torch.is_grad_enabled() and not have_one_head(reader.head, reference.head):
-            if reader.hidden.requires_grad or reference.hidden.requires_grad:
-                raise ValueError(
-                    f"reference: expected a role with the LM head of {self.role!r} (the same backbone) where gradients "
-                    f"are needed, got {self.reference!r}; ask for their log-probs one by one"
-                )
+        needs_gradient = reader.hidden.requires_grad or reference.hidden.requires_grad
+        if torch.is_grad_enabled() and needs_gradient and not have_one_head(reader.head, reference.head):
+            raise ValueError(
+                f"reference: expected a role with the LM head of {self.role!r} (the same backbone) where gradients are "
+                f"needed, got {self.reference!r}; ask for their log-probs one by one"
+            )
         return pair(
             reader,
             reference,

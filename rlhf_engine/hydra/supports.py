@@ -83,7 +83,8 @@ class Supports:
         if mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError(f"mask: expected bool [M, V], got {mask.dtype} {list(mask.shape)}")
         if not bool(mask.any(1).all()):
-            raise ValueError(f"mask: expected a word for every token, got none for token {int((~mask.any(1)).argmax())}")
+            without = int((~mask.any(1)).int().argmax())
+            raise ValueError(f"mask: expected a word for every token, got none for token {without}")
         return cls.from_bits(pack_bits(mask), mask.shape[1])
 
     @classmethod

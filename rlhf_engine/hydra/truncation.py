@@ -144,9 +144,7 @@ def pair(
         options: dict[str, Any] = {"temperature": temperature, **head_options(head)}
         return tuple(linear_logprob_pair(hidden, other, head.weight, target, detach=detach, **options))
 
-    def in_logits(
-        some: Supports | None, hidden: torch.Tensor, other: torch.Tensor, target: torch.Tensor
-    ) -> Results:
+    def in_logits(some: Supports | None, hidden: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> Results:
         z, z_r = (x.scaled(temperature, some) for x in (Reader(hidden, head), Reader(other.detach(), other_head)))
         ours = gather_logprob(z, target, outputs=("logprob", "entropy", "lse"))
         theirs = gather_logprob(z_r, target, outputs=("logprob", "lse"))

@@ -1366,7 +1366,8 @@ SAMPLE = [
         "greedy after the temperature",
         REFERENCE,
         _SAMPLE,
-        "best = None if greedy is None else (greedy[rows], c.argmax(-1))\n        z = filter_(c.div_(head.divisor(rows)),",
+        "best = None if greedy is None else (greedy[rows], c.argmax(-1))\n"
+        "        z = filter_(c.div_(head.divisor(rows)),",
         "c.div_(head.divisor(rows))\n        best = None if greedy is None else (greedy[rows], c.argmax(-1))\n"
         "        z = filter_(c,",
         ("test_sample.py::test_greedy_takes_the_first_maximum_before_the_temperature",),

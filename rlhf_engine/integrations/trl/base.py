@@ -429,9 +429,7 @@ class HydraTrainer(GRPOTrainer):
         self, answers: list[list[int]], roles: list[str], supports: Supports | None = None
     ) -> tuple[PackedBatch, Scores]:
         self.hydra.eval()
-        batch = PackedBatch.from_lists(
-            self._prompt_ids, answers, device=self.accelerator.device, supports=supports
-        )
+        batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device, supports=supports)
         if not roles:
             return batch, Scores()
         with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1

@@ -83,9 +83,8 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         """Supports of some answers, by draw and prompt. drawn: all of them, in the order that they were drawn in."""
         if self._supports is None:
             return None
-        batch = PackedBatch.from_lists(
-            self._prompt_ids * len(drawn), [ids for answers in drawn for ids in answers], supports=self._supports.to("cpu")
-        )
+        answers = [ids for every in drawn for ids in every]
+        batch = PackedBatch.from_lists(self._prompt_ids * len(drawn), answers, supports=self._supports)
         return batch.select([k * len(drawn[0]) + i for k, i in chosen]).supports
 
     def _prepare(

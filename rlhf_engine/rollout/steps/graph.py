@@ -3,8 +3,8 @@
 A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
 drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k,
-top-p or min-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no graph is
-there yet: a capture takes as long as many steps.
+top-p or min-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no
+graph is there yet: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
