@@ -40,7 +40,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
         eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
-        max_completion_length=64, temperature=1.0, reward_funcs=["reward_model"], reward_weights=None,
+        max_completion_length=64, temperature=1.0, top_k=None, top_p=None, min_p=None, reward_funcs=["reward_model"], reward_weights=None,
         reward_timeout=1800.0, missing_eos_penalty=None, missing_eos_score=None, beta=0.05, kl_target=None,
         kl_horizon=10_000, kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2, cliprange_high=None, delta=None,
         cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, whiten_rewards=False, whiten_advantages=True,
