@@ -15,7 +15,7 @@ Legend: M rows, H hidden, V words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,13 @@ from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.runtime.autocast import off
-from rlhf_kernels.vocab.logits import accumulation_dtype, check_detach, check_outputs, row_chunks
+from rlhf_kernels.vocab.logits import (
+    accumulation_dtype,
+    check_detach,
+    check_outputs,
+    check_temperature,
+    row_chunks,
+)
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_engine.hydra.backbone import LmHead, head_logits
@@ -53,7 +59,7 @@ class Reader(NamedTuple):
     def scaled(self, temperature: float, supports: Supports | None) -> torch.Tensor:
         """Logits [M, V] divided by the temperature, and `OUTSIDE` beyond the supports."""
         logits = self.logits()
-        z = logits / logits.new_tensor(temperature)
+        z = logits / logits.new_tensor(check_temperature(temperature, (), logits)[0])
         return z if supports is None else z.masked_fill(~supports.mask(), OUTSIDE)
 
 
@@ -100,8 +106,7 @@ def logprobs(
     def truncated(some: Supports | None, hidden: torch.Tensor, target: torch.Tensor) -> Results:
         z = Reader(hidden, head).scaled(temperature, some)
         found = gather_logprob(z, target, outputs=names, inplace_backward=True)
-        every = ((name, getattr(found, name)) for name in names)
-        return tuple(x.detach() if name in fixed else x for name, x in every)
+        return _detached([getattr(found, name) for name in names], names, fixed)
 
     results = _by_rows(fused, truncated, supports, head, (hidden, target_M))
     return LogprobOutputs(**{"logprob": None, **dict(zip(names, results, strict=True))})
@@ -149,9 +154,9 @@ def pair(
         ours = gather_logprob(z, target, outputs=("logprob", "entropy", "lse"))
         theirs = gather_logprob(z_r, target, outputs=("logprob", "lse"))
         assert ours.lse is not None
+        assert theirs.lse is not None
         kl = ((z - ours.lse[:, None]).exp() * (z - z_r)).sum(-1) - ours.lse + theirs.lse
-        found = {"logprob_a": ours.logprob, "logprob_r": theirs.logprob, "kl": kl, "entropy": ours.entropy}
-        return tuple(found[name].detach() if name in fixed else found[name] for name in names)  # type: ignore[union-attr,misc]
+        return _detached((ours.logprob, theirs.logprob, kl, ours.entropy), names, fixed)
 
     tensors = (hidden, other, target_M)
     if supports is None:
@@ -167,6 +172,12 @@ def have_one_head(head: LmHead, other: LmHead) -> bool:
 def head_options(head: LmHead) -> dict[str, Any]:
     """Keyword arguments that make the vocabulary kernels compute this head's distribution."""
     return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale, "lora": head.lora}
+
+
+def _detached(values: Sequence[torch.Tensor | None], names: Sequence[str], fixed: Collection[str]) -> Results:
+    """Values in the order of their names, without a gradient where they are fixed."""
+    pairs = zip(names, values, strict=True)
+    return tuple(x.detach() if name in fixed else x for name, x in pairs if x is not None)
 
 
 def _by_rows(

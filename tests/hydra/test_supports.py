@@ -101,6 +101,8 @@ def test_what_is_no_support_is_refused():
     with pytest.raises(ValueError, match=f"supports: expected those of the head's {VOCAB} words, got of {VOCAB + 1}"):
         build()(batch, (Logprobs(),))
     batch = dataclasses.replace(random_batch(), supports=Supports.from_mask(torch.ones(18, VOCAB, dtype=torch.bool)))
+    with pytest.raises(ValueError, match=r"temperature: expected a finite number > 0, got 0\.0"):
+        build()(batch, (Logprobs(temperature=0.0),))
     with pytest.raises(ValueError, match=r"outputs: expected none of the whole vocabulary .* got 'mean_logit'"):
         build()(batch, (Logprobs(outputs=("mean_logit",)),))
 
