@@ -54,7 +54,9 @@ MODELS: dict[str, PreTrainedConfig] = {
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     ),
-    "gpt2 41M": GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=32000, n_positions=1024, bos_token_id=1, eos_token_id=2),
+    "gpt2 41M": GPT2Config(
+        n_embd=512, n_layer=8, n_head=8, vocab_size=32000, n_positions=1024, bos_token_id=1, eos_token_id=2
+    ),
     "gemma2 42M": Gemma2Config(
         hidden_size=512,
         intermediate_size=1376,

@@ -43,6 +43,9 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     temperature: float = option(1.0, "sampling temperature", gt=0)
     top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
     top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
+    min_p: float | None = option(
+        None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
+    )
     stop: list[str] = option([], "texts that end an answer; it is printed without them", is_text=True)
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     greedy: bool = option(False, "take the likeliest token instead of sampling")
@@ -55,17 +58,6 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        filters = {
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_completion_length": self.min_completion_length or None,
-        }
-        given = {name: value for name, value in filters.items() if value is not None}
-        if self.verify_rollout and given:
-            raise ConfigError(
-                "verify_rollout: expected no top_k, top_p and min_completion_length, whose log-probs are of the tokens "
-                f"they keep, got {given}"
-            )
         if self.resume and self.out is None:
             raise ConfigError("resume: expected it together with out, the file to go on with, got no out")
         if self.min_completion_length > self.max_completion_length:

@@ -60,6 +60,17 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
+    top_k: int | None = option(
+        None,
+        "draw among so many likeliest tokens, which log-probs, ratios and the KL are then normalised over; none: all",
+        ge=1,
+    )
+    top_p: float | None = option(
+        None, "draw among the fewest tokens with this much probability, as with top_k; none: all", gt=0, le=1
+    )
+    min_p: float | None = option(
+        None, "draw among tokens of at least this share of the largest probability, likewise; none: all", gt=0, le=1
+    )
 
     reward_funcs: list[str] = option(
         ["reward_model"],
@@ -180,6 +191,13 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
 
     def _check_correction(self) -> None:
         """Whether the algorithm can learn from the answers of another engine as configured."""
+        for name in ("top_k", "top_p", "min_p"):
+            if self.rollout_backend != "local" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: expected it unset with rollout_backend {self.rollout_backend!r}, which does not report "
+                    "the words that a token was drawn among, so that no ratio to its distribution can be made, got "
+                    f"{getattr(self, name):g}; rollout_backend 'local' keeps them"
+                )
         if self.rollout_backend != "local" and self.facts.with_greedy and self.temperature != 1:
             raise ConfigError(
                 f"temperature: expected 1 for {self.algorithm} with rollout_backend 'vllm', which reports the "

@@ -33,7 +33,8 @@ _OPTIONS = (
     *("warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps", "num_train_epochs"),
     *("generation_batch_size", "num_generations", "num_mini_batches", "num_ppo_epochs", "per_device_train_batch_size"),
     *("beta", "kl_target", "kl_estimator", "loss_type", "gamma", "lam", "cliprange", "vf_coef", "entropy_coef"),
-    *("temperature", "max_prompt_length", "max_completion_length", "max_length", "truncation", "reward_weights"),
+    *("temperature", "top_k", "top_p", "min_p", "max_prompt_length", "max_completion_length", "max_length"),
+    *("truncation", "reward_weights"),
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype", "adapter_dtype", "load_in_8bit"),
     *("load_in_4bit", "pos_weight", "center_rewards_coefficient", "metric_for_best_model", "seed"),
 )

@@ -343,7 +343,8 @@ class Concurrent:
         if not self._mixed and rollout.frozen is None:
             self._hold(self._store.get(rollout.policy_version))
         scores = [] if rollout.frozen is None else [x for _, x in rollout.frozen.items()]
-        for tensor in (rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *scores):
+        supports = [] if rollout.batch.supports is None else [rollout.batch.supports.words]
+        for tensor in (rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *supports, *scores):
             if tensor.is_cuda:  # made on a generator's stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return rollout, metrics

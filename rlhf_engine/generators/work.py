@@ -15,6 +15,7 @@ from rlhf_engine.data import PromptSet, batch_indices
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.hydra import PackedBatch, Scores
 from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
@@ -104,6 +105,8 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
 
 _FROZEN = "frozen/"
 """Prefix of the names of frozen scores among the tensors of a rollout."""
+_WORDS, _LENGTHS = "supports/words", "supports/lengths"
+"""Names of the parts of supports among them."""
 
 
 def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -117,8 +120,11 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
         "filtered": rollout.filtered,
         "stats": dataclasses.asdict(rollout.stats),
         "has_frozen": frozen is not None,
+        "vocabulary": None if batch.supports is None else batch.supports.vocabulary,
     }
     tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
+    if batch.supports is not None:
+        tensors |= {_WORDS: batch.supports.words, _LENGTHS: batch.supports.lengths.int().to(batch.device)}
     scores = {} if frozen is None else {f"{_FROZEN}{name}": x for name, x in frozen.items()}
     return plain, {**tensors, **scores}
 
@@ -126,12 +132,16 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
 def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollout:
     """The rollout that `take_apart` was given; what else is among the values or tensors is left alone."""
     scores = {name.removeprefix(_FROZEN): x for name, x in tensors.items() if name.startswith(_FROZEN)}
+    supports = None
+    if plain["vocabulary"] is not None:
+        supports = Supports.of_lengths(tensors[_WORDS], tensors[_LENGTHS], plain["vocabulary"])
     return Rollout(
         batch=PackedBatch(
             tokens_T=tensors["tokens"],
             cu_seqlens=tuple(plain["cu_seqlens"]),
             prompt_lens=tuple(plain["prompt_lens"]),
             sample_ids=tuple(plain["sample_ids"]),
+            supports=supports,
         ),
         logprobs_M=tensors["logprobs"],
         versions_M=tensors["versions"],

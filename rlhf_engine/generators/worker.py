@@ -72,7 +72,7 @@ class Worker:
             engine.policy_version = self._held.version
             answers += engine.step()
             self.beat = time.monotonic()
-        rollout = collect(requests, answers, item.sampling, engine.backbone.device, stats=engine.stats)
+        rollout = collect(requests, answers, engine.backbone.device, stats=engine.stats)
         frozen = None
         if self._score is not None and not self._hurry():
             drawn = prompts.drawn

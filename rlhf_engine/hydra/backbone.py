@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from rlhf_kernels.linear import linear
 from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -180,6 +180,11 @@ class Backbone(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
+    def n_words(self) -> int:
+        """V, number of logits that the LM head has. Raises ValueError without one."""
+        return len(self.lm_head.weight)
+
+    @property
     def transposed(self) -> bool:
         """Whether linears keep their weight as [in, out], as GPT-2's do."""
         return any(isinstance(module, Conv1D) for module in self.model.modules())
@@ -333,10 +338,13 @@ def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:
-    """Logits [T, V] as the model defines them; for probes and tests, training never makes them."""
-    z = F.linear(hidden, head.weight, head.bias)
+    """Logits [T, V] as the model defines them, whose rows do not depend on each other where `linear`'s do not.
+
+    For probes and truncated distributions: elsewhere training never makes them.
+    """
+    z = linear(hidden, head.weight, head.bias)
     if head.lora is not None:
-        z = z + head.lora.scale * F.linear(F.linear(hidden.to(head.lora.A.dtype), head.lora.A), head.lora.B).to(z.dtype)
+        z = z + head.lora.scale * linear(linear(hidden.to(head.lora.A.dtype), head.lora.A), head.lora.B).to(z.dtype)
     if head.logit_scale is not None:
         z = z * head.logit_scale
     return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)

@@ -15,6 +15,8 @@ from itertools import accumulate
 
 import torch
 
+from rlhf_engine.hydra.supports import Supports
+
 _POSITION_BITS = 24
 
 
@@ -44,6 +46,8 @@ class PackedBatch:
     """N prompt lengths, at least 1 each."""
     sample_ids: tuple[int, ...]
     """N ids that name a sample for good: dropout masks are keyed by (sample id, position), not by place in a batch."""
+    supports: Supports | None = None
+    """Words that each of the M completion tokens was drawn among, which log-probs are normalised over; None: all."""
 
     @classmethod
     def from_lists(
@@ -53,6 +57,7 @@ class PackedBatch:
         *,
         device: torch.device | str = "cpu",
         sample_ids: Sequence[int] | None = None,
+        supports: Supports | None = None,
     ) -> PackedBatch:
         """Pack token lists.
 
@@ -61,12 +66,13 @@ class PackedBatch:
             completions: N lists of token ids, which may be empty.
             device: device of the packed tokens.
             sample_ids: N ids that key dropout masks; None: 0 to N−1.
+            supports: words that each of the completion tokens was drawn among; None: all.
 
         Returns:
             The N sequences, prompt then completion, in the given order.
 
         Raises:
-            ValueError: no sequences, an empty prompt, or lists of different lengths.
+            ValueError: no sequences, an empty prompt, lists of different lengths, or supports of other tokens.
         """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one sequence, got a batch of size 0")
@@ -82,6 +88,7 @@ class PackedBatch:
             cu_seqlens=(0, *accumulate(lengths)),
             prompt_lens=tuple(len(p) for p in prompts),
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),
+            supports=None if supports is None else supports.to(device),
         )
 
     @classmethod
@@ -95,7 +102,7 @@ class PackedBatch:
             All sequences, in the order of the batches.
 
         Raises:
-            ValueError: no batches.
+            ValueError: no batches, or supports of different vocabularies.
         """
         if len(batches) == 0:
             raise ValueError("batches: expected at least one batch, got none")
@@ -104,6 +111,7 @@ class PackedBatch:
             cu_seqlens=(0, *accumulate(length for batch in batches for length in batch.lengths)),
             prompt_lens=tuple(n for batch in batches for n in batch.prompt_lens),
             sample_ids=tuple(i for batch in batches for i in batch.sample_ids),
+            supports=Supports.join([(batch.supports, batch.n_completion_tokens) for batch in batches]),
         )
 
     @classmethod
@@ -156,6 +164,10 @@ class PackedBatch:
             raise ValueError(
                 f"prompt_lens, sample_ids: expected {len(self.cu_seqlens) - 1} entries (cu_seqlens − 1), "
                 f"got {len(self.prompt_lens)} and {len(self.sample_ids)}"
+            )
+        if self.supports is not None and len(self.supports) != self.n_completion_tokens:
+            raise ValueError(
+                f"supports: expected those of {self.n_completion_tokens} completion tokens, got {len(self.supports)}"
             )
 
     @property
@@ -289,7 +301,7 @@ class PackedBatch:
             indices: places of the sequences, 0 to N−1, in the order wanted.
 
         Returns:
-            The selected sequences, in the given order, with their sample ids.
+            The selected sequences, in the given order, with their sample ids and supports.
 
         Raises:
             ValueError: no indices.
@@ -303,6 +315,7 @@ class PackedBatch:
             cu_seqlens=(0, *accumulate(self.lengths[i] for i in indices)),
             prompt_lens=tuple(self.prompt_lens[i] for i in indices),
             sample_ids=tuple(self.sample_ids[i] for i in indices),
+            supports=None if self.supports is None else self.supports.select(self._completion_rows(indices)),
         )
 
     def select_completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
@@ -318,8 +331,11 @@ class PackedBatch:
             ValueError: no indices.
             IndexError: an index of N or more.
         """
+        return self._completion_rows(indices).to(self.device)
+
+    def _completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
         cu = self.completion_cu
-        return torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices]).to(self.device)
+        return torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices])
 
     def prompt_tokens(self, i: int) -> list[int]:
         """Prompt of one sequence.
@@ -364,6 +380,7 @@ class PackedBatch:
             cu_seqlens=self.cu_seqlens,
             prompt_lens=self.prompt_lens,
             sample_ids=self.sample_ids,
+            supports=None if self.supports is None else self.supports.to(device),
         )
 
     def pad(self, x_M: torch.Tensor, fill: float = 0.0) -> torch.Tensor:

@@ -3,7 +3,8 @@
 FSDP and DDP wrap the forward, so heads and losses that ran outside of it would miss their hooks.
 
 An output names the roles whose hidden states it reads and computes itself from them. Log-probs, entropies, KL and the
-policy loss go straight from hidden states to numbers per token; logits never exist as a matrix.
+policy loss go straight from hidden states to numbers per token; logits never exist as a matrix. In a batch with
+supports they are of the truncated distributions, see `truncation`.
 
 Legend: T rows, N sequences, M completion tokens, P pairs, H hidden, V vocabulary.
 """
@@ -15,15 +16,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
-from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
-from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.ppo_loss import ValueLossOutputs, value_loss
+from rlhf_kernels.linear_logprob import LogprobOutputs
+from rlhf_kernels.linear_logprob_pair import PairOutputs
+from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
+from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
 from torch.nn import functional as F
 
-from rlhf_engine.hydra.backbone import LmHead, head_logits
+from rlhf_engine.hydra.backbone import LmHead
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.truncation import Reader, have_one_head, head_options, logprobs, pair
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,20 +101,19 @@ class HiddenStates:
             raise ValueError(f"role: expected one with a scalar head ({sorted(self.scalar_heads)}), got {role!r}")
         return self.scalar_heads[role]
 
-    def head_options(self, role: str) -> dict[str, Any]:
-        """Keyword arguments that make the vocabulary kernels compute this model's distribution.
+    def reader(self, role: str) -> Reader:
+        """Hidden states that predict the completion tokens, with the head that reads them.
 
         Args:
             role: a role of this pass with an LM head.
 
         Returns:
-            `bias` [V] or None, `softcap`, `logit_scale` and `lora`, by name.
+            Hidden states [M, H] in the backbone's dtype, and the LM head.
 
         Raises:
             ValueError: a role with a scalar head, or one that no output of this pass reads.
         """
-        head = self.lm_head(role)
-        return {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale, "lora": head.lora}
+        return Reader(self.predicting(role), self.lm_head(role))
 
 
 class Output(Protocol):
@@ -167,14 +168,13 @@ class Logprobs:
                 not > 0.
             TypeError: a string instead of a tuple as `outputs` or `detach`.
         """
-        return linear_logprob(
-            states.predicting(self.role),
-            states.lm_head(self.role).weight,
+        return logprobs(
+            states.reader(self.role),
             states.batch.targets_M,
+            states.batch.supports,
             temperature=self.temperature,
             outputs=self.outputs,
             detach=self.detach,
-            **states.head_options(self.role),
         )
 
 
@@ -214,57 +214,21 @@ class LogprobPair:
                 heads.
             TypeError: a string instead of a tuple as `detach`.
         """
-        head, other = states.lm_head(self.role), states.lm_head(self.reference)
-        if head.weight is not other.weight or other.lora is not None:
-            return _pair_of_two_heads(states, self)
-        return linear_logprob_pair(
-            states.predicting(self.role),
-            states.predicting(self.reference),
-            states.lm_head(self.role).weight,
+        reader, reference = states.reader(self.role), states.reader(self.reference)
+        needs_gradient = reader.hidden.requires_grad or reference.hidden.requires_grad
+        if torch.is_grad_enabled() and needs_gradient and not have_one_head(reader.head, reference.head):
+            raise ValueError(
+                f"reference: expected a role with the LM head of {self.role!r} (the same backbone) where gradients are "
+                f"needed, got {self.reference!r}; ask for their log-probs one by one"
+            )
+        return pair(
+            reader,
+            reference,
             states.batch.targets_M,
+            states.batch.supports,
             temperature=self.temperature,
             detach=self.detach,
-            **states.head_options(self.role),
         )
-
-
-_ROWS_OF_TWO_HEADS = 256
-"""Rows whose logits under two LM heads exist at a time."""
-
-
-def _pair_of_two_heads(states: HiddenStates, pair: LogprobPair) -> PairOutputs:
-    """Outputs that `linear_logprob_pair` has for one head, where the reference has a head of its own; no gradient.
-
-    In plain torch, a few rows at a time: only methods that hold several backbones, or a reference slot with LoRA on its
-    head, come here.
-    """
-    hidden, other = states.predicting(pair.role), states.predicting(pair.reference)
-    if torch.is_grad_enabled() and (hidden.requires_grad or other.requires_grad):
-        raise ValueError(
-            f"reference: expected a role with the LM head of {pair.role!r} (the same backbone) where gradients are "
-            f"needed, got {pair.reference!r}; ask for their log-probs one by one"
-        )
-    parts = []
-    for start in range(0, len(hidden), _ROWS_OF_TWO_HEADS):
-        rows = slice(start, start + _ROWS_OF_TWO_HEADS)
-        log_p = _log_softmax(hidden[rows], states.lm_head(pair.role), pair.temperature)
-        log_q = _log_softmax(other[rows], states.lm_head(pair.reference), pair.temperature)
-        target = states.batch.targets_M[rows, None]
-        p = log_p.exp()
-        parts.append(
-            (
-                log_p.gather(1, target)[:, 0],
-                log_q.gather(1, target)[:, 0],
-                (p * (log_p - log_q)).sum(-1),
-                -(p * log_p).sum(-1),
-            )
-        )
-    logprob_a, logprob_r, kl, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-    return PairOutputs(logprob_a=logprob_a, logprob_r=logprob_r, kl=kl, entropy=entropy)
-
-
-def _log_softmax(hidden: torch.Tensor, head: LmHead, temperature: float) -> torch.Tensor:
-    return torch.log_softmax(head_logits(hidden, head).float() / temperature, dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -374,24 +338,32 @@ class PolicyLoss:
             ValueError: a number out of its range, or a `kl_coef` other than 0 without `ref_logprob_M`.
             TypeError: a tensor of another dtype.
         """
-        return linear_ppo_loss(
-            states.predicting(self.role),
-            states.lm_head(self.role).weight,
-            states.batch.targets_M,
-            self.old_logprob_M,
-            self.advantage_M,
-            self.mask_M,
-            denom=self.denom,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            ref_logprob=self.ref_logprob_M,
-            kl=self.kl,
-            kl_coef=self.kl_coef,
-            entropy_coef=self.entropy_coef,
+        reader, batch = states.reader(self.role), states.batch
+        tokens = (self.old_logprob_M, self.advantage_M, self.mask_M)
+        options: dict[str, Any] = {
+            "denom": self.denom,
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "dual_clip": self.dual_clip,
+            "ref_logprob": self.ref_logprob_M,
+            "kl": self.kl,
+            "kl_coef": self.kl_coef,
+            "entropy_coef": self.entropy_coef,
+        }
+        if batch.supports is None:
+            options |= {"temperature": self.temperature, **head_options(reader.head)}
+            return linear_ppo_loss(reader.hidden, reader.head.weight, batch.targets_M, *tokens, **options)
+        found = logprobs(
+            reader,
+            batch.targets_M,
+            batch.supports,
             temperature=self.temperature,
-            **states.head_options(self.role),
+            outputs=("logprob", "entropy"),
+            detach=() if self.entropy_coef else ("entropy",),
         )
+        assert found.logprob is not None
+        made = ppo_loss(found.logprob, *tokens, entropy=found.entropy, **options)
+        return LinearPpoLossOutputs(made.loss, made.statistics, found.logprob.detach() * (self.mask_M != 0))
 
 
 class LogprobLossOutputs(NamedTuple):
@@ -444,14 +416,13 @@ class LogprobLoss:
         Raises:
             ValueError: a role without an LM head, or a temperature that is not > 0.
         """
-        out = linear_logprob(
-            states.predicting(self.role),
-            states.lm_head(self.role).weight,
+        out = logprobs(
+            states.reader(self.role),
             states.batch.targets_M,
+            states.batch.supports,
             temperature=self.temperature,
             outputs=("logprob", "entropy"),
             detach=() if self.entropy_coef else ("entropy",),
-            **states.head_options(self.role),
         )
         assert out.logprob is not None
         assert out.entropy is not None
@@ -530,10 +501,12 @@ class LmLoss:
         Raises:
             ValueError: a role without an LM head.
         """
-        hidden, target = states.predicting(self.role), states.batch.targets_M
+        reader, target, supports = states.reader(self.role), states.batch.targets_M, states.batch.supports
         if self.rows_M is not None:
-            hidden, target = hidden.index_select(0, self.rows_M), target[self.rows_M]
-        out = linear_logprob(hidden, states.lm_head(self.role).weight, target, **states.head_options(self.role))
+            reader = reader._replace(hidden=reader.hidden.index_select(0, self.rows_M))
+            target = target[self.rows_M]
+            supports = None if supports is None else supports.select(self.rows_M.cpu())
+        out = logprobs(reader, target, supports, temperature=1.0)
         assert out.logprob is not None
         return -out.logprob.sum() / self.denom
 

@@ -70,6 +70,7 @@ class AnswerSession:
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
             stop=tuple(config.stop),
             seed=config.seed,
         )
@@ -136,7 +137,7 @@ class AnswerSession:
         """The finished answers beside the training forward, see `check_rollout`."""
         requests = [self._requests[answer.index] for answer in self._answers]
         answers = [replace(answer, index=i) for i, answer in enumerate(self._answers)]
-        rollout = collect(requests, answers, self._sampling, self.model.device, stats=self.stats)
+        rollout = collect(requests, answers, self.model.device, stats=self.stats)
         return check_rollout(self.model, rollout, requests, self._sampling, options=self._options)
 
     def _make_engine(self) -> RolloutEngine:

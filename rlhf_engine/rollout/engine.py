@@ -24,6 +24,7 @@ from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.admission import Admission
 from rlhf_engine.rollout.request import (
@@ -53,8 +54,7 @@ class EngineOptions:
     """Options by which rows are run. They change answers by rounding at most.
 
     In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer
-    is batched with. One row runs at a time for it where exact mode does not serve (`exactness`), and under top_k or
-    top_p.
+    is batched with. Where exact mode does not serve (`exactness`), one row runs at a time then.
     """
 
     max_rows: int | None = None
@@ -140,8 +140,7 @@ class RolloutEngine:
         step = _choose_step(options, self.backbone)
         self._max_rows = min(len(rows), options.max_rows or len(rows))
         kind = _KINDS[step]
-        sorts = any(row.sampling.sorts for row in rows)
-        if registry.is_exact() and (sorts or exactness.unsupported(self.backbone) is not None):
+        if registry.is_exact() and exactness.unsupported(self.backbone) is not None:
             self._max_rows = 1  # a prompt and a row at a time
         self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
         self._admission = Admission(
@@ -249,8 +248,8 @@ class RolloutEngine:
         self.stats.most_rows = max(self.stats.most_rows, len(live))
         self.stats.most_blocks = self._admission.pool.most_used
         new = live.state.at(slice(first, None))
-        drawn = self._sampler(hidden, new, live.draw_groups(rows), any_short=any(row.too_short for row in rows))
-        live.state.tokens_N[first:] = drawn[0]
+        drawn = self._sampler(hidden, new, live.draw_groups(rows))
+        live.state.tokens_N[first:] = drawn.tokens
         return self._accept(first, [drawn])
 
     def _advance(self) -> list[Answer]:
@@ -265,13 +264,16 @@ class RolloutEngine:
     def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[Answer]:
         """Note what was drawn for the rows from `first` on, up to the end of each; those that are done leave."""
         live, answers = self._live, []
-        tokens = torch.stack([token for token, _ in drawn], 1).tolist()
-        logprobs = torch.stack([logprob for _, logprob in drawn], 1).tolist()
+        tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
+        logprobs = torch.stack([step.logprobs for step in drawn], 1).tolist()
+        supports = [self._supports(step) for step in drawn]
         done: set[int] = set()
         for place, row in enumerate(live.rows[first:], start=first):
-            for token, logprob in zip(tokens[place - first], logprobs[place - first], strict=True):
+            for token, logprob, support in zip(tokens[place - first], logprobs[place - first], supports, strict=True):
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
+                if support:
+                    row.supports.append(support[place - first])
                 row.versions.append(self.policy_version)
                 reason = self._reason(row, token)
                 if reason is not None:
@@ -281,6 +283,13 @@ class RolloutEngine:
         if done:
             live.keep([place for place in range(len(live)) if place not in done])
         return answers
+
+    def _supports(self, drawn: NextTokens) -> Sequence[torch.Tensor]:
+        """The support of each row of a step, on the host; none of them where all rows were drawn among all words."""
+        if drawn.bits is None:
+            return ()
+        found = Supports.from_bits(drawn.bits, self.backbone.n_words)
+        return found.words.cpu().split(found.lengths.tolist())
 
     def _reason(self, row: Row, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""
@@ -293,12 +302,16 @@ class RolloutEngine:
     def _finish(self, row: Row, reason: FinishReason) -> Answer:
         self._admission.release(row)
         self.stats.tokens += len(row.tokens)
+        n, supports = len(row.tokens), None
+        if any(len(support) for support in row.supports):
+            supports = Supports.of_rows(row.supports, n, self.backbone.n_words)
         return Answer(
             index=row.index,
             tokens=tuple(row.tokens),
             logprobs=tuple(row.logprobs),
             versions=tuple(row.versions),
             finish_reason=reason,
+            supports=supports,
         )
 
     # ---- parts -----------------------------------------------------------------------------------------------------

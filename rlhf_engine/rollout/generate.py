@@ -1,7 +1,7 @@
 """Answers to a batch of prompts, on the very weights that training uses.
 
 Greedy and sampled rows share a batch, and so do rows of several roles of one backbone. Each token's log-prob under the
-distribution it was drawn from is kept, logits never exist.
+distribution it was drawn from is kept, and the words that it was drawn among where those are not all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.request import Answer, Request, Rollout, RolloutStats, SamplingConfig
 from rlhf_engine.rollout.stopping import Decode
@@ -92,13 +93,12 @@ def generate_requests(
     """
     engine = RolloutEngine(model, sampling, requests, options=options, decode=decode, policy_version=policy_version)
     answers = list(engine.run())
-    return collect(requests, answers, sampling, engine.backbone.device, stats=engine.stats)
+    return collect(requests, answers, engine.backbone.device, stats=engine.stats)
 
 
 def collect(
     requests: Sequence[Request],
     answers: Sequence[Answer],
-    sampling: SamplingConfig,
     device: torch.device,
     *,
     stats: RolloutStats,
@@ -110,6 +110,7 @@ def collect(
         [answer.tokens for answer in found],
         device=device,
         sample_ids=[request.sample_id for request in requests],
+        supports=Supports.join([(answer.supports, len(answer.tokens)) for answer in found]),
     )
     logprobs = [x for answer in found for x in answer.logprobs]
     return Rollout(
@@ -117,6 +118,6 @@ def collect(
         logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
         finish_reasons=tuple(answer.finish_reason for answer in found),
         versions_M=torch.tensor([x for answer in found for x in answer.versions], device=device),
-        filtered=any(request.sampling(sampling).filters for request in requests),
+        filtered=False,
         stats=stats,
     )

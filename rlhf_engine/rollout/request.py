@@ -11,6 +11,7 @@ import torch
 
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import Scores
+from rlhf_engine.hydra.supports import Supports
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -25,14 +26,16 @@ class SamplingConfig:
     """Tokens that end an answer; the ending token belongs to it. Empty: answers end at their longest, or at a stop."""
     min_completion_length: int = 0
     """Least tokens, 0 to `max_completion_length`, of an answer that ends with an end-of-sequence token, that one
-    included. Log-probs of the tokens before are renormalised over the rest of the vocabulary."""
+    included. Tokens before are drawn among the rest of the vocabulary."""
     temperature: float = 1.0
     """Number > 0 that logits are divided by; log-probs are of that distribution."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens, k ≥ 1, a slower path; log-probs are renormalised over them. None: all tokens.
-    """
+    """Draw among the k likeliest tokens, k ≥ 1, a slower path. None: all tokens. Log-probs are of the tokens that
+    `top_k`, `top_p` and `min_p` leave, in this order, renormalised; an answer's `supports` name these tokens."""
     top_p: float | None = None
-    """Draw among the fewest tokens of this much probability, in (0, 1]; log-probs as with `top_k`. None: all tokens."""
+    """Draw among the fewest tokens of this much probability, in (0, 1]. None: all tokens."""
+    min_p: float | None = None
+    """Draw among tokens of at least this share of the largest probability, in (0, 1]. None: all tokens."""
     stop: tuple[str, ...] = ()
     """Texts, none of them empty, that end an answer; the token that completes one belongs to it."""
     seed: int = 0
@@ -52,18 +55,16 @@ class SamplingConfig:
             raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected None or a number in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise ValueError(f"min_p: expected None or a number in (0, 1], got {self.min_p}")
         if any(not text for text in self.stop):
             raise ValueError(f"stop: expected texts that are not empty, got {self.stop}")
 
     @property
-    def sorts(self) -> bool:
-        """Whether draws take the slower path that ranks the vocabulary."""
-        return self.top_k is not None or (self.top_p or 1.0) < 1.0
-
-    @property
     def filters(self) -> bool:
-        """Whether draws leave part of the vocabulary out, so that log-probs are not those of the training forward."""
-        return self.sorts or (self.min_completion_length > 1 and bool(self.eos_token_ids))
+        """Whether draws leave part of the vocabulary out, so that log-probs are of the rest."""
+        truncates = self.top_k is not None or (self.top_p or 1.0) < 1.0 or self.min_p is not None
+        return truncates or (self.min_completion_length > 1 and bool(self.eos_token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Request:
     """Number of the likeliest tokens to draw among, ≥ 1."""
     top_p: float | None = None
     """Probability of the tokens to draw among, in (0, 1]."""
+    min_p: float | None = None
+    """Least share of the largest probability that the tokens to draw among have, in (0, 1]."""
 
     def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
         """The run's options with this request's own in place.
@@ -107,7 +110,7 @@ class Request:
         return SamplingConfig(**{**vars(defaults), **own})
 
 
-_OWN = ("max_completion_length", "min_completion_length", "temperature", "top_k", "top_p")
+_OWN = ("max_completion_length", "min_completion_length", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,8 @@ class Answer:
     """Version of the policy that drew each token."""
     finish_reason: FinishReason
     """eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
+    supports: Supports | None = None
+    """Words that each token was drawn among, on the host; None: all words."""
 
 
 @dataclass(kw_only=True)
@@ -184,7 +189,7 @@ class Rollout:
     """Answers and how they came about. M completion tokens of N sequences."""
 
     batch: PackedBatch
-    """Prompts and answers, N sequences."""
+    """Prompts and answers, N sequences, with the words that their tokens were drawn among."""
     logprobs_M: torch.Tensor
     """fp32 [M], log-prob of each token under the distribution it was drawn from."""
     finish_reasons: tuple[FinishReason, ...]
@@ -192,8 +197,8 @@ class Rollout:
     versions_M: torch.Tensor
     """int64 [M], version of the policy that drew each token."""
     filtered: bool
-    """Whether draws left part of the vocabulary out (top_k, top_p, ends that come too early). Log-probs are then of the
-    rest, and no importance ratio holds."""
+    """Whether draws left part of the vocabulary out without a word of which, as a server's do. No importance ratio
+    holds then. What this process draws keeps the words in `batch.supports`."""
     stats: RolloutStats
     """Statistics of time and memory."""
     frozen: Scores | None = None

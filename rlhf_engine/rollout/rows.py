@@ -29,6 +29,8 @@ class Row:
     seed: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[torch.Tensor] = field(default_factory=list)
+    """int32 numbers of each token's support, see `Supports`; tokens beyond were drawn among all words."""
     versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
@@ -42,10 +44,9 @@ class Row:
         """Position of the first token that may be an end-of-sequence token."""
         return len(self.prompt) + max(0, self.sampling.min_completion_length - 1)
 
-    @property
-    def too_short(self) -> bool:
-        """Whether the next token may not end it."""
-        return len(self.prompt) + len(self.tokens) < self.least
+    def too_short(self, ahead: int = 0) -> bool:
+        """Whether the token after so many more may not end it."""
+        return len(self.prompt) + len(self.tokens) + ahead < self.least
 
     @property
     def blocks_needed(self) -> int:
@@ -65,8 +66,6 @@ class RowState:
     """int64, key of each row's random numbers."""
     slots_N: torch.Tensor
     """int64, number of each row's slot; −1: none."""
-    least_N: torch.Tensor
-    """int64, position before which an end-of-sequence token is forbidden."""
     greedy_N: torch.Tensor
     """bool"""
     temperatures_N: torch.Tensor
@@ -86,7 +85,6 @@ class RowState:
             lengths_N=zeros(torch.int64),
             seeds_N=zeros(torch.int64),
             slots_N=zeros(torch.int64) - 1,
-            least_N=zeros(torch.int64),
             greedy_N=zeros(torch.bool),
             temperatures_N=zeros(torch.float32) + 1.0,
             table_NB=torch.full((n, columns), block, dtype=torch.int64, device=device),
@@ -121,8 +119,16 @@ class SampleGroup:
     """Slot with LoRA on the LM head, or None."""
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    is_short: bool
+    """Whether they may not end yet."""
     temperature: float | None
     """None: not the same for all of them."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether words are left out by their probability."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1.0 or self.min_p is not None
 
 
 class LiveRows:
@@ -153,7 +159,6 @@ class LiveRows:
             lengths_N=torch.tensor([len(row.prompt) for row in rows], device=device),
             seeds_N=torch.tensor([row.seed for row in rows], device=device),
             slots_N=torch.tensor([self._slot_numbers[row.slot] for row in rows], device=device),
-            least_N=torch.tensor([row.least for row in rows], device=device),
             greedy_N=torch.tensor([row.greedy for row in rows], device=device),
             temperatures_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
             table_NB=torch.tensor(tables, device=device),
@@ -179,14 +184,20 @@ class LiveRows:
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
         """At least the most tokens that a row has in the cache."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
-        self.groups = self.draw_groups(self.rows)
+        self._groups = self.draw_groups(self.rows)
 
-    def draw_groups(self, rows: Sequence[Row]) -> list[SampleGroup]:
-        """Rows whose draws differ in more than numbers per row, apart."""
-        members: dict[tuple[str | None, int | None, float | None], list[int]] = {}
+    def groups(self, ahead: int = 0) -> list[SampleGroup]:
+        """Groups of the rows once they have so many more tokens, by which some may have become long enough to end."""
+        if any(group.is_short for group in self._groups):
+            self._groups = self.draw_groups(self.rows, ahead)
+        return self._groups
+
+    def draw_groups(self, rows: Sequence[Row], ahead: int = 0) -> list[SampleGroup]:
+        """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
+        members: dict[tuple[str | None, int | None, float | None, float | None, bool], list[int]] = {}
         for i, row in enumerate(rows):
-            slot = row.slot if row.slot in self._head_slots else None
-            members.setdefault((slot, row.sampling.top_k, row.sampling.top_p), []).append(i)
+            slot, how = row.slot if row.slot in self._head_slots else None, row.sampling
+            members.setdefault((slot, how.top_k, how.top_p, how.min_p, row.too_short(ahead)), []).append(i)
         return [
             SampleGroup(
                 places=tuple(places),
@@ -194,9 +205,11 @@ class LiveRows:
                 slot=slot,
                 top_k=top_k,
                 top_p=top_p,
+                min_p=min_p,
+                is_short=is_short,
                 temperature=_common([rows[i].sampling.temperature for i in places]),
             )
-            for (slot, top_k, top_p), places in members.items()
+            for (slot, top_k, top_p, min_p, is_short), places in members.items()
         ]
 
 

@@ -40,12 +40,12 @@ def check_rollout(
 ) -> RolloutCheck:
     """Compare a rollout of the actor's role with the training forward, and some of its answers with themselves alone.
 
-    Raises ValueError for a filtered rollout: its log-probs are of the kept tokens only.
+    Raises ValueError for a filtered rollout, of which nobody has said what words its tokens were drawn among.
     """
     if rollout.filtered:
         raise ValueError(
-            "rollout: expected one without top_k, top_p and min_completion_length, whose log-probs are of the tokens "
-            "that they keep"
+            "rollout: expected one with the words that its tokens were drawn among, got log-probs of some words "
+            "without them (filtered)"
         )
     scored = model.score(rollout.batch, ("actor",), temperature=sampling.temperature).logprobs_M
     assert scored is not None

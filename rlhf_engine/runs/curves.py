@@ -61,6 +61,7 @@ PANELS = (
         "largest difference of a log-prob",
         (("mismatch/rollout_max", "scoring"), ("mismatch/update_max", "update")),
     ),
+    Panel("Words that a token is drawn among", "mean number of words", (("support/mean", "rollout"),)),
     Panel("Prompts that answers share", "fraction of tokens saved", (("shared_prompt_ratio", "scoring"),)),
     Panel("Age of the answers", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
     Panel("KL of the present to the drawing policy", "nats per token", (("staleness/k3", "k3"),)),

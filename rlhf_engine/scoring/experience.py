@@ -122,6 +122,7 @@ class Scoring:
         metrics = {
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
             **_shared_metrics(self._model, drawn.batch),
+            **_support_metrics(drawn.batch),
             **(_age_metrics(behind_M) if config.is_async else {}),
             **_source_metrics(scored, all_prompts.drawn),
         }
@@ -160,7 +161,7 @@ class Scoring:
                 budget = frozen_roles.budget
         present = bool((drawn.versions_M == policy_version).all())
         few = Scores()
-        if registry.is_exact() and present and not exact_kl and not drawn.filtered:
+        if registry.is_exact() and present and not exact_kl:
             roles.remove("actor")
             few, budget = score_some(model, drawn, "actor", budget, temperature=config.temperature, turn=policy_version)
         scores = Scores()
@@ -343,6 +344,14 @@ def _shared_metrics(model: HydraModel, batch: PackedBatch) -> dict[str, float]:
     """Share of the tokens that are copies of a prompt, and go through a backbone once for all."""
     shared = model.shared_rows(batch)
     return {} if shared is None else {"shared_prompt_ratio": 1 - len(shared.rows) / batch.n_tokens}
+
+
+def _support_metrics(batch: PackedBatch) -> dict[str, float]:
+    """Mean number of words that a token was drawn among, and the bytes that they take, where they are not all."""
+    supports = batch.supports
+    if supports is None or not len(supports):
+        return {}
+    return {"support/mean": float(supports.sizes.double().mean()), "support/bytes": float(supports.n_bytes)}
 
 
 def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:

@@ -38,12 +38,16 @@ def correct_engine(
 ) -> Corrected:
     """Correct answers from another engine.
 
-    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary.
+    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary
+    that nobody knows.
 
     Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
     """
     if filtered:
-        raise ConfigError("top_k, top_p: expected none with answers from another engine, whose ratios they bias")
+        raise ConfigError(
+            "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "
+            "they leave, so that no ratio to its distribution can be made"
+        )
     _require_finite(log_ratio_M, "training to rollout probabilities")
     mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
     found = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)

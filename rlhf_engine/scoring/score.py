@@ -133,7 +133,7 @@ class FrozenRoles:
             MemoryLimitError: a single sequence does not fit.
         """
         past, roles, few = self._past, self._roles, Scores()
-        if past is not None and registry.is_exact() and not drawn.filtered:
+        if past is not None and registry.is_exact():
             few, self.budget = score_some(
                 self._model, drawn, past, self.budget, temperature=self._temperature, turn=drawn.policy_version
             )

@@ -298,6 +298,9 @@ class RlTrainer(Run[TrainerState]):
             max_completion_length=self.config.max_completion_length,
             eos_token_ids=eos_token_ids(self.tokenizer, self.model.backbone().model),
             temperature=self.config.temperature,
+            top_k=self.config.top_k,
+            top_p=self.config.top_p,
+            min_p=self.config.min_p,
             seed=seed,
         )
 

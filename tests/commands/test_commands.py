@@ -469,8 +469,10 @@ def test_a_rollout_can_be_verified(capsys, model):
     if native.missing() is None:
         assert "largest difference 0.0 over" in err
         assert "0 of 2 answers drawn again alone came out different" in err
-    line = refused(capsys, *common, "--prompt", "red cat", "--verify_rollout", "--top_k", "3")
-    assert "verify_rollout: expected no top_k, top_p and min_completion_length" in line
+        filters = ("--top_k", "9", "--top_p", "0.9", "--min_p", "0.01", "--min_completion_length", "3")
+        _, _, err = run(capsys, *common, "--prompt", "red cat", "blue", "--verify_rollout", "--exact", *filters)
+        assert "largest difference 0.0 over" in err
+        assert "0 of 2 answers drawn again alone came out different" in err
 
 
 def test_a_cache_too_small_for_one_answer_is_refused(capsys, model):

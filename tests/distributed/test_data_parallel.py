@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_mini_batches": 1,
     },
     "grpo-tokens": {"algorithm": "grpo", "loss_type": "dapo"},
+    "grpo-top_p": {"algorithm": "grpo", "top_p": 0.8, "min_p": 0.01},
     "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["ties"], "num_mini_batches": 1, "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
     "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},

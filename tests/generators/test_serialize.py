@@ -12,6 +12,7 @@ from rlhf_engine.generators import serialize
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.generators.work import WorkItem
 from rlhf_engine.hydra import PackedBatch, Scores
+from rlhf_engine.hydra.supports import Supports, pack_bits
 from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats, SamplingConfig
 
 POLICY = Snapshot(version=3, tensors={"b": torch.randn(5, 3), "a": torch.randn(7).to(torch.bfloat16)})
@@ -26,9 +27,11 @@ ITEM = WorkItem(
 FROZEN = Scores(past_logprobs_M=torch.randn(3), rewards_N=torch.randn(2))
 
 
-def answers(frozen: Scores | None) -> Rollout:
+def answers(frozen: Scores | None, supports: Supports | None = None) -> Rollout:
     return Rollout(
-        batch=PackedBatch.from_lists(ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ITEM.prompts.sample_ids),
+        batch=PackedBatch.from_lists(
+            ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ITEM.prompts.sample_ids, supports=supports
+        ),
         logprobs_M=torch.randn(3),
         versions_M=torch.tensor([1, 1, 1]),
         finish_reasons=("length", "eos"),
@@ -86,6 +89,21 @@ def test_answers(frozen):
         assert torch.equal(found.frozen.past_logprobs_M, frozen.past_logprobs_M)
         assert found.frozen.ref_logprobs_M is None
         assert torch.equal(found.frozen.rewards_N, frozen.rewards_N)
+
+
+def test_answers_bring_the_words_that_their_tokens_were_drawn_among():
+    """A few ids, bits, and nothing for all words."""
+    mask = torch.zeros(3, 100, dtype=torch.bool)
+    mask[0, [4, 99]] = mask[1, 2:60] = True
+    sent = answers(FROZEN, Supports.from_bits(pack_bits(mask), 100))
+    assert sent.batch.supports.lengths.tolist() == [2, 4, 0]
+    found = serialize.unpack_rollout(serialize.pack_rollout(sent)).batch.supports
+    assert found.vocabulary == 100
+    assert torch.equal(found.mask(), sent.batch.supports.mask())
+    assert serialize.unpack_rollout(serialize.pack_rollout(answers(None))).batch.supports is None
+    values = serialize.pack_rollout(sent)
+    with pytest.raises(EngineError, match="answers arrived damaged"):
+        serialize.unpack_rollout({**values, "vocabulary": 101})
 
 
 def test_answers_that_were_changed_on_their_way_are_refused():

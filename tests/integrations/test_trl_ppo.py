@@ -324,7 +324,10 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
     ("changes", "message"),
     [
         ({"use_vllm": True}, "use_vllm: expected False"),
-        ({"top_p": 0.9}, r"top_p: expected 1\.0, because ratios are to the whole distribution, got 0\.9"),
+        ({"top_p": 1.1}, r"top_p: expected a number > 0 and <= 1, got 1\.1"),
+        ({"top_k": -2}, "top_k: expected None or an integer >= -1; 0 and -1 mean all tokens, got -2"),
+        ({"min_p": -0.1}, r"min_p: expected None or a number from 0 to 1, got -0\.1"),
+        ({"repetition_penalty": 1.1}, r"repetition_penalty: expected 1\.0, because ratios are to the policy"),
         ({"kl_estimator": "k2"}, "kl_estimator: expected 'k1' or 'k3', got 'k2'"),
         ({"lam": 1.5}, "lam: expected a number from 0 to 1"),
         ({"cliprange_value": 0.0}, "cliprange_value: expected a number > 0"),

@@ -213,7 +213,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         **{"seed": _rows(), "position": _rows(), "greedy": _keep(N), "forbidden": _rows(3), "forbids": _keep(N)},
         **_head(),
         **_HEAD_NUMBERS,
-        **{"top_k": 0, "top_p": 1.0, "with_entropy": True},
+        **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "with_entropy": True},
     },
     "swiglu": lambda: _named({"gate": (N, 5), "up": (N, 5)}),
     "swiglu_gradient": lambda: _named({"dy": (N, 5), "gate": (N, 5), "up": (N, 5)}),

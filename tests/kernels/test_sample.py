@@ -88,6 +88,26 @@ def test_top_k_and_top_p():
         assert torch.equal(many_draws(50, **options)[0].token, everything.token)
 
 
+def test_min_p():
+    """Words of at least so much of the largest probability, after top_k and top_p."""
+    n = 20000
+    logits = many_draws(1)[1].double()
+    p, order = logits.softmax(-1).sort(descending=True)
+    size = 4
+    share = float((p[size - 1] + p[size]) / 2 / p[0])
+    kept = torch.zeros(11, dtype=torch.float64)
+    kept[order[:size]] = p[:size] / p[:size].sum()
+    out, _ = many_draws(n, min_p=share)
+    check_frequencies(out.token, kept)
+    torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
+    # the word that crosses the border of top_p is the last that min_p keeps; of min_p's words it would be beyond it
+    for more in ({"top_k": size + 2}, {"top_p": float(p[: size - 1].sum()) + 1e-4}):
+        assert torch.equal(many_draws(n, min_p=share, **more)[0].token, out.token)
+    fewer = many_draws(n, min_p=share, top_k=size - 1)[0]
+    assert torch.equal(fewer.token, many_draws(n, top_k=size - 1)[0].token)
+    assert (many_draws(50, min_p=1.0)[0].token == order[0]).all()
+
+
 def test_a_draw_depends_on_seed_and_position_only():
     hidden, weight, seed, position = make(12, 8, 301)
     whole = sample(hidden, weight, seed=seed, position=position)
@@ -273,12 +293,12 @@ def test_opcheck(backend):
     greedy = torch.tensor([True, False, False, True])
     tensors = (torch.randn(7), torch.randn(2, 3), torch.randn(7, 2), torch.rand(4) + 0.5)
     op = torch.ops.rlhf_kernels.sample.default
-    filters = (3, 0.9) if backend == "reference" else (0, 1.0)
+    filters = (3, 0.9, 0.1) if backend == "reference" else (0, 1.0, 0.0)
     numbers = (0.5, 1.0, 2.0, 1.5, *filters, True)
     torch.library.opcheck(
         op, (hidden, weight, seed, position, greedy, torch.tensor([1, 5]), ~greedy, *tensors, *numbers, backend)
     )
-    plain = (None, None, None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, False, backend)
+    plain = (None, None, None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, 0.0, False, backend)
     torch.library.opcheck(op, (hidden, weight, seed, position, *plain))
 
 
@@ -302,6 +322,8 @@ def test_asking_for_gradients_raises():
         ({"top_k": 0}, ValueError, "top_k"),
         ({"top_p": 0.0}, ValueError, "top_p"),
         ({"top_p": 1.5}, ValueError, "top_p"),
+        ({"min_p": 0.0}, ValueError, r"min_p: expected None or a number in \(0, 1\], got 0.0"),
+        ({"min_p": 1.1}, ValueError, "min_p"),
         ({"outputs": ("tokens",)}, ValueError, "outputs"),
     ],
 )

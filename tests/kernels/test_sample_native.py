@@ -266,7 +266,7 @@ def test_the_head_is_neither_copied_nor_multiplied_out():
 
 def test_filters_are_the_references():
     hidden, weight, seed, position = make(12, 8, 301)
-    for options in ({"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}):
+    for options in ({"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}):
         auto, reference = (
             sample(hidden, weight, seed=seed, position=position, backend=backend, **options)
             for backend in ("auto", "reference")
@@ -274,7 +274,7 @@ def test_filters_are_the_references():
         assert torch.equal(auto.token, reference.token)
         assert torch.equal(auto.logprob, reference.logprob)
         with pytest.raises(
-            registry.BackendUnavailableError, match="'cpu' cannot serve sample: top_k and top_p need all"
+            registry.BackendUnavailableError, match="'cpu' cannot serve sample: top_k, top_p and min_p need all"
         ):
             sample(hidden, weight, seed=seed, position=position, backend="cpu", **options)
         with registry.use_backend("cpu"), pytest.raises(registry.BackendUnavailableError, match="cannot serve sample"):

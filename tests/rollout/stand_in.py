@@ -130,7 +130,7 @@ class StandIn:
         if body["model"] not in (self.name, *self.adapters):
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
         options = {**DEFAULTS, **body}
-        if options["repetition_penalty"] != 1.0 or options["min_p"] != 0.0:
+        if options["repetition_penalty"] != 1.0:
             raise Refusal(400, "the stand-in has no penalties: the request left its defaults in place")
         role = "base" if body["model"] == self.name else "actor"
         model = self._model
@@ -147,6 +147,7 @@ class StandIn:
             temperature=options["temperature"] or 1.0,
             top_k=options["top_k"] if options["top_k"] > 0 else None,
             top_p=options["top_p"],
+            min_p=options["min_p"] or None,
             stop=tuple(options.get("stop", ())),
         )
         request = Request(

@@ -170,11 +170,11 @@ def test_options_of_a_request_are_its_own():
     ]
     requests = [Request(prompt=tuple(p), sample_id=i, **o) for i, (p, o) in enumerate(zip(asked, own, strict=True))]
     mixed = generate_requests(model, requests, sampling())
-    assert mixed.filtered
+    assert mixed.batch.supports is not None
     for i, request in enumerate(requests):
         alone = generate_requests(model, [request], sampling())
         assert tokens(alone)[0] == tokens(mixed)[i]
-        assert alone.filtered == (i in (2, 3))
+        assert (alone.batch.supports is not None) == (i in (2, 3))
     assert mixed.batch.completion_lens[4] <= 3
 
 
@@ -221,10 +221,9 @@ def test_answers_of_at_least_some_length(step):
 
 
 def test_early_ends_left_out_are_a_filter():
-    model = build()
-    assert generate(model, [[5]], sampling(min_completion_length=3)).filtered
-    assert not generate(model, [[5]], sampling(min_completion_length=1)).filtered
-    assert not generate(model, [[5]], sampling(min_completion_length=3, eos_token_ids=())).filtered
+    assert sampling(min_completion_length=3).filters
+    assert not sampling(min_completion_length=1).filters
+    assert not sampling(min_completion_length=3, eos_token_ids=()).filters
 
 
 def test_running_out_of_memory_names_what_bounds_it(monkeypatch):
@@ -270,13 +269,13 @@ def test_answers_come_as_they_finish_and_can_be_watched():
     assert engine.partial(0) == ()
 
 
-def test_in_exact_mode_answers_with_filters_are_drawn_one_at_a_time(step):
+def test_in_exact_mode_answers_with_filters_have_the_same_bits_alone(step):
     model, asked = build(), prompts(5)
     how, options = sampling(top_k=4), EngineOptions(decode_step=step)
     with registry.use_exact():
         whole = generate(model, asked, how, options=options)
         alone = [generate(model, [asked[i]], how, sample_ids=[i], options=options) for i in range(5)]
-    assert whole.stats.most_rows == 1
+    assert whole.stats.most_rows == 5
     assert torch.equal(torch.cat([part.logprobs_M for part in alone]), whole.logprobs_M)
 
 
@@ -383,6 +382,7 @@ def test_bad_engine_options(options, message):
         ({"min_completion_length": 21}, r"min_completion_length: expected 0 to max_completion_length \(20\), got 21"),
         ({"top_k": 0}, "top_k: expected None or at least 1, got 0"),
         ({"top_p": 1.5}, r"top_p: expected None or a number in \(0, 1\], got 1.5"),
+        ({"min_p": 0.0}, r"min_p: expected None or a number in \(0, 1\], got 0.0"),
         ({"stop": ("a", "")}, "stop: expected texts that are not empty"),
     ],
 )
@@ -408,8 +408,10 @@ def again(step):
     held = step()
 
     def replay() -> None:
-        for to, result in zip(held, step(), strict=True):
-            to.copy_(result)
+        drawn = step()
+        assert drawn.bits is None
+        for name in ("tokens", "logprobs"):
+            getattr(held, name).copy_(getattr(drawn, name))
 
     return held, replay
 

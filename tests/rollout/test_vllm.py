@@ -98,13 +98,14 @@ def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, tem
     [
         {"top_k": 3},
         {"top_p": 0.8, "temperature": 1.3},
+        {"min_p": 0.2},
         {"min_completion_length": 5},
         {"min_completion_length": 1},
         {"eos_token_ids": (5, 9, 40, 41)},
         {"eos_token_ids": ()},
         {"stop": ("><1",)},
     ],
-    ids=["top_k", "top_p", "min5", "min1", "ends", "no_ends", "stop"],
+    ids=["top_k", "top_p", "min_p", "min5", "min1", "ends", "no_ends", "stop"],
 )
 def test_every_sampling_option_means_the_same(model, server, tmp_path, changes):
     rollouts = connect(model, server, tmp_path)
@@ -118,7 +119,9 @@ def test_every_sampling_option_means_the_same(model, server, tmp_path, changes):
         assert "stop" in theirs.finish_reasons
     if changes.get("min_completion_length") == 5:  # the fifth token is the first that may end an answer
         assert min(theirs.batch.completion_lens) == 5
-    assert theirs.filtered == ours.filtered
+    assert theirs.filtered == options.filters
+    assert not ours.filtered
+    assert (ours.batch.supports is not None) == options.filters
     torch.testing.assert_close(theirs.logprobs_M, ours.logprobs_M, rtol=0, atol=1e-4)
 
 

@@ -152,7 +152,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         experience(local)
     filtered = dataclasses.replace(rollout, filtered=True)
     rollout = filtered
-    with pytest.raises(ConfigError, match="top_k, top_p: expected none with answers from another engine"):
+    with pytest.raises(ConfigError, match="top_k, top_p, min_p: expected none with answers from another engine"):
         experience(made)
 
 

@@ -39,7 +39,7 @@ registry.register("sample", "reference", reference)
 registry.register("sample", "triton", registry.Lazy("rlhf_kernels.sample.triton", triton_support.unsupported))
 registry.register("sample", "cpu", native)
 
-FILTERS = "top_k and top_p need all logits of a row at once"
+FILTERS = "top_k, top_p and min_p need all logits of a row at once"
 """Reason why a call with a filter goes to the reference."""
 
 
@@ -71,12 +71,13 @@ def sample(
     outputs: tuple[str, ...] = ("token", "logprob"),
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     backend: str = "auto",
 ) -> SampleOutputs:
     """Sample one token per row by the Gumbel-max trick (Gumbel 1954), with the equations of the module's docstring.
 
     Inference only. Greedy and sampled rows may stand in one batch. Log-prob and entropy are those of the tokens that
-    `forbids`, top_k and top_p leave, renormalised.
+    `forbids`, top_k, top_p and min_p leave, renormalised.
 
     Args:
         hidden: [N, H], floating; last hidden states.
@@ -96,6 +97,8 @@ def sample(
             backend, which `auto` then takes.
         top_p: number in (0, 1]; of these, only the smallest set that reaches mass top_p is kept. None or 1: all. Below
             1 it needs the `reference` backend, too.
+        min_p: number in (0, 1]; of these, only tokens are kept that have at least this share of the probability of the
+            most probable one. None: all. It needs the `reference` backend, too.
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
@@ -109,7 +112,7 @@ def sample(
         ValueError: forbidden is given without forbids, or forbids without forbidden.
         ValueError: a row has no token left, or a forbidden token is out of range, which the CPU alone checks.
         ValueError: a tensor requires grad while gradients are enabled.
-        BackendUnavailableError: the named backend cannot serve the call, or cannot filter by top_k and top_p.
+        BackendUnavailableError: the named backend cannot serve the call, or cannot filter by top_k, top_p and min_p.
     """
     options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]
@@ -127,6 +130,8 @@ def sample(
         raise ValueError(f"top_k: expected None or an int ≥ 1, got {top_k!r}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p: expected None or a number in (0, 1], got {top_p!r}")
+    if min_p is not None and not 0.0 < min_p <= 1.0:
+        raise ValueError(f"min_p: expected None or a number in (0, 1], got {min_p!r}")
     wanted = check_outputs(outputs, SampleOutputs._fields).split(",")
     if torch.is_grad_enabled():
         inputs = {"hidden": hidden, "weight": weight, "bias": bias}
@@ -139,7 +144,7 @@ def sample(
                 )
     if top_k is not None and top_k >= weight.shape[0]:
         top_k = None
-    chosen = _resolve(backend, hidden, weight, top_k is not None or (top_p or 1.0) < 1.0)
+    chosen = _resolve(backend, hidden, weight, top_k is not None or (top_p or 1.0) < 1.0 or min_p is not None)
     results = _sample(
         hidden,
         weight,
@@ -151,6 +156,7 @@ def sample(
         *options,
         top_k or 0,
         float(top_p or 1.0),
+        float(min_p or 0.0),
         "entropy" in wanted,
         chosen,
     )
@@ -192,13 +198,13 @@ def _check_filters(*args: Any) -> None:
 
     Raise for a forbidden token that the vocabulary lacks, and for a row without a token that is left, too.
     """
-    forbidden, forbids, top_k, top_p, backend = args[5], args[6], args[15], args[16], args[18]
+    forbidden, forbids, filters, backend = args[5], args[6], args[15:18], args[19]
     _check_bans(forbidden, forbids)
     if forbidden is not None:
         _check_words(forbidden, args[1].shape[0])
         if forbidden.is_cpu and eager.eager(forbidden):
             _require_rest(forbidden, forbids, args[1].shape[0])
-    if backend != "reference" and (top_k != 0 or top_p != 1.0):
+    if backend != "reference" and filters != (0, 1.0, 0.0):
         raise registry.BackendUnavailableError(f"backend={backend!r} cannot serve sample: {FILTERS}")
 
 
@@ -232,13 +238,14 @@ def _sample(
     logit_scale: float,
     top_k: int,
     top_p: float,
+    min_p: float,
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("sample", backend).forward
     bans = None if forbidden is None or forbids is None else (forbidden, forbids)
-    return run(hidden, weight, seed, position, greedy, bans, options, top_k, top_p, with_entropy)
+    return run(hidden, weight, seed, position, greedy, bans, options, top_k, top_p, min_p, with_entropy)
 
 
 @_sample.register_fake

@@ -32,11 +32,11 @@ def forward(
     options: HeadOptions,
     top_k: int,
     top_p: float,
+    min_p: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. Without a filter: top_k = 0, top_p = 1."""
-    assert top_k == 0
-    assert top_p == 1.0
+    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. No filter: top_k = 0, top_p = 1, min_p = 0."""
+    assert (top_k, top_p, min_p) == (0, 1.0, 0.0)
     n = hidden.shape[0]
     if options.row_temperature is not None:
         temperature_column(options.row_temperature, torch.ones(n, dtype=torch.bool), torch.float32)  # its check

@@ -1,10 +1,12 @@
 """`sample` in plain torch: one tile of logits per row chunk, noise from `rlhf_kernels.runtime.philox`.
 
-top_k / top_p sort each tile (top_p) or take its k-th value (top_k): several times the cost of the plain
-sweep.
+top_k takes the k-th value of each row of a tile and top_p sorts it: several times the cost of the plain sweep. min_p
+compares with the row's maximum.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -36,6 +38,36 @@ def _keep_top_p_(z: Tensor, top_p: float) -> Tensor:
     return z.masked_fill_(drop, -torch.inf)
 
 
+def _keep_min_p_(z: Tensor, min_p: float) -> Tensor:
+    """Everything less likely than min_p times the most probable token becomes −inf."""
+    if min_p <= 0.0:
+        return z
+    return z.masked_fill_(z < z.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
+
+
+def filter_(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Leave words out of logits z [n, V] in place, by −inf: first by top_k, then by top_p, then by min_p.
+
+    top_k = 0, top_p = 1, min_p = 0: none. Probabilities are of what the filter before has left. A row depends on no
+    other.
+    """
+    if top_k:
+        z = _keep_top_k_(z, top_k)
+    return _keep_min_p_(_keep_top_p_(z, top_p), min_p)
+
+
+def choose(z: Tensor, seed: Tensor, position: Tensor, greedy: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Draw a token of each row of logits z [n, V]. seed, position: keys of the noise, [n].
+
+    greedy: which rows take another token, bool [n], and the tokens that they take, int64 [n].
+    """
+    # On the CPU it costs nothing to see that no row needs noise
+    if greedy is not None and z.device.type == "cpu" and bool(greedy[0].all()):
+        return greedy[1]
+    drawn = (gumbel(seed, position, STREAM, z.shape[1]) + z).argmax(-1)
+    return drawn if greedy is None else torch.where(*greedy, drawn)
+
+
 @without_autocast
 def forward(
     hidden: Tensor,
@@ -47,9 +79,10 @@ def forward(
     options: HeadOptions,
     top_k: int,
     top_p: float,
+    min_p: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. top_k = 0, top_p = 1: no filter."""
+    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. top_k = 0, top_p = 1, min_p = 0: no filter."""
     n_rows, n_vocab = hidden.shape[0], weight.shape[0]
     head = Head.of(hidden, weight, torch.ones_like(seed, dtype=torch.bool), options)
     dtype = accumulation_dtype(hidden, weight)
@@ -62,18 +95,9 @@ def forward(
             forbidden, forbids = bans
             c[:, forbidden] = c[:, forbidden].masked_fill(forbids[rows, None], -torch.inf)
         # Before the temperature: dividing could round two different logits onto each other
-        best = None if greedy is None else c.argmax(-1)
-        z = c.div_(head.divisor(rows))
-        if top_k:
-            z = _keep_top_k_(z, top_k)
-        z = _keep_top_p_(z, top_p)
-        # On the CPU it costs nothing to see that no row needs noise
-        if best is not None and greedy is not None and z.device.type == "cpu" and bool(greedy[rows].all()):
-            drawn = best
-        else:
-            drawn = (gumbel(seed[rows], position[rows], STREAM, n_vocab) + z).argmax(-1)
-            if best is not None and greedy is not None:
-                drawn = torch.where(greedy[rows], best, drawn)
+        best = None if greedy is None else (greedy[rows], c.argmax(-1))
+        z = filter_(c.div_(head.divisor(rows)), top_k, top_p, min_p)
+        drawn = choose(z, seed[rows], position[rows], best)
         stats = tile_stats(z, drawn, "entropy" if with_entropy else "logprob")
         token[rows], logprob[rows] = drawn, stats["logprob"]
         if with_entropy:

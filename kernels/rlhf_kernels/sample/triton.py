@@ -282,11 +282,11 @@ def forward(
     options: HeadOptions,
     top_k: int,
     top_p: float,
+    min_p: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. Without a filter: top_k = 0, top_p = 1."""
-    assert top_k == 0
-    assert top_p == 1.0
+    """(token, logprob, entropy), each [N]; entropy [0] unless wanted. No filter: top_k = 0, top_p = 1, min_p = 0."""
+    assert (top_k, top_p, min_p) == (0, 1.0, 0.0)
     head = HeadInputs(hidden, weight, options, torch.ones_like(seed, dtype=torch.bool))
     n = head.n_rows
     token = torch.empty(n, dtype=torch.int64, device=hidden.device)

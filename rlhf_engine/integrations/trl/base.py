@@ -24,6 +24,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import (
     HEADS,
@@ -49,6 +51,7 @@ from rlhf_engine.integrations.trl.hydra_from_peft import (
     require_alone,
 )
 from rlhf_engine.integrations.trl.progress import Progress
+from rlhf_engine.integrations.trl.supports import from_columns, to_columns
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
@@ -393,7 +396,8 @@ class HydraTrainer(GRPOTrainer):
             *([REWARD_ROLE] if self._uses_reward_model else []),
         ]
         self._hidden_totals = [self._score_hidden(ids, inputs, prompts, completions) for ids in self._hidden_ids]
-        self._answers, self._scores = self._score(completion_ids_list, asked)
+        supports = None if self._supports is None else self._supports.select(slice(sum(map(len, completion_ids_list))))
+        self._answers, self._scores = self._score(completion_ids_list, asked, supports)
         gathered: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._totals, self._scored = self._weigh(gathered, self._answers)
         return gathered
@@ -421,9 +425,11 @@ class HydraTrainer(GRPOTrainer):
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         return [[{"role": "assistant", "content": text}] for text in texts] if talks else list(texts)
 
-    def _score(self, answers: list[list[int]], roles: list[str]) -> tuple[PackedBatch, Scores]:
+    def _score(
+        self, answers: list[list[int]], roles: list[str], supports: Supports | None = None
+    ) -> tuple[PackedBatch, Scores]:
         self.hydra.eval()
-        batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device)
+        batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device, supports=supports)
         if not roles:
             return batch, Scores()
         with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1
@@ -490,6 +496,7 @@ class HydraTrainer(GRPOTrainer):
             **{f"of_{name}": padded(x_M) for name, x_M in columns.items()},
             "answer_mask": padded(torch.ones_like(kl_M)).bool(),
             "loss_mask": padded(mask_M.float()).bool(),
+            **to_columns(batch, padded),
         }
 
     def _answers_per_prompt(self) -> int:
@@ -648,8 +655,9 @@ class HydraTrainer(GRPOTrainer):
         answer = inputs["answer_mask"]
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         real = torch.cat([inputs["prompt_mask"].bool(), answer], 1)
+        batch = PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist())
         micro = MicroBatch(
-            batch=PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist()),
+            batch=replace(batch, supports=from_columns(inputs, answer, self.hydra.backbone().n_words)),
             mask_M=inputs["loss_mask"][answer],
             n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
             n_answers=self._denominator(inputs["num_units_in_batch"], mode),
@@ -750,6 +758,9 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
         max_completion_length=trainer.max_completion_length,
         eos_token_ids=tuple(trainer.eos_token_ids),
         temperature=trainer.temperature,
+        top_k=trainer.args.top_k if (trainer.args.top_k or 0) > 0 else None,
+        top_p=trainer.args.top_p,
+        min_p=trainer.args.min_p or None,
         seed=2 * trainer.args.seed + (not training),
     )
     times = 1 + len(trainer.hidden)
@@ -760,6 +771,7 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
         greedy=[flag for flag in (False, *trainer.hidden) for _ in range(n)],
         sample_ids=[(first + i) * times + j for j in range(times) for i in range(n)],
     )
+    trainer._supports = found.batch.supports
     answers = [list(found.batch.completion_tokens(i)) for i in range(n * times)]
     trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
     logprobs = [x.tolist() for x in found.logprobs_M.split([len(answer) for answer in answers])]

@@ -15,9 +15,11 @@ import torch
 
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.base import HydraTrainer
 from rlhf_engine.integrations.trl.config import HydraOnlineDPOConfig
+from rlhf_engine.integrations.trl.supports import from_columns, to_columns
 
 
 class HydraOnlineDPOTrainer(HydraTrainer):
@@ -47,9 +49,11 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         keep_N = (scored_KN.sum(0) >= 2) & (totals_KN[best_N, at] > totals_KN[worst_N, at])
         mode = "train" if self.model.training else "eval"
         self.note(mode, "pairs/tied_ratio", (~keep_N).float())
-        pairs = [ids for i in at.tolist() for ids in (drawn[int(best_N[i])][i], drawn[int(worst_N[i])][i])]
+        chosen = [(int(k), i) for i in at.tolist() for k in (best_N[i], worst_N[i])]
+        pairs = [drawn[k][i] for k, i in chosen]
         prompts = [prompt for prompt in self._prompt_ids for _ in range(2)]
-        batch = PackedBatch.from_lists(prompts, pairs, device=self.accelerator.device)
+        device = self.accelerator.device
+        batch = PackedBatch.from_lists(prompts, pairs, device=device, supports=self._supports_of(drawn, chosen))
         with self.accelerator.autocast():  # as the forward that learns
             scores = self.hydra.score(batch, ("actor", "reference"), temperature=self.temperature)
         assert scores.logprobs_M is not None
@@ -66,10 +70,22 @@ class HydraOnlineDPOTrainer(HydraTrainer):
             "pair_mask": of_pairs(torch.ones_like(ids)).bool(),
             "of_old_logprobs_M": of_pairs(scores.logprobs_M),
             "of_ref_logprobs_M": of_pairs(scores.ref_logprobs_M),
+            **{
+                name: x if name == "support_lens" else x.view(len(shown), 2, -1)
+                for name, x in to_columns(batch, of_pairs).items()
+            },
             "keep": keep_N,
             "num_items_in_batch": self.accelerator.reduce(keep_M.sum(), reduction="sum"),
             "num_units_in_batch": self.accelerator.reduce(2 * keep_N.sum(), reduction="sum"),
         }
+
+    def _supports_of(self, drawn: list[list[list[int]]], chosen: list[tuple[int, int]]) -> Supports | None:
+        """Supports of some answers, by draw and prompt. drawn: all of them, in the order that they were drawn in."""
+        if self._supports is None:
+            return None
+        answers = [ids for every in drawn for ids in every]
+        batch = PackedBatch.from_lists(self._prompt_ids * len(drawn), answers, supports=self._supports)
+        return batch.select([k * len(drawn[0]) + i for k, i in chosen]).supports
 
     def _prepare(
         self, mode: str, experience: Experience, keep_N: torch.Tensor
@@ -89,9 +105,11 @@ class HydraOnlineDPOTrainer(HydraTrainer):
             for _ in range(2)
         ]
         answers = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+        columns = {name: x[kept].flatten(0, 1) for name, x in inputs.items() if name.startswith("support_")}
+        supports = from_columns(columns, mask, self.hydra.backbone().n_words)
         of = {name.removeprefix("of_"): x for name, x in inputs.items() if name.startswith("of_")}
         micro = MicroBatch(
-            batch=PackedBatch.from_lists(prompts, answers, device=mask.device),
+            batch=PackedBatch.from_lists(prompts, answers, device=mask.device, supports=supports),
             mask_M=torch.ones(int(mask.sum()), dtype=torch.bool, device=mask.device),
             n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
             n_answers=2 * self._denominator(inputs["num_units_in_batch"] / 2, mode),

@@ -50,6 +50,7 @@ SERVED = frozenset(
         "max_grad_norm",
         "max_steps",
         "metric_for_best_model",
+        "min_p",
         "model_init_kwargs",
         "num_generations",
         "num_generations_eval",
@@ -77,6 +78,8 @@ SERVED = frozenset(
         "torch_compile",
         "torch_compile_backend",
         "torch_compile_mode",
+        "top_k",
+        "top_p",
         "trust_remote_code",
         "use_cpu",
         "warmup_steps",
@@ -137,7 +140,6 @@ HARMLESS = frozenset(
 """Options that no number of a run depends on: logging, the hub, how rows are loaded, how padding is sized."""
 
 _ENGINE = "answers come from this package's rollout engine"
-_WHOLE = "ratios are to the whole distribution"
 _BASE = "every process holds the whole base"
 _OWN_LOSS = "the loss is not GRPO's"
 _ENTROPY = "`entropy_coef` is a constant"
@@ -169,21 +171,18 @@ REFUSED = {
     "length_column_name": "prompts are drawn in TRL's order for groups",
     "liger_kernel_config": "the base runs on this package's kernels",
     "max_tool_calling_iterations": "answers call no tools",
-    "min_p": _WHOLE,
     "multi_objective_aggregation": "rewards are summed",
     "neftune_noise_alpha": "ratios would be to a policy without the noise",
     "off_policy_mask_threshold": _OWN_LOSS,
     "parallelism_config": _BASE,
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,
-    "repetition_penalty": _WHOLE,
+    "repetition_penalty": "ratios are to the policy without it",
     "router_aux_loss_coef": "the router is frozen with the base",
     "sapo_temperature_neg": _OWN_LOSS,
     "sapo_temperature_pos": _OWN_LOSS,
     "sync_ref_model": _REFERENCE,
     "top_entropy_quantile": _OWN_LOSS,
-    "top_k": _WHOLE,
-    "top_p": _WHOLE,
     "train_sampling_strategy": "prompts are drawn in TRL's order for groups",
     "transformers_continuous_batching_config": _ENGINE,
     "use_adaptive_entropy": _ENTROPY,
@@ -236,6 +235,5 @@ OF_ALGORITHMS = {
 ALSO_DEFAULT: dict[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": (False,),
     "scale_rewards": (False, "none"),
-    "top_k": (None, -1),
 }
 """Other ways to write a default."""

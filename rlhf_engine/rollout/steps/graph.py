@@ -2,9 +2,9 @@
 
 A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
-drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k or
-top-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no graph is
-there yet: a capture takes as long as many steps.
+drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k,
+top-p or min-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no
+graph is there yet: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GraphStep(TransformersStep):
         """The graph that serves these rows; None for the forward itself."""
         if self._capture is None or not _captures(live):
             return None
-        slot, group, rows = live.rows[0].slot, live.groups[0], len(live)
+        slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
         kind = (slot, group.slot, group.temperature)
         sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
         if sizes:
@@ -104,8 +104,8 @@ class GraphStep(TransformersStep):
         def step() -> NextTokens:
             hidden = self.decode(state, table, longest)
             state.lengths_N += 1
-            drawn = sampler.sample_group(hidden, state, group, any_short=False)
-            state.tokens_N.copy_(drawn[0])
+            drawn = sampler.sample_group(hidden, state, group)
+            state.tokens_N.copy_(drawn.tokens)
             return drawn
 
         drawn, replay = capture(step)
@@ -128,9 +128,8 @@ class _Graph:
         found = []
         for _ in range(n):
             self._replay()
-            tokens, logprobs = self._drawn
-            found.append((tokens[:rows].clone(), logprobs[:rows].clone()))
-        live.state.tokens_N = found[-1][0]
+            found.append(NextTokens(self._drawn.tokens[:rows].clone(), self._drawn.logprobs[:rows].clone()))
+        live.state.tokens_N = found[-1].tokens
         live.state.lengths_N += n
         live.longest += n
         return found
@@ -149,10 +148,10 @@ def _sizes_for(rows: int) -> list[int]:
 
 def _captures(live: LiveRows) -> bool:
     """Whether one graph serves these rows."""
-    if len(live.groups) > 1 or len(live.slot_table.slots) > 1 or any(row.too_short for row in live.rows):
+    group, *others = live.groups()
+    if others or len(live.slot_table.slots) > 1:
         return False
-    group = live.groups[0]
-    return group.temperature is not None and group.top_k is None and (group.top_p or 1.0) >= 1.0
+    return group.temperature is not None and not group.truncates and not group.is_short
 
 
 class CudaCapture:

@@ -54,13 +54,12 @@ class Step(ABC):
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         """n tokens more for every live row, one after another, without waiting for the device in between."""
         found = []
-        any_short = any(row.too_short for row in live.rows)
-        for _ in range(n):
+        for i in range(n):
             hidden = self.decode(live.state, live.slot_table, live.longest)
             live.state.lengths_N += 1
             live.longest += 1
-            found.append(sampler(hidden, live.state, live.groups, any_short=any_short))
-            live.state.tokens_N = found[-1][0]
+            found.append(sampler(hidden, live.state, live.groups(i)))
+            live.state.tokens_N = found[-1].tokens
         return found
 
 

@@ -74,7 +74,7 @@ def sampling_body(sampling: SamplingConfig, *, seed: int, greedy: bool = False) 
         "temperature": 0.0 if greedy else sampling.temperature,
         "top_k": -1 if sampling.top_k is None else sampling.top_k,
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-        "min_p": 0.0,
+        "min_p": sampling.min_p or 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -307,8 +307,8 @@ def test_empty_batch_and_what_it_leaves_to_the_reference(device):
     assert out.token.shape == out.logprob.shape == out.entropy.shape == (0,)
     hidden, weight, seed, position = make(device, 3, 8, 40)
     rows = {"seed": seed, "position": position, "backend": "triton"}
-    for filters in ({"top_k": 5}, {"top_p": 0.5}):
-        with pytest.raises(BackendUnavailableError, match="'triton' cannot serve sample: top_k and top_p need all"):
+    for filters in ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}):
+        with pytest.raises(BackendUnavailableError, match="'triton' cannot serve sample: top_k, top_p and min_p"):
             sample(hidden, weight, **filters, **rows)
     assert sample(hidden, weight, top_k=40, top_p=1.0, **rows).token.shape == (3,)
     with pytest.raises(BackendUnavailableError, match=r"not in torch\.float64"):
@@ -321,7 +321,9 @@ def test_opcheck(device):
     greedy = torch.tensor([True, False] * 2, device=device)
     tensors = (greedy, torch.tensor([1, 5], device=device), ~greedy, *tensors, torch.rand(4, device=device) + 0.5)
     op = torch.ops.rlhf_kernels.sample.default
-    torch.library.opcheck(op, (hidden, weight, seed, position, *tensors, 0.5, 1.0, 2.0, 1.5, 0, 1.0, True, "triton"))
+    torch.library.opcheck(
+        op, (hidden, weight, seed, position, *tensors, 0.5, 1.0, 2.0, 1.5, 0, 1.0, 0.0, True, "triton")
+    )
 
 
 @pytest.mark.gpu

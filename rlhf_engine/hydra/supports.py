@@ -1,0 +1,284 @@
+"""Supports: the words that each token was drawn among, kept from the rollout to the update.
+
+top_k, top_p and min_p draw a token among some words alone. A ratio of two policies is right only where both are
+normalised over the words that the drawing one chose among. So those words stay with the token.
+
+    p(w) = exp(z_w) / Σ_{v ∈ S} exp(z_v)  for w in the support S, 0 elsewhere
+
+A token's support is stored as nothing (all words), as the ids of its words, or as one bit per word, whichever is
+smaller: at most ⌈V / 32⌉ numbers of 32 bits, V / 8 bytes.
+
+Legend: M tokens, V words of the vocabulary, W = ⌈V / 32⌉, S stored numbers of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from rlhf_kernels.vocab.logits import row_chunks
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Supports:
+    """Words that each of M tokens was drawn among."""
+
+    words: torch.Tensor
+    """int32 [S], the ids or the bits of every token, one after another."""
+    offsets: torch.Tensor
+    """int64 [M+1] on the host, where each token's numbers begin. None of them: all words; W: bits; fewer: ids."""
+    vocabulary: int
+    """V, number of words."""
+
+    def __post_init__(self) -> None:
+        if self.words.dtype != torch.int32 or self.words.dim() != 1:
+            raise TypeError(f"words: expected int32 [S], got {self.words.dtype} {list(self.words.shape)}")
+        if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or not self.offsets.is_cpu:
+            raise TypeError(
+                f"offsets: expected int64 [M+1] on the host, got {self.offsets.dtype} {list(self.offsets.shape)} on "
+                f"{self.offsets.device}"
+            )
+        most = numbers_of_bits(self.vocabulary)
+        fits = len(self.offsets) > 0 and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == len(self.words)
+        if not fits or bool(((self.lengths < 0) | (self.lengths > most)).any()):
+            raise ValueError(
+                f"offsets: expected steps of 0 to {most} from 0 to the {len(self.words)} numbers of words, got "
+                f"{self.offsets[:8].tolist()}"
+            )
+
+    @classmethod
+    def whole(cls, n_tokens: int, vocabulary: int, device: torch.device | str = "cpu") -> Supports:
+        """Make supports of tokens that were drawn among all words.
+
+        Args:
+            n_tokens: M, number of tokens.
+            vocabulary: V, number of words.
+            device: device of the words.
+
+        Returns:
+            Supports that take no memory but their offsets.
+        """
+        return cls(
+            words=torch.empty(0, dtype=torch.int32, device=device),
+            offsets=torch.zeros(n_tokens + 1, dtype=torch.int64),
+            vocabulary=vocabulary,
+        )
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> Supports:
+        """Make supports of a mask. One that keeps every word is stored as bits, like any other large one.
+
+        Args:
+            mask: bool [M, V], True for the words of a support.
+
+        Returns:
+            The supports, on the device of the mask.
+
+        Raises:
+            ValueError: a token without a word.
+        """
+        if mask.dim() != 2 or mask.dtype != torch.bool:
+            raise ValueError(f"mask: expected bool [M, V], got {mask.dtype} {list(mask.shape)}")
+        if not bool(mask.any(1).all()):
+            without = int((~mask.any(1)).int().argmax())
+            raise ValueError(f"mask: expected a word for every token, got none for token {without}")
+        return cls.from_bits(pack_bits(mask), mask.shape[1])
+
+    @classmethod
+    def from_bits(cls, bits: torch.Tensor, vocabulary: int) -> Supports:
+        """Make supports of bits, which is how a rollout's step gives them.
+
+        Args:
+            bits: int32 [M, W] as `pack_bits` makes them; a token without a bit was drawn among all words.
+            vocabulary: V, number of words.
+
+        Returns:
+            The supports, on the device of the bits.
+        """
+        most, parts = numbers_of_bits(vocabulary), [cls.whole(0, vocabulary, bits.device)]
+        for rows in row_chunks(len(bits), vocabulary):
+            mask = unpack_bits(bits[rows], vocabulary)
+            lengths = mask.sum(1).clamp_max(most).cpu()
+            has_bits = lengths == most
+            of_bits = has_bits.repeat_interleave(lengths)
+            words = torch.empty(len(of_bits), dtype=torch.int32, device=bits.device)
+            words[_places(of_bits, bits)] = bits[rows][_places(has_bits, bits)].flatten()
+            words[_places(~of_bits, bits)] = mask[_places(~has_bits, bits)].nonzero()[:, 1].int()
+            parts.append(cls.of_lengths(words, lengths, vocabulary))
+        return cls.concat(parts)
+
+    @classmethod
+    def of_lengths(cls, words: torch.Tensor, lengths: torch.Tensor, vocabulary: int) -> Supports:
+        """Make supports of their stored numbers.
+
+        Args:
+            words: int32 [S], the numbers of all tokens.
+            lengths: [M], integers of any size on any device, how many of them each token has.
+            vocabulary: V, number of words.
+
+        Returns:
+            The supports, on the device of `words`.
+
+        Raises:
+            ValueError: lengths that do not add up to S, or beyond W.
+        """
+        return cls(words=words, offsets=_offsets(lengths.long().cpu()), vocabulary=vocabulary)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[torch.Tensor], n_tokens: int, vocabulary: int) -> Supports:
+        """Join the stored numbers of single tokens.
+
+        Args:
+            rows: int32 numbers of the first tokens, on one device; at least one.
+            n_tokens: M; tokens beyond `rows` were drawn among all words.
+            vocabulary: V, number of words.
+
+        Returns:
+            The supports of M tokens.
+        """
+        lengths = torch.tensor([len(row) for row in rows] + [0] * (n_tokens - len(rows)), dtype=torch.int64)
+        return cls.of_lengths(torch.cat(list(rows)), lengths, vocabulary)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Supports]) -> Supports:
+        """Join supports of one vocabulary and device.
+
+        Args:
+            parts: at least one.
+
+        Returns:
+            The supports of all tokens, in the order of the parts.
+
+        Raises:
+            ValueError: no parts, or supports of different vocabularies.
+        """
+        sizes = sorted({part.vocabulary for part in parts})
+        if len(sizes) != 1:
+            raise ValueError(f"parts: expected supports of one vocabulary, got vocabularies of {sizes}")
+        return cls(
+            words=torch.cat([part.words for part in parts]),
+            offsets=_offsets(torch.cat([part.lengths for part in parts])),
+            vocabulary=sizes[0],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Supports | None, int]]) -> Supports | None:
+        """Join supports, of which some are not there because their tokens were drawn among all words.
+
+        Args:
+            parts: supports and the number of their tokens, at least one.
+
+        Returns:
+            The supports of all tokens; None where no part has any.
+
+        Raises:
+            ValueError: supports of different vocabularies.
+        """
+        known = next((part for part, _ in parts if part is not None), None)
+        if known is None:
+            return None
+        vocabulary, device = known.vocabulary, known.words.device
+        return cls.concat([cls.whole(n, vocabulary, device) if part is None else part for part, n in parts])
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [M] on the host, stored numbers of each token."""
+        return self.offsets.diff()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of words and offsets."""
+        return self.words.nbytes + self.offsets.nbytes
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """int64 [M] on the host, number of words in each support."""
+        parts = [self.select(rows).mask().sum(1).cpu() for rows in row_chunks(len(self), self.vocabulary)]
+        return torch.cat([self.lengths[:0], *parts])
+
+    def select(self, rows: slice | torch.Tensor) -> Supports:
+        """Select the supports of some tokens.
+
+        Args:
+            rows: a slice of step 1, whose words stay where they are; or int64 [m] on the host, whose words are copied.
+
+        Returns:
+            The supports of these tokens, in the given order.
+        """
+        if isinstance(rows, slice):
+            first, end, _ = rows.indices(len(self))
+            offsets = self.offsets[first : end + 1]
+            words = self.words[int(offsets[0]) : int(offsets[-1])]
+            return Supports(words=words, offsets=offsets - offsets[0], vocabulary=self.vocabulary)
+        lengths = self.lengths[rows]
+        offsets = _offsets(lengths)
+        places = torch.arange(int(offsets[-1])) + (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
+        words = self.words[places.to(self.words.device)]
+        return Supports(words=words, offsets=offsets, vocabulary=self.vocabulary)
+
+    def to(self, device: torch.device | str) -> Supports:
+        """Move the words to a device; offsets stay on the host.
+
+        Args:
+            device: where the words go.
+
+        Returns:
+            The same supports there.
+        """
+        return Supports(words=self.words.to(device), offsets=self.offsets, vocabulary=self.vocabulary)
+
+    def mask(self) -> torch.Tensor:
+        """Spread out the supports.
+
+        Returns:
+            bool [M, V], True for the words of a support. `select` a few rows first: it has M · V bytes.
+
+        Raises:
+            IndexError: an id beyond the vocabulary, on a CPU.
+        """
+        most, words = numbers_of_bits(self.vocabulary), self.words
+        has_bits, has_none = self.lengths == most, self.lengths == 0
+        of_bits = has_bits.repeat_interleave(self.lengths)
+        mask = torch.zeros(len(self), self.vocabulary, dtype=torch.bool, device=words.device)
+        mask[_places(has_none, words)] = True
+        mask[_places(has_bits, words)] = unpack_bits(words[_places(of_bits, words)].view(-1, most), self.vocabulary)
+        rows = torch.arange(len(self)).repeat_interleave(self.lengths)[~of_bits]
+        mask[rows.to(words.device), words[_places(~of_bits, words)].long()] = True
+        return mask
+
+
+def numbers_of_bits(vocabulary: int) -> int:
+    """W: numbers of 32 bits that have one bit for each word."""
+    return -(-vocabulary // 32)
+
+
+def pack_bits(mask: torch.Tensor) -> torch.Tensor:
+    """One bit per word: int32 [n, W] of a mask [n, V]; word v is bit v % 8 of byte v // 8."""
+    n, vocabulary = mask.shape
+    padded = F.pad(mask, (0, 32 * numbers_of_bits(vocabulary) - vocabulary)).view(n, -1, 8).to(torch.uint8)
+    return (padded << _of_byte(mask)).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def unpack_bits(bits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Mask bool [n, V] that `pack_bits` was given."""
+    bytes_ = bits.contiguous().view(torch.uint8)
+    return ((bytes_[..., None] >> _of_byte(bits)) & 1).bool().flatten(1)[:, :vocabulary]
+
+
+def _of_byte(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0))
+
+
+def _places(flags: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Indices of the flags on the host that are set, on the device of `like`: none waits for that device."""
+    return flags.nonzero()[:, 0].to(like.device)
