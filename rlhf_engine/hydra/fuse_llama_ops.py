@@ -38,16 +38,16 @@ _ROTARY = "apply_rotary_pos_emb"
 
 def fuse_llama_ops(model: nn.Module) -> int:
     """Exchange the `forward` of every module that one of the ops can serve; how many that were."""
-    fused, gates = 0, set()
+    fused, gates = 0, set[int]()
     for module in model.modules():
         found = _fused_class(type(module))
         if found is not None and _gated_by_silu(module):
             module.__class__ = found
             fused += 1
         if getattr(type(module), "fused_forward", False):
-            gates.add(getattr(module, "act_fn", None))  # a part of `swiglu`, and without it torch's
+            gates.add(id(getattr(module, "act_fn", None)))  # a part of `swiglu`, and without it torch's
     for module in model.modules():
-        kind = None if module in gates else _activation_kind(module)
+        kind = None if id(module) in gates else _activation_kind(module)
         if kind is not None:
             module.__class__ = _activation_class(type(module), kind)
             fused += 1
@@ -181,8 +181,17 @@ def _is_near(y: Tensor, x: Tensor, kind: str) -> bool:
     return bool((y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
 
 
-@functools.cache
+_ACTIVATIONS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+"""Fused subclass of each activation class met so far and of each kind."""
+
+
 def _activation_class(cls: type[nn.Module], kind: str) -> type[nn.Module]:
+    if (cls, kind) not in _ACTIVATIONS:
+        _ACTIVATIONS[cls, kind] = _subclass(cls, _activation_forward(cls, kind), kind)
+    return _ACTIVATIONS[cls, kind]
+
+
+def _activation_forward(cls: type[nn.Module], kind: str) -> Callable[..., Tensor]:
     own: Callable[..., Tensor] = cls.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -190,7 +199,7 @@ def _activation_class(cls: type[nn.Module], kind: str) -> type[nn.Module]:
             return activation(x, kind, backend="cpu")
         return own(self, x)
 
-    return _subclass(cls, forward, kind)
+    return forward
 
 
 def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:

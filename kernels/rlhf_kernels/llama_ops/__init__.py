@@ -32,8 +32,8 @@ an activation; the reference keeps what autograd does.
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
 any one shape; x of an activation of any shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all
 tensors of a call have one. Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only.
-Determinism: in `cpu` the bits of a row of a norm, of a head and of an element of a product or an activation depend on
-it alone, dweight aside, which torch adds up.
+Determinism: in `cpu` the bits of a row of a norm, of a head and of an element elsewhere depend on it alone. torch adds
+dweight up.
 Backends: cpu, reference.
 """
 
