@@ -127,7 +127,10 @@ def _differs(backbone: Backbone) -> str | None:
     for name, module in modules:
         if any(p.dim() > 2 for p in module.parameters(recurse=False)):
             return f"{name} is a {type(module).__name__}, whose stacked experts share products"
+    fused = {name for name, module in modules if getattr(module, "fused_forward", False)}
     for name, module in modules:
+        if name.rpartition(".")[0] in fused and not any(True for _ in module.parameters()):
+            continue  # an activation that the module's own kernel computes
         called = f"{name or 'the decoder'} is a {type(module).__name__}"
         if getattr(module, "rope_type", None) in LOOKS_AT_LENGTHS:
             return f"{called} of the kind {module.rope_type!r}, whose angles depend on the longest row of a batch"
