@@ -114,7 +114,7 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
         "rstd": rounded(rstd, rstd.float()),
     }
     numbers = {"eps": eps, "plus_one": 1.0}
-    yield Case("rms_norm", f"{label}, 1 + weight", {"x": x, "dy": dy, "weight": weight}, numbers, wants)
+    yield Case("rms_norm", f"{label}-plus-one", {"x": x, "dy": dy, "weight": weight}, numbers, wants)
 
     shape = (2, 7, 3, 38)  # batch, tokens, heads, features
     x, dy = randn(g, *shape, dtype=dtype), randn(g, *shape, dtype=dtype)
@@ -153,7 +153,7 @@ def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[
             "y": rounded(activated(gate.double()), activated(gate)),
             "dx": rounded(_gradient(activated, gate.double(), dy.double()), _gradient(activated, gate, dy)),
         }
-        yield Case("activation", f"{label}, {kind}", {"x": gate, "dy": dy}, {"kind": float(number)}, wants)
+        yield Case("activation", f"{label}-{kind}", {"x": gate, "dy": dy}, {"kind": float(number)}, wants)
 
 
 def _tokens(g: torch.Generator, n: int, *names: str) -> dict[str, Tensor]:
