@@ -100,13 +100,14 @@ class Supports:
         """
         most, parts = numbers_of_bits(vocabulary), [cls.whole(0, vocabulary, bits.device)]
         for rows in row_chunks(len(bits), vocabulary):
-            mask = unpack_bits(bits[rows], vocabulary)
-            lengths = mask.sum(1).clamp_max(most).cpu()
+            own = bits[rows]
+            lengths = count_bits(own).clamp_max(most).cpu()
             has_bits = lengths == most
             of_bits = has_bits.repeat_interleave(lengths)
+            ids = unpack_bits(own[_places(~has_bits, bits)], vocabulary).nonzero()[:, 1]
             words = torch.empty(len(of_bits), dtype=torch.int32, device=bits.device)
-            words[_places(of_bits, bits)] = bits[rows][_places(has_bits, bits)].flatten()
-            words[_places(~of_bits, bits)] = mask[_places(~has_bits, bits)].nonzero()[:, 1].int()
+            words[_places(of_bits, bits)] = own[_places(has_bits, bits)].flatten()
+            words[_places(~of_bits, bits)] = ids.int()
             parts.append(cls.of_lengths(words, lengths, vocabulary))
         return cls.concat(parts)
 
@@ -199,8 +200,12 @@ class Supports:
     @cached_property
     def sizes(self) -> torch.Tensor:
         """int64 [M] on the host, number of words in each support."""
-        parts = [self.select(rows).mask().sum(1).cpu() for rows in row_chunks(len(self), self.vocabulary)]
-        return torch.cat([self.lengths[:0], *parts])
+        most = numbers_of_bits(self.vocabulary)
+        has_bits = self.lengths == most
+        of_bits = _places(has_bits.repeat_interleave(self.lengths), self.words)
+        sizes = torch.where(self.lengths == 0, self.vocabulary, self.lengths)
+        sizes[has_bits] = count_bits(self.words[of_bits].view(-1, most)).cpu()
+        return sizes
 
     def select(self, rows: slice | torch.Tensor) -> Supports:
         """Select the supports of some tokens.
@@ -261,18 +266,26 @@ def numbers_of_bits(vocabulary: int) -> int:
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     """One bit per word: int32 [n, W] of a mask [n, V]; word v is bit v % 8 of byte v // 8."""
     n, vocabulary = mask.shape
-    padded = F.pad(mask, (0, 32 * numbers_of_bits(vocabulary) - vocabulary)).view(n, -1, 8).to(torch.uint8)
-    return (padded << _of_byte(mask)).sum(-1, dtype=torch.uint8).view(torch.int32)
+    padded = F.pad(mask, (0, 32 * numbers_of_bits(vocabulary) - vocabulary)).contiguous()
+    # bit 8 i of a word of eight flags goes to bit 56 + i: no two products meet, so none carries
+    eights = padded.view(torch.int64) * 0x0102040810204080 >> 56
+    return eights.to(torch.uint8).view(n, -1).view(torch.int32)
 
 
 def unpack_bits(bits: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Mask bool [n, V] that `pack_bits` was given."""
-    bytes_ = bits.contiguous().view(torch.uint8)
-    return ((bytes_[..., None] >> _of_byte(bits)) & 1).bool().flatten(1)[:, :vocabulary]
+    # a byte in all eight bytes of a word, of which byte i keeps bit i
+    eights = bits.contiguous().view(torch.uint8).long() * 0x0101010101010101 & (0x8040201008040201 - 2**64)
+    return (eights.view(torch.uint8) != 0)[:, :vocabulary]
 
 
-def _of_byte(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+def count_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Number of bits that are set, int64 [n] of bits [n, W]: pairs, then fours, then eights are added up."""
+    x = bits.long()
+    x = (x & 0x55555555) + (x >> 1 & 0x55555555)
+    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+    x = (x & 0x0F0F0F0F) + (x >> 4 & 0x0F0F0F0F)
+    return (x * 0x01010101 >> 24 & 0xFF).sum(1)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

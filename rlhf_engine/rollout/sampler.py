@@ -94,7 +94,7 @@ class Sampler:
                 filtered = filter_(filtered, group.top_k or 0, group.top_p or 1.0, group.min_p or 0.0)
             kept = filtered > -torch.inf
             z = (logits / own.temperatures_N[:, None]).masked_fill_(~kept, OUTSIDE)
-            tokens = choose(z, own.seeds_N, own.lengths_N, greedy)
+            tokens = choose(z, own.seeds_N, own.lengths_N, greedy, kept)
             logprobs = gather_logprob(z, tokens).logprob
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))

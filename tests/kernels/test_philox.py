@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.runtime.philox import gumbel, keep_mask, philox4x32, random_words
+from rlhf_kernels.runtime.philox import gumbel, gumbel_at, keep_mask, philox4x32, random_words
 
 # Known-answer vectors of the Random123 distribution (philox4x32, 10 rounds): counter, key, result
 KNOWN = [
@@ -74,3 +74,10 @@ def test_gumbel_is_finite_and_has_its_moments():
     # The upper tail decides an arg-max: P(g > x) = 1 − exp(−exp(−x))
     expected = n * -math.expm1(-math.exp(-10.0))
     assert abs((g > 10.0).sum().item() - expected) < 5 * math.sqrt(expected)
+
+
+def test_noise_of_single_words_is_that_of_the_row():
+    seed, row_id = torch.tensor([3, -5, 2**40, 3]), torch.tensor([0, 7, 2**33 + 1, 0])
+    whole = gumbel(seed, row_id, 2, 1003)
+    rows, columns = torch.rand(4, 1003).lt(0.3).nonzero().T
+    assert torch.equal(gumbel_at(seed[rows], row_id[rows], 2, columns), whole[rows, columns])

@@ -5,7 +5,7 @@ import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.philox import gumbel
-from rlhf_kernels.sample import SampleOutputs, sample
+from rlhf_kernels.sample import SampleOutputs, reference, sample
 
 ISAS = [] if native.missing() else native.isas()
 
@@ -86,6 +86,34 @@ def test_top_k_and_top_p():
     everything = many_draws(50)[0]
     for options in ({"top_k": 11}, {"top_k": 500}, {"top_p": 1.0}):
         assert torch.equal(many_draws(50, **options)[0].token, everything.token)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+def test_top_p_by_the_likeliest_words_and_by_all(scale, monkeypatch):
+    """With ties, which bf16 logits have many of; a row keeps the same words alone."""
+    torch.manual_seed(0)
+    for z in (torch.randn(9, 300) * scale, torch.zeros(2, 300), torch.randn(9, 300).bfloat16().float() * scale):
+        for mass in (1e-6, 0.3, 0.95):
+            expected = reference._beyond_top_p(z, mass)
+            for most in (1, 60, 1024):
+                monkeypatch.setattr(reference, "_LIKELIEST", most)
+                dropped = reference.filter_(z.clone(), 0, mass, 0.0) == -torch.inf
+                assert int((dropped != expected).sum()) <= 1  # a word whose mass is at the border, by rounding
+                alone = torch.cat([reference.filter_(row[None].clone(), 0, mass, 0.0) for row in z]) == -torch.inf
+                assert torch.equal(alone, dropped)
+
+
+def test_noise_is_made_for_kept_words_alone_where_they_are_few():
+    torch.manual_seed(0)
+    z, seed, position = torch.randn(30, 400), torch.arange(30), torch.arange(30) * 5
+    kept = torch.rand(30, 400) < torch.tensor([0.01, 0.1, 0.5]).repeat(10)[:, None]
+    kept[:, 3] = True
+    z = z.masked_fill(~kept, -1e30)
+    greedy = (torch.arange(30) % 7 == 0, z.argmax(-1))
+    for rows in (slice(None), slice(4, 5), slice(0, 1)):
+        own = (greedy[0][rows], greedy[1][rows])
+        whole = reference.choose(z[rows], seed[rows], position[rows], own)
+        assert torch.equal(reference.choose(z[rows], seed[rows], position[rows], own, kept[rows]), whole)
 
 
 def test_min_p():

@@ -65,9 +65,20 @@ def gumbel(seed: torch.Tensor, row_id: torch.Tensor, stream: int, n_columns: int
 
     Small u keeps 32-bit resolution, which is the tail that decides an arg-max over a large vocabulary.
     """
-    words = random_words(seed, row_id, stream, n_columns)
+    return _gumbel_of(random_words(seed, row_id, stream, n_columns))
+
+
+def _gumbel_of(words: torch.Tensor) -> torch.Tensor:
     u = ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_max(1 - 2.0**-24)
     return -torch.log(-torch.log1p(-u))
+
+
+def gumbel_at(seed: torch.Tensor, row_id: torch.Tensor, stream: int, columns: torch.Tensor) -> torch.Tensor:
+    """Elements of `gumbel`: fp32 [K] of K pairs of seed, row id and column, int64 [K] each."""
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    counter = (columns // 4, torch.full_like(columns, stream & _MASK), row_id & _MASK, (row_id >> 32) & _MASK)
+    words = torch.stack(philox4x32(counter, key), -1).gather(-1, columns[:, None] % 4)[:, 0]
+    return _gumbel_of(words)
 
 
 def keep_mask(p: float, seed: torch.Tensor, row_id: torch.Tensor, stream: int, n_columns: int) -> torch.Tensor:

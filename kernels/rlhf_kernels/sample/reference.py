@@ -1,7 +1,7 @@
 """`sample` in plain torch: one tile of logits per row chunk, noise from `rlhf_kernels.runtime.philox`.
 
-top_k takes the k-th value of each row of a tile and top_p sorts it: several times the cost of the plain sweep. min_p
-compares with the row's maximum.
+top_k takes the k-th value of each row of a tile. top_p sorts the likeliest 1,024 words of a row, and all of them where
+those do not reach the mass: several times the cost of the plain sweep. min_p compares with the row's maximum.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from rlhf_kernels.linear_logprob.reference import tile_stats
 from rlhf_kernels.runtime.autocast import without_autocast
-from rlhf_kernels.runtime.philox import gumbel
+from rlhf_kernels.runtime.philox import gumbel, gumbel_at
 from rlhf_kernels.vocab.logits import Head, HeadOptions, accumulation_dtype, row_chunks
 
+_MANY = 8  # one in so many words
+_LIKELIEST = 1024  # words of a row that are looked at before all of them are sorted
 STREAM = 1  # keeps the sampler's words apart from those of LoRA dropout under the same seed
 
 
@@ -30,12 +32,28 @@ def _keep_top_p_(z: Tensor, top_p: float) -> Tensor:
     """The smallest set of most probable tokens that reaches mass top_p stays; the rest becomes −inf."""
     if top_p >= 1.0:
         return z
+    likeliest, order = z.topk(min(_LIKELIEST, z.shape[1]), dim=-1)
+    p = z.softmax(-1).gather(1, order)
+    up_to = p.cumsum(-1)
+    size = (up_to - p < top_p).sum(-1, keepdim=True).clamp_min_(1)  # rounding must not empty the set
+    last = likeliest.gather(1, size - 1)
+    ties = size - (likeliest > last).sum(-1, keepdim=True)
+    drop, is_last = z < last, z == last
+    for row in (is_last.sum(-1, keepdim=True) > ties).nonzero()[:, 0].tolist():  # of equal ones the first stay
+        drop[row] |= is_last[row] & (is_last[row].cumsum(-1) > ties[row])
+    reach_on = (up_to[:, -1] < top_p).nonzero()[:, 0]
+    if len(reach_on):
+        drop[reach_on] = _beyond_top_p(z[reach_on], top_p)
+    return z.masked_fill_(drop, -torch.inf)
+
+
+def _beyond_top_p(z: Tensor, top_p: float) -> Tensor:
+    """What `_keep_top_p_` drops, bool [n, V], by all words of a row in order."""
     sorted_z, order = z.sort(dim=-1, descending=True, stable=True)
     p = sorted_z.softmax(-1)
     mass_before = p.cumsum(-1) - p
     drop = torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, mass_before >= top_p)
-    drop.scatter_(1, order[:, :1], False)  # rounding must not empty the set
-    return z.masked_fill_(drop, -torch.inf)
+    return drop.scatter_(1, order[:, :1], False)
 
 
 def _keep_min_p_(z: Tensor, min_p: float) -> Tensor:
@@ -56,16 +74,38 @@ def filter_(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return _keep_min_p_(_keep_top_p_(z, top_p), min_p)
 
 
-def choose(z: Tensor, seed: Tensor, position: Tensor, greedy: tuple[Tensor, Tensor] | None) -> Tensor:
+def choose(
+    z: Tensor, seed: Tensor, position: Tensor, greedy: tuple[Tensor, Tensor] | None, kept: Tensor | None = None
+) -> Tensor:
     """Draw a token of each row of logits z [n, V]. seed, position: keys of the noise, [n].
 
-    greedy: which rows take another token, bool [n], and the tokens that they take, int64 [n].
+    greedy: which rows take another token, bool [n], and the tokens that they take, int64 [n]. kept: bool [n, V], the
+    words that are drawn among, where they are known.
     """
     # On the CPU it costs nothing to see that no row needs noise
     if greedy is not None and z.device.type == "cpu" and bool(greedy[0].all()):
         return greedy[1]
-    drawn = (gumbel(seed, position, STREAM, z.shape[1]) + z).argmax(-1)
+    if kept is None or z.device.type != "cpu":
+        drawn = (gumbel(seed, position, STREAM, z.shape[1]) + z).argmax(-1)
+    else:
+        drawn = _choose_among(z, seed, position, kept)
     return drawn if greedy is None else torch.where(*greedy, drawn)
+
+
+def _choose_among(z: Tensor, seed: Tensor, position: Tensor, kept: Tensor) -> Tensor:
+    """The same without noise for what is left out, in rows of few words: four numbers are made for each there."""
+    drawn = torch.empty_like(seed)
+    is_few = kept.sum(1) < z.shape[1] // _MANY
+    many, few = (~is_few).nonzero()[:, 0], is_few.nonzero()[:, 0]
+    if len(many):
+        drawn[many] = (gumbel(seed[many], position[many], STREAM, z.shape[1]) + z[many]).argmax(-1)
+    if len(few):
+        rows, words = kept[few].nonzero().T
+        noise = gumbel_at(seed[few][rows], position[few][rows], STREAM, words)
+        scores = torch.full((len(few), z.shape[1]), -torch.inf, dtype=z.dtype)
+        scores[rows, words] = noise + z[few[rows], words]
+        drawn[few] = scores.argmax(-1)
+    return drawn
 
 
 @without_autocast
