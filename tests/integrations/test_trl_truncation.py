@@ -51,6 +51,7 @@ def test_an_update_is_over_the_words_that_drew(kind, folder, tmp_path):
     trainer._loss_of = watch
     before = trained(trainer)
     trainer.train()
+    assert 1 < trainer.state.log_history[0]["support/mean"] < 30
     after = trained(trainer)
     for name, p in trainer.model.named_parameters():
         p.data.copy_(before.get(name, p))

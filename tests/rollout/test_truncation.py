@@ -158,6 +158,18 @@ def test_rows_that_may_end_within_a_burst_have_all_words_from_then_on():
     assert 6 in found[0].batch.completion_lens
 
 
+def test_a_filter_that_keeps_every_word_is_a_support_like_any_other():
+    """Scoring then takes the path of the draw, whose bits it needs."""
+    needs("native")
+    model = make(torch.bfloat16)
+    with registry.use_exact():
+        rollout = generate(model, prompts(6), sampling(min_p=1e-30))
+        assert torch.equal(rollout.logprobs_M, model.score(rollout.batch, ("actor",)).logprobs_M)
+    supports = rollout.batch.supports
+    assert set(supports.sizes.tolist()) == {VOCAB}
+    assert set(supports.lengths.tolist()) == {2}
+
+
 # ---- ratios ----------------------------------------------------------------------------------------------------------
 
 

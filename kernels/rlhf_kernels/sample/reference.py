@@ -48,7 +48,7 @@ def _keep_top_p_(z: Tensor, top_p: float) -> Tensor:
 
 
 def _beyond_top_p(z: Tensor, top_p: float) -> Tensor:
-    """What `_keep_top_p_` drops, bool [n, V], by all words of a row in order."""
+    """Mask of the words that `_keep_top_p_` drops, bool [n, V], by all words of a row in order."""
     sorted_z, order = z.sort(dim=-1, descending=True, stable=True)
     p = sorted_z.softmax(-1)
     mass_before = p.cumsum(-1) - p

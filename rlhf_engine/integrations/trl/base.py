@@ -480,6 +480,8 @@ class HydraTrainer(GRPOTrainer):
             return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
         self.note(mode, "kl", kl_M)
+        if batch.supports is not None:
+            self.note(mode, "support/mean", batch.supports.sizes.to(kl_M.device))
         if greedy_N is not None:
             self.note(mode, "reward/greedy", greedy_N)
         if self.num_generations == 1:
