@@ -37,7 +37,7 @@ MEASURED = ("avx2", "avx512", "avx512_bf16")
 LOOKS_AT_LENGTHS = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the longest row of a batch."""
 
-_OPS = ("linear", "lora", "attention", "decode_attention", "sample", "linear_logprob", "gather_logprob")
+_OPS = ("linear", "lora", "attention", "decode_attention", "activation", "sample", "linear_logprob", "gather_logprob")
 _BY_PLACE = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "selu", "elu", "celu", "logsigmoid", "softmax"})
 """Functions of torch that give an element other bits at the end of a tensor, or other sums with other neighbours."""
 _PLAIN_LEAVES = (nn.Identity, nn.Dropout, nn.ReLU)
