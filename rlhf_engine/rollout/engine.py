@@ -342,8 +342,8 @@ def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) 
     if reason is not None:
         raise ValueError(
             "exact: expected a backbone whose rows have the same bits in decoding and in training, got one that exact "
-            f"mode does not serve: {reason}; with --no_exact a rollout's log-probs are computed again by the training "
-            "forward, and their difference is bounded (rollout_mismatch_bound)"
+            f"mode does not serve: {reason}; with --exact false the training forward computes a rollout's log-probs "
+            "again, and their difference is bounded (rollout_mismatch_bound)"
         )
     _most_blocks(options, backbone, -(-(most_tokens - 1) // BLOCK))
 

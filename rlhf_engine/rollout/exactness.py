@@ -92,7 +92,7 @@ def unsupported(backbone: Backbone) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What was found of a backbone, for as long as its weights are of this dtype."""
+    """Finding about a backbone, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
     isa: str | None
