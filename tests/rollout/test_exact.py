@@ -189,7 +189,9 @@ def test_a_module_that_is_not_by_rows_is_named():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", [torch.cos, torch.sin, torch.tanh, torch.relu, torch.square], ids=str)
+@pytest.mark.parametrize(
+    "function", [torch.cos, torch.sin, torch.tanh, torch.relu, torch.square], ids=lambda f: f.__name__
+)
 def test_torch_s_functions_that_modules_may_call_are_by_element(function, dtype):
     """Rotary angles and some activations: an element has its bits at any place and in any company."""
     x = (30 * torch.randn(5003)).to(dtype)
