@@ -337,14 +337,15 @@ def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
     return digest.hexdigest()
 
 
-def head_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:
+def head_logits(hidden: torch.Tensor, head: LmHead, *, backend: str = "auto") -> torch.Tensor:
     """Logits [T, V] as the model defines them, whose rows do not depend on each other where `linear`'s do not.
 
-    For probes and truncated distributions: elsewhere training never makes them.
+    For probes and truncated distributions: elsewhere training never makes them. backend: of `linear`.
     """
-    z = linear(hidden, head.weight, head.bias)
+    z = linear(hidden, head.weight, head.bias, backend=backend)
     if head.lora is not None:
-        z = z + head.lora.scale * linear(linear(hidden.to(head.lora.A.dtype), head.lora.A), head.lora.B).to(z.dtype)
+        low = linear(hidden.to(head.lora.A.dtype), head.lora.A, backend=backend)
+        z = z + head.lora.scale * linear(low, head.lora.B, backend=backend).to(z.dtype)
     if head.logit_scale is not None:
         z = z * head.logit_scale
     return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
@@ -15,6 +14,7 @@ from rlhf_engine.rollout.steps.graph import CaptureError, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
 from rlhf_engine.rollout.steps.transformers import TransformersStep
 from tests.conftest import VOCAB, build, randomise, tiny_llama
+from tests.hydra.architectures import plain_model
 
 STEPS = ["transformers"] + ([] if native.missing() else ["native"])
 
@@ -280,9 +280,7 @@ def test_in_exact_mode_answers_with_filters_have_the_same_bits_alone(step):
 
 
 def test_in_exact_mode_a_model_of_another_kind_draws_one_answer_at_a_time():
-    config = GPT2Config(n_embd=24, n_layer=2, n_head=2, n_positions=64, vocab_size=VOCAB)
-    torch.manual_seed(0)
-    model = HydraModel.from_pretrained(GPT2LMHeadModel(config), roles=hydra_roles()).eval()
+    model = HydraModel.from_pretrained(plain_model("qwen3_moe"), roles=hydra_roles()).eval()
     with registry.use_exact():
         whole = generate(model, prompts(5), sampling())
         assert whole.stats.most_rows == 1
