@@ -17,13 +17,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from rlhf_kernels.runtime import native, registry
-from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated_linear import GatedConv1D, GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
@@ -77,7 +75,7 @@ def unsupported(backbone: Backbone) -> str | None:
     Returns:
         The reason, which names the module; None if it can serve.
     """
-    reason = _elsewhere(backbone)
+    reason = native_step.without_ops(backbone, _OPS)
     if reason is not None:
         return reason
     known = _found.get(backbone)
@@ -100,20 +98,6 @@ class _Found:
 
 
 _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
-
-
-def _elsewhere(backbone: Backbone) -> str | None:
-    """Reason that lies in the device, the dtype or the kernels rather than in the model."""
-    if not is_eager():
-        return "the CPU stands in for another device, or a graph is being compiled"
-    if registry.default_backend() not in ("auto", "cpu"):
-        return f"the kernels of {registry.default_backend()!r} were asked for"
-    if not eager(next(backbone.model.parameters())):
-        return "its weights are not tensors with memory of their own"
-    if torch.is_autocast_enabled(backbone.device.type):
-        return "autocast is on"
-    reasons = (registry.unsupported(op, "cpu", backbone.device.type, backbone.dtype) for op in _OPS)
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 # ---- what a backbone is made of --------------------------------------------------------------------------------------

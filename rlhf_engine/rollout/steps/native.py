@@ -9,7 +9,7 @@ Prompts are rows of a call as well, one for each token; long ones go through tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -155,6 +155,11 @@ _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
 
 def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
+    return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
+
+
+def without_ops(backbone: Backbone, ops: Iterable[str]) -> str | None:
+    """Reason why ops in C++ cannot run here and now, whatever a backbone's modules are; None if all of them can."""
     if not is_eager():
         return "the CPU stands in for another device, or a graph is being compiled"
     if registry.default_backend() not in ("auto", "cpu"):
@@ -163,10 +168,8 @@ def unsupported(backbone: Backbone) -> str | None:
         return "its weights are not tensors with memory of their own"
     if torch.is_autocast_enabled(backbone.device.type):
         return "autocast is on"
-    reason = registry.unsupported("decode_step", "cpu", backbone.device.type, backbone.dtype)
-    if reason is not None:
-        return reason
-    return _examine(backbone).reason
+    reasons = (registry.unsupported(op, "cpu", backbone.device.type, backbone.dtype) for op in ops)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def looks_servable(backbone: Backbone, device_type: str) -> bool:
