@@ -594,7 +594,7 @@ class HydraModel(nn.Module):
         return not drops and self.shared_rows(batch) is not None
 
     def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
-        shared = self.shared_rows(batch)
+        shared = self.shared_rows(batch) if self.shares(batch) else None
         rows = batch.n_tokens if shared is None else len(shared.rows)
         return rows * n_lanes <= (self.token_budget if budget is None else budget)
 

@@ -56,14 +56,14 @@ def by_default(device_type: str) -> bool:
 
 
 def settle(wanted: bool | None, backbone: Backbone) -> None:
-    """Leave exact mode where a run that did not ask for it has a backbone that is not served.
+    """Leave exact mode where a new run that did not ask for it has a backbone that is not served.
 
     Args:
         wanted: whether the run asked for exact mode; None: it did not say.
         backbone: backbone that answers are drawn from.
     """
     if wanted is None and registry.is_exact() and unsupported(backbone) is not None:
-        registry.leave_exact()
+        registry.begin_run()
 
 
 def unsupported(backbone: Backbone) -> str | None:
@@ -180,11 +180,11 @@ def _try(backbone: Backbone) -> str | None:
     ]
     try:
         expected = _forward(backbone, rows)
-        for found_by, reason in (
-            (_forward, "a row's bits depend on the rows beside it in its forward pass"),
-            (_decoded, "its decoding steps have other bits than its forward pass"),
+        for found_by, companies, reason in (
+            (_forward, ((2,), (1, 0)), "a row's bits depend on the rows beside it in its forward pass"),
+            (_decoded, ((0, 1, 2), (2,), (1, 0)), "its decoding steps have other bits than its forward pass"),
         ):
-            for together in ((0, 1, 2), (2,), (1, 0)):
+            for together in companies:
                 found = found_by(backbone, [rows[i] for i in together])
                 if any(not torch.equal(x, expected[i]) for x, i in zip(found, together, strict=True)):
                     return reason

@@ -91,6 +91,10 @@ def test_budgets_count_a_prompt_once(rows):
     assert rows == [2 * n]
     made.shares_prompts = False
     assert not made.runs_together(answers, ("actor", "reference"))
+    dropped = model(dropout=0.3)
+    dropped.token_budget = 2 * n
+    assert dropped.runs_together(answers, ("actor", "reference"))
+    assert not dropped.train().runs_together(answers, ("actor", "reference")), "an update has copies of prompts"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -333,16 +333,6 @@ def is_exact() -> bool:
     return _exact
 
 
-def leave_exact() -> None:
-    """Leave exact mode for the rest of the run, before any of its ops has run: what `auto` has decided is forgotten."""
-    global _exact
-    with _lock:
-        _exact = False
-        for op, dtype, shape in [key for key in _decided if key not in _held]:
-            del _decided[op, dtype, shape]
-        _AUTO_CHOICE.clear()
-
-
 @contextlib.contextmanager
 def use_exact(exact: bool = True) -> Iterator[None]:
     """Switch exact mode on, or off, within a `with` block; what it was before comes back at its end.
