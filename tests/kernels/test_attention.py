@@ -310,9 +310,9 @@ def test_gradcheck_of_the_reference(name):
 def test_opcheck():
     q, k, v = (x.requires_grad_() for x in case((4, 2, 8), (5, 3)))
     sinks = numbers(4).requires_grad_()
-    rest = ([5, 3], [-1, 0], 0.3, 4, 2.0)
+    rest = ([5, 3], [-1, 0], 0.3, 4, 2.0, "cpu")
     torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, sinks, *rest))
-    torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, None, *rest[:3], None, None))
+    torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, None, *rest[:3], None, None, "cpu"))
     out, totals = torch.ops.rlhf_kernels.attention(q, k, v, sinks, *rest)
     saved = [x.detach() for x in (out, q, k, v, sinks, out, totals)]
     torch.library.opcheck(torch.ops.rlhf_kernels.attention_backward.default, (*saved, *rest))
@@ -343,7 +343,7 @@ def test_work_counts_what_the_masks_leave():
     for lengths, parents, window in ((LENGTHS, (-1,) * 8, None), (FAMILIES, PARENTS, None), (FAMILIES, PARENTS, 9)):
         seen = [len(keys) if window is None else min(len(keys), window) for keys in rows_seen(lengths, parents)]
         q, k, v = case((4, 2, 8), lengths)
-        args = (q, k, v, None, lengths, parents, 0.3, window, None)
+        args = (q, k, v, None, lengths, parents, 0.3, window, None, "cpu")
         (work,) = cost.work("attention", args, (q, q))
         assert work.flops == 4.0 * 4 * 8 * sum(seen)
 

@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 def uploads(monkeypatch):
     """Rows of every table that is made, with both caches empty at first."""
     made = []
-    upload = tables._upload
-    monkeypatch.setattr(tables, "_upload", lambda rows, *more: made.append(rows) or upload(rows, *more))
+    upload = tables.upload
+    monkeypatch.setattr(tables, "upload", lambda rows, *more: made.append(rows) or upload(rows, *more))
     for cache in (tables.ADAPTERS, tables.BATCHES):
         cache.clear()
     yield made

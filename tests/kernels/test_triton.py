@@ -91,3 +91,19 @@ def test_a_row_of_logits_is_summed_in_one_order_and_its_state_read_before_it_is_
                 layouts.setdefault((r["kernel"], shape, "fp32" in r["case"]), set()).add(layout)
     assert len(layouts) == 6  # fold: bf16 and fp32; fused: 128, 64 and 16 rows in bf16, 32 in fp32
     assert not {key: sorted(found) for key, found in layouts.items() if len(found) > 1}
+
+
+@pytest.mark.long
+def test_attention_of_packed_rows_is_summed_as_in_decoding(tmp_path):
+    """A row's bits are those of its decoding step: in every pair of variants, tiles are multiplied and added alike."""
+    found = compiled(tmp_path / "attention.json", "--op=attention")
+    variants: dict[tuple[str, int], list[dict]] = {}
+    for r in found:
+        if r["kernel"] == "attend_kernel":
+            variants.setdefault((r["case"].rpartition(", ")[0], r["arch"]), []).append(r)
+    assert variants
+    for packed, paged in variants.values():
+        assert packed["sums"] == paged["sums"] != [], packed["case"]
+        assert packed["products"] == paged["products"], packed["case"]
+        # a product of capability 10 leaves its result in a memory of its own, which has no layout of this kind
+        assert packed["products"] or packed["arch"] == 100

@@ -19,15 +19,17 @@ prompt. Families do not see each other.
 instruction set. Both sum in one order (csrc/cpu/attention_lanes.inc.h): features in sixteen lanes, exponentials in a
 lane for each place in a tile of sixteen positions, values position by position, one division at the end. Tiles begin
 at multiples of sixteen positions of the family. So the bits depend on nothing else: neither the other rows, nor
-whether a prompt is shared or copied, nor threads. Gradients have an order that depends on the family alone; those of a
-parent's keys take its own queries first, then those of its children in order.
+whether a prompt is shared or copied, nor threads. `triton` does the same with blocks of its own, and has the bits of
+`decode_attention` in exact mode. Gradients have an order that depends on the family alone; those of a parent's keys
+take its own queries first, then those of its children in order.
 
 Symbols: q [T,Hq,D]; k, v [T,Hkv,D], any strides; lengths and parents, one integer per sequence; sinks [Hq].
-dtypes: float32 and bfloat16 (cpu), any floating point (reference); sinks of that or float32. Scores, softmax and sums
-are in float32 (float64 for float64), and results are rounded once. The backward pass keeps q, k, v, o, m and l.
-First derivatives only. Backends: cpu, reference.
+dtypes: float32 and bfloat16 (cpu), those and float16 (triton), any floating point (reference); sinks of that or
+float32. Scores, softmax and sums are in float32 (float64 for float64), and results are rounded once; `triton` rounds p
+and dz to the inputs' dtype before their products. The backward pass keeps q, k, v, o, m and l. First derivatives only.
+Backends: triton, which `auto` takes in exact mode; cpu, reference.
 
-Memory beyond results, per thread: forward 2^18 floats of scores, or those of one position and key head if they are
+Memory beyond results: in `triton` backward δ, a float32 for each row and head. In `cpu`, per thread: forward 2^18 floats of scores, or those of one position and key head if they are
 more; backward the float32 gradients of one family's queries of one key head.
 
 Source: Vaswani et al., "Attention is all you need", 2017; Dao et al., "FlashAttention", 2022 (δ and what is kept);
@@ -43,13 +45,19 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.attention import native, reference
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime import registry, triton_support
 from rlhf_kernels.runtime.eager import custom_op
 
 __all__ = ["attention"]
 
 registry.register("attention", "reference", reference)
 registry.register("attention", "cpu", native)
+registry.register(
+    "attention",
+    "triton",
+    registry.Lazy("rlhf_kernels.attention.triton", triton_support.unsupported),
+    when_measured=True,
+)
 
 
 def attention(
@@ -114,9 +122,10 @@ def attention(
     above = [-1] * len(sizes) if parents is None else _integers("parents", parents)
     _check(q, sinks, sizes, above, window, softcap)
     options = (float(scale), window, None if softcap is None else float(softcap))
-    if registry.resolve("attention", backend, q, (d,)) == "reference":
+    chosen = registry.resolve("attention", backend, q, (d,))
+    if chosen == "reference":
         return reference.attention(q, k, v, sizes, above, *options, sinks)
-    out: Tensor = _attention(q, k, v, sinks, sizes, above, *options)[0]
+    out: Tensor = _attention(q, k, v, sinks, sizes, above, *options, chosen)[0]
     return out
 
 
@@ -152,13 +161,22 @@ def _check(
         raise ValueError(f"softcap: expected None or a number > 0, got {softcap!r}")
 
 
-# ---- the ops of the cpu backend --------------------------------------------------------------------------------------
+# ---- the ops of kernels ----------------------------------------------------------------------------------------------
+
+
+def _kernels(backend: str) -> Any:
+    """Implementation with a forward and a backward pass of its own."""
+    if backend == "reference":
+        raise ValueError(
+            "backend: expected 'cpu' or 'triton', got 'reference', which is plain torch outside of this op"
+        )
+    return registry.implementation("attention", backend)
 
 
 @custom_op(
     "rlhf_kernels::attention",
     "q: D[T, heads, d], k: D[T, kv_heads, d], v: D[T, kv_heads, d], sinks: float[heads]",
-    also=lambda q, k, v, sinks, lengths, parents, scale, window, softcap: _check(
+    also=lambda q, k, v, sinks, lengths, parents, scale, window, softcap, backend: _check(
         q, sinks, lengths, parents, window, softcap
     ),
 )
@@ -172,8 +190,9 @@ def _attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return native.attention(q, k, v, sinks, lengths, parents, scale, window, softcap)
+    return _kernels(backend).attention(q, k, v, sinks, lengths, parents, scale, window, softcap)  # type: ignore[no-any-return]
 
 
 @_attention.register_fake
@@ -191,7 +210,7 @@ def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, sinks, out, totals = ctx.saved_tensors
     grads = _attention_backward(d_out, q, k, v, sinks, out, totals, *ctx.rest)
     d_sinks = grads[3] if sinks is not None and ctx.needs_input_grad[3] else None
-    return (*grads[:3], d_sinks, None, None, None, None, None)
+    return (*grads[:3], d_sinks, *[None] * len(ctx.rest))
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
@@ -201,7 +220,7 @@ _attention.register_autograd(_backward, setup_context=_setup)
     "rlhf_kernels::attention_backward",
     "d_out: D[T, heads, d], q: D[T, heads, d], k: D[T, kv_heads, d], v: D[T, kv_heads, d], sinks: float[heads], "
     "out: D[T, heads, d], totals: float32[T, heads, 2]",
-    also=lambda d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap: _check(
+    also=lambda d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap, backend: _check(
         q, sinks, lengths, parents, window, softcap
     ),
 )
@@ -218,8 +237,11 @@ def _attention_backward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return native.attention_backward(d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap)
+    return _kernels(backend).attention_backward(  # type: ignore[no-any-return]
+        d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap
+    )
 
 
 @_attention_backward.register_fake

@@ -30,7 +30,7 @@ def _seen(positions: int, window: int | None) -> int:
 def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
     """Forward 4 D per pair of query and key, backward 10 D: two and five products."""
     back = name == "attention_backward"
-    q, (lengths, parents, _, window, _) = args[1 if back else 0], args[-5:]
+    q, (lengths, parents, _, window, _) = args[1 if back else 0], args[-6:-1]
     flops = (10.0 if back else 4.0) * q.shape[1] * q.shape[2] * pairs(lengths, parents, window)
     return [Work(name, ATTENTION, flops, all_bytes([*args, *out]), max(_ends(lengths, parents), default=0), q.dtype)]
 
@@ -41,10 +41,12 @@ def _ends(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
-    """Scratch of every thread: a block of queries and its scores, or a family's gradients of queries."""
+    """Scratch of every thread: a block of queries and its scores, or a family's gradients of queries; δ in Triton."""
     back = name == "attention_backward"
-    (q, k), (lengths, parents, _, window, _) = args[1:3] if back else args[:2], args[-5:]
+    (q, k), (lengths, parents, _, window, _) = args[1:3] if back else args[:2], args[-6:-1]
     t, n_heads, d = q.shape
+    if args[-1] == "triton":
+        return 4 * t * n_heads if back else 0
     group, padded = n_heads // k.shape[1], round_up(d, TILE)
     if back:
         members = list(lengths)  # rows of the families, each at its parent's place

@@ -8,6 +8,8 @@ before its window, end at once: the host knows no length. What no row uses is ne
 
 A sink is no position: where splits are joined, a head's maximum and sum begin with it.
 
+In exact mode the kernel of the op `attention` serves in their place, which has one order for training and decoding.
+
 Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as three bf16,
 next to fp16 and fp32 as three TF32 products.
 """
@@ -21,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.attention import triton as attention
 from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.runtime.tuning import Site
@@ -218,6 +222,8 @@ def forward(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output [N, Hq, D], dense."""
+    if registry.is_exact():
+        return attention.decode(q, k_cache, v_cache, lengths, block_table, scale, window, softcap, sinks)
     n, n_heads, d = q.shape
     block, n_kv = k_cache.shape[1], k_cache.shape[2]
     n_positions = block_table.shape[1] * block

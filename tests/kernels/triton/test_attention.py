@@ -1,0 +1,203 @@
+"""The Triton attention: tiers against float64, the bits of decode_attention in exact mode, families, strides."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from rlhf_kernels.attention import attention, reference
+from rlhf_kernels.attention import triton as ours
+from rlhf_kernels.decode_attention import decode_attention
+from rlhf_kernels.runtime import registry, testing
+
+from tests.kernels import test_attention as definition
+from tests.kernels.test_attention import numbers, options_of
+from tests.kernels.triton.test_lora import tier3_or_truncated
+
+NAN = float("nan")
+HEADS = [(2, 2, 8), (4, 2, 40), (7, 1, 64)]
+"""Groups of 1, 2 and 7 heads, of sizes that do and do not fill their tile."""
+LENGTHS = (1, 32, 0, 67)
+SHARED, PARENTS = (17, 20, 0, 33, 7), (-1, 0, -1, -1, 0)
+# numpy speaks of −inf − (−inf) in places that the interpreter computes and nobody reads
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def case(device, heads, lengths, dtype=torch.float32):
+    return [x.to(device) for x in definition.case(heads, lengths, dtype)]
+
+
+def options_on(device, name, heads):
+    return {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options_of(name, heads).items()}
+
+
+def with_gradients(tensors, lengths, d_out, dtype=None, **options):
+    return definition.with_gradients(tensors, lengths, d_out, dtype, **options)
+
+
+def decoded(q, k, v, lengths, parents, rows, **options):
+    """decode_attention in exact mode for these rows."""
+    seen = [definition.rows_seen(lengths, parents)[row] for row in rows]
+    table = torch.full((len(seen), max(map(len, seen))), 2**30)
+    for row, keys in enumerate(seen):
+        table[row, : len(keys)] = torch.tensor(keys)
+    counts = torch.tensor([len(keys) for keys in seen])
+    with registry.use_exact():
+        return decode_attention(
+            q[rows], k[:, None], v[:, None], counts.to(q.device), table.to(q.device), backend="triton", **options
+        )
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (66, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shared", "dtype"),
+    [
+        ("plain", False, torch.bfloat16),
+        ("window", True, torch.bfloat16),
+        ("short window", False, torch.float32),
+        ("all", True, torch.float32),
+    ],
+)
+def test_rows_have_the_bits_of_decode_attention(device, heads, name, shared, dtype):
+    """Of the first and last queries of sequences and of tiles."""
+    lengths, parents = (SHARED, PARENTS) if shared else (LENGTHS, (-1,) * len(LENGTHS))
+    ends = list(accumulate(lengths))
+    rows = sorted({row for end in ends for row in (end - 1, end, end + 32) if row < ends[-1]})
+    options, tensors = options_on(device, name, heads), case(device, heads, lengths, dtype)
+    got = attention(*tensors, lengths, parents=parents, backend="triton", **options)
+    assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_on_nothing_beside_a_family(device, dtype):
+    """Alone and between others, forward and backward; a shared prompt gives forward the bits of copies."""
+    lengths, parents = (20, 33, 5, 40), (-1, 0, 0, -1)
+    heads, options = (2, 1, 16), {"scale": 0.25, "window": 35, "backend": "triton"}
+    tensors = case(device, heads, lengths, dtype)
+    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
+    whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
+    n = sum(lengths[:3])
+    for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
+        alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
+        assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
+    turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
+    sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
+    moved = with_gradients(turned[:3], sizes, turned[3], **options)
+    assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
+    del options["parents"]
+    for begin, end in ((20, 53), (53, 58)):
+        copies = [torch.cat([x[:20], x[begin:end]]) for x in tensors]
+        assert torch.equal(attention(*copies, [len(copies[0])], **options)[20:], whole[0][begin:end])
+
+
+@pytest.mark.parametrize(
+    ("heads", "name", "size"),
+    [
+        ((2, 2, 8), "plain", 1.0),
+        ((4, 2, 40), "all", 1.0),
+        ((7, 1, 64), "window", 1e-3),
+        ((1, 1, 128), "softcap", 1.0),
+    ],
+    ids=str,
+)
+def test_tier1(device, heads, name, size):
+    options = options_on(device, name, heads)
+    for lengths, parents in ((LENGTHS, None), (SHARED, PARENTS)):
+        tensors = [x * size for x in case(device, heads, lengths)]
+        d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
+        options["parents"] = parents
+        got = with_gradients(tensors, lengths, d_out, backend="triton", **options)
+        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
+        plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
+        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), got, exact, plain, strict=False):
+            testing.assert_ok(testing.tier1(*parts), what)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "all"), (torch.float16, "window")])
+def test_half_precision(device, dtype, name):
+    heads = (4, 2, 40)
+    options = options_on(device, name, heads)
+    for lengths, parents in ((LENGTHS, None), (SHARED, PARENTS)):
+        tensors = case(device, heads, lengths, dtype)
+        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=dtype, seed=9).to(device)
+        options["parents"] = parents
+        got = with_gradients(tensors, lengths, d_out, backend="triton", **options)
+        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
+        with pytest.MonkeyPatch.context() as patch:  # every op rounds, as in a model in that dtype
+            patch.setattr(reference, "attention", reference.in_its_dtype)
+            eager = with_gradients(tensors, lengths, d_out, backend="reference", **options)
+        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), got, exact, eager, strict=False):
+            testing.assert_ok(tier3_or_truncated(*parts), what)
+
+
+def test_any_strides(device):
+    """Heads outermost, features that are not neighbours, also of the output's gradient."""
+    lengths, heads = (30, 40), (4, 2, 16)
+    tensors = case(device, heads, lengths)
+    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
+    want = with_gradients(tensors, lengths, d_out, scale=0.3, backend="triton")
+    q, k, v = tensors
+    spread = torch.stack([k, torch.full_like(k, NAN)], -1)[..., 0]
+    turned = (q.transpose(0, 1).contiguous().transpose(0, 1), spread, v.permute(2, 1, 0).contiguous().permute(2, 1, 0))
+    leaves = [x.detach().requires_grad_() for x in turned]
+    out = attention(*leaves, lengths, scale=0.3, backend="triton")
+    got = [out, *torch.autograd.grad(out, leaves, d_out.transpose(0, 1).contiguous().transpose(0, 1))]
+    assert all(map(torch.equal, got, want))
+
+
+def test_what_is_not_seen_is_not_read(device):
+    """NaN in other families; keys behind a window, in blocks that no query of a tile sees."""
+    lengths, n = (20, 100, 20), 120
+    q, k, v = case(device, (2, 1, 16), lengths)
+    d_out = numbers(sum(lengths), 2, 16, seed=9).to(device)
+    options = {"scale": 0.3, "window": 5, "backend": "triton"}
+    want = with_gradients([q, k, v], lengths, d_out, **options)
+    for x in (q, k, v):
+        x[:20] = x[n:] = x[20:40] = NAN
+    got = with_gradients([q, k, v], lengths, d_out, **options)
+    seen = slice(20 + 64, n)  # whose tiles begin after what the broken keys can reach
+    assert all(torch.equal(x[seen], y[seen]) for x, y in zip(got, want, strict=True))
+    assert got[0][:20].isnan().all()
+
+
+def test_nothing(device):
+    for lengths in ((), (0, 0)):
+        tensors = case(device, (4, 2, 8), lengths)
+        got = with_gradients(tensors, lengths, torch.zeros(0, 4, 8, device=device), scale=1.0, backend="triton")
+        assert [x.shape[0] for x in got] == [0] * 4
+
+
+def test_opcheck(device):
+    q, k, v = case(device, (2, 1, 8), (3, 4))
+    sinks = torch.tensor([0.3, -1.0], device=device)
+    rest = ([3, 4], [-1, 0], 0.3, 2, 1.5, "triton")
+    for x in (sinks, None):
+        torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, x, *rest))
+    saved = (q, q, k, v, sinks, *torch.ops.rlhf_kernels.attention(q, k, v, sinks, *rest))
+    torch.library.opcheck(torch.ops.rlhf_kernels.attention_backward.default, (*saved, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (16, 16, 80), (8, 4, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_decoding_at_size(heads, dtype):
+    lengths, parents = (500, 900, 120, 1), (-1, -1, 0, 0)
+    tensors, options = case("cuda", heads, lengths, dtype), {"scale": heads[2] ** -0.5}
+    got = attention(*tensors, lengths, parents=parents, backend="triton", **options)
+    rows = [0, 31, 32, 63, 64, 499, 500, 1399, 1400, 1519, 1520]
+    assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
+
+
+def test_tiles_are_made_once(device, monkeypatch):
+    made = []
+    upload = ours.upload
+    monkeypatch.setattr(ours, "upload", lambda rows, *more: made.append(rows) or upload(rows, *more))
+    ours._TILES.clear()
+    tensors = case(device, (2, 1, 8), (5, 3))
+    for _ in range(3):
+        attention(*tensors, (5, 3), scale=1.0, parents=(-1, 0), backend="triton")
+    assert made == [[[0, 0, 0, 0, 5], [5, 5, 0, 0, 3]]]
+    q = tensors[0].requires_grad_()
+    for _ in range(3):
+        attention(*tensors, (5, 3), scale=1.0, parents=(-1, 0), backend="triton").sum().backward()
+    assert made[1:] == [[[0, 0, 0, 5, 0, 2], [5, 5, 0, 3, 2, 3]], [[0, 0, 5], [5, 5, 3], [5, 5, 3]]]
+    assert q.grad is not None
