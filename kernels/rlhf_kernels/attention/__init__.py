@@ -29,8 +29,9 @@ float32. Scores, softmax and sums are in float32 (float64 for float64), and resu
 and dz to the inputs' dtype before their products. The backward pass keeps q, k, v, o, m and l. First derivatives only.
 Backends: triton, which `auto` takes in exact mode; cpu, reference.
 
-Memory beyond results: in `triton` backward δ, a float32 for each row and head. In `cpu`, per thread: forward 2^18 floats of scores, or those of one position and key head if they are
-more; backward the float32 gradients of one family's queries of one key head.
+Memory beyond results: in `triton` backward δ, a float32 for each row and head. In `cpu` per thread: forward 2^18
+floats of scores, or those of one position and key head if they are more; backward the float32 gradients of one
+family's queries of one key head.
 
 Source: Vaswani et al., "Attention is all you need", 2017; Dao et al., "FlashAttention", 2022 (δ and what is kept);
 the order is that of `decode_attention`.

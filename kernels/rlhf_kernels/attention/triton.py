@@ -470,7 +470,7 @@ def attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D], dense; largest score and sum of exponentials, float32 [T, Hq, 2]."""
-    t, n_heads, d = q.shape
+    t, n_heads, _ = q.shape
     n_kv = k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     totals = torch.empty((t, n_heads, 2), dtype=torch.float32, device=q.device)
