@@ -102,8 +102,8 @@ SAMPLE = [
         "sums not rescaled with the maximum",
         TRITON,
         _SAMPLE,
-        "_, s, w, _ = moved(m, s, w, 0.0 * s, to)",
-        "_, s, w, _ = moved(m, s, w, 0.0 * s, m)",
+        "joined(m, s, w, none, none, none, none, m2, s2,",
+        "joined(m2, s, w, none, none, none, none, m2, s2,",
         (_SAMPLE_TESTS + "every_column_a_new_best",),
     ),
     Mutation(

@@ -79,7 +79,7 @@ def test_every_case_compiles_for_every_architecture(tmp_path):
 
 def test_a_row_of_logits_is_summed_in_one_order_and_its_state_read_before_it_is_written(tmp_path):
     """Ratio 1 at equal weights needs log-probs whose bits no other output, pair or adapter changes."""
-    found = compiled(tmp_path / "heads.json", "--arch", "90", *(f"--op={op}" for op in HEADS))
+    found = compiled(tmp_path / "heads.json", "--arch", "90", *(f"--op={op}" for op in (*HEADS, "sample")))
     # Every warp reads a row's old state, one writes the new: none may be late
     assert all(r["waits"] for r in found if r["kernel"] == "fold_tile_kernel")
     layouts: dict[tuple[str, str, bool], set[str]] = {}
@@ -89,8 +89,15 @@ def test_a_row_of_logits_is_summed_in_one_order_and_its_state_read_before_it_is_
             for tile in r["sums"]:
                 shape, _, layout = tile.partition(" ")
                 layouts.setdefault((r["kernel"], shape, "fp32" in r["case"]), set()).add(layout)
-    assert len(layouts) == 6  # fold: bf16 and fp32; fused: 128, 64 and 16 rows in bf16, 32 in fp32
+    # fold: bf16 and fp32; fused: 128, 64 and 16 rows in bf16, 32 in fp32; exact: 64 rows and 64 columns, 16 in fp32
+    assert len(layouts) == 8
     assert not {key: sorted(found) for key, found in layouts.items() if len(found) > 1}
+    # Exact mode scores a token with the bits that it was drawn with
+    exact = [r for r in found if r["kernel"] == "fused_kernel" and r["case"].startswith("exact")]
+    drawn = [r for r in found if r["kernel"] == "sample_kernel"]
+    assert {r["op"] for r in exact} == {"linear_logprob", "linear_logprob_pair"}
+    for what in ("sums", "products", "num_warps"):
+        assert {str(r[what]) for r in exact} <= {str(r[what]) for r in drawn}, what
 
 
 @pytest.mark.long

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kernels.runtime.cost import SAMPLING, BackendOf, Traced, Work, all_bytes
+from rlhf_kernels.vocab.cost import SHARES
 from rlhf_kernels.vocab.logits import HeadOptions
 
-PROGRAMS = 132
-"""Shares of the vocabulary that Triton makes: one per multiprocessor of an H200."""
+PROGRAMS = SHARES
+"""Shares of the vocabulary that Triton makes."""
 FIELDS, CHOICES = 4, 2
 """Numbers that a share leaves per row: m, s, w and the best column's logit; the best score's key and its column."""
 

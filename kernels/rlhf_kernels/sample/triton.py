@@ -1,8 +1,8 @@
 """`sample` in Triton: one sweep over W, whose shares of the vocabulary meet in a second kernel. Same as `reference`.
 
-A program owns `ROWS` rows and a share of the vocabulary. Tile by tile it makes logits and the noise of their columns
-and folds both into the rows' states: maximum, sum and entropy sum of the softmax, and the best score with its column
-and logit. Nothing but states leaves the chip. `finish_kernel` joins the shares of a row.
+A program owns a tile of rows (`triton_by_row`) and a share of the vocabulary. Tile by tile it makes logits and the
+noise of their columns and folds both into the rows' states: maximum, sum and entropy sum of the softmax, and the best
+score with its column and logit. Nothing but states leaves the chip. `finish_kernel` joins the shares of a row.
 
 The tiles, the shares and the order in which they are joined depend on V, H, the dtypes, whether there are options, and
 the tuned table (`tuning`) alone. Programs see the number of rows only as a bound, so a row's bits do not depend on what
@@ -24,29 +24,24 @@ from torch import Tensor
 
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox_triton import gumbel, random_words
-from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.runtime.tuning import Site
 from rlhf_kernels.sample.cost import CHOICES, FIELDS, PROGRAMS
 from rlhf_kernels.sample.reference import STREAM
+from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab.logits import HeadOptions
 from rlhf_kernels.vocab.triton_aot import NO_LORA, PLAIN, head_case
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 from rlhf_kernels.vocab.triton_kernels import (
     RANK_TILE,
+    SAME_ROUNDING,
     load_bias,
     load_divisor,
     load_operand,
     lora_products,
-    padded_rank,
 )
-from rlhf_kernels.vocab.triton_logits import capped, moved, tile_state
+from rlhf_kernels.vocab.triton_logits import capped, joined, moved, tile_state
 
-# The defaults, by bytes per operand, and never by the number of rows.
-ROWS = {2: 64, 4: 16}  # fp32 products take registers in place of tensor cores
-COLUMNS = {2: (128, 64), 4: (64, 64)}  # plain; with a bias, LoRA or softcap, which take registers
-DEPTH, WARPS, STAGES = {2: 64, 4: 32}, {2: 8, 4: 4}, {2: 4, 4: 3}
-DOWN_ROWS, DOWN_DEPTH = 16, 64
 _FREE: dict[str, tuple[int, ...]] = {
     "BN": (16, 32, 64),
     "BV": (64, 128),
@@ -67,36 +62,6 @@ def order_key(x):
     """int32 in the order of x: −0 is 0, NaN is above +inf, and −inf is above `_LOWEST_KEY`."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, _NAN_KEY, bits ^ ((bits >> 31) & _NAN_KEY))
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def down_kernel(
-    h_ptr,  # [N, H]
-    a_ptr,  # [rank, H] fp32
-    down_ptr,  # out [N, rank] fp32: scale · h Aᵀ
-    n_rows,
-    hidden_size,
-    rank,
-    h_stride,
-    a_stride,
-    scale,
-    UPCAST: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BR: tl.constexpr,
-):
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = rows < n_rows
-    j = tl.program_id(1) * BR + tl.arange(0, BR)
-    down = tl.zeros((BN, BR), tl.float32)
-    for k0 in range(0, hidden_size, BK):
-        k = k0 + tl.arange(0, BK)
-        in_k = k < hidden_size
-        h = load_operand(h_ptr, rows.to(tl.int64)[:, None], h_stride, inside[:, None], k[None, :], in_k[None, :], True)
-        a = load_operand(a_ptr, j.to(tl.int64)[None, :], a_stride, (j < rank)[None, :], k[:, None], in_k[:, None], True)
-        down = dot(h, a, down, UPCAST)
-    place = rows.to(tl.int64)[:, None] * rank + j[None, :]
-    tl.store(down_ptr + place, down * scale, mask=inside[:, None] & (j < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_forbidden", "nothing"])
@@ -179,12 +144,8 @@ def sample_kernel(
         token = tl.where(best2 > best, token2, token)
         at_best = tl.where(best2 > best, at_best2, at_best)
         best = tl.maximum(best, best2)
-        to = tl.maximum(m, m2)
-        _, s, w, _ = moved(m, s, w, 0.0 * s, to)
-        _, s2, w2, _ = moved(m2, s2, w2, 0.0 * s2, to)
-        m = to
-        s += s2
-        w += w2
+        none = tl.zeros((BN,), tl.float32)
+        _, _, m, s, w, _, _, _, _ = joined(m, s, w, none, none, none, none, m2, s2, w2, none, none, none, none)
     state = state_ptr + split.to(tl.int64) * 4 * n_rows + rows
     tl.store(state, m, mask=inside)
     tl.store(state + n_rows, s, mask=inside)
@@ -233,44 +194,6 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, log_s - tl.sum(w2, 0) / s, mask=inside)
 
 
-def tile_sizes(item: int, *, plain: bool, rank: int) -> dict[str, int]:
-    """Tiles of `sample_kernel` for operands of `item` bytes; plain: no bias, no LoRA, no softcap."""
-    return {
-        "BN": ROWS[item],
-        "BV": COLUMNS[item][0 if plain else 1],
-        "BK": DEPTH[item],
-        "RANKS": padded_rank(rank),
-        "num_warps": WARPS[item],
-        "num_stages": STAGES[item],
-    }
-
-
-def _down(head: HeadInputs) -> Tensor | None:
-    """scale · h Aᵀ [N, r] fp32, in tiles of one size: torch's product may round a row by what it is batched with."""
-    if head.lora_A is None:
-        return None
-    rank = head.lora_A.shape[0]
-    block_r = RANK_TILE.value
-    A = head.lora_A if head.lora_A.stride(1) == 1 else head.lora_A.contiguous()
-    down = head.empty(head.n_rows, rank)
-    down_kernel[(triton.cdiv(head.n_rows, DOWN_ROWS), triton.cdiv(rank, block_r))](
-        head.hidden,
-        A,
-        down,
-        head.n_rows,
-        head.hidden_size,
-        rank,
-        head.hidden.stride(0),
-        A.stride(0),
-        head.options.lora_scale,
-        UPCAST=INTERPRETED,
-        BN=DOWN_ROWS,
-        BK=DOWN_DEPTH,
-        BR=block_r,
-    )
-    return down
-
-
 @without_autocast
 def forward(
     hidden: Tensor,
@@ -293,10 +216,9 @@ def forward(
     logprob, entropy = head.empty(n), head.empty(n if with_entropy else 0)
     if n == 0:
         return token, logprob, entropy
-    down = _down(head)
-    rank = 0 if down is None else down.shape[1]
-    plain = head.bias is None and rank == 0 and not options.softcap
-    sizes = {**tile_sizes(head.dtype.itemsize, plain=plain, rank=rank), "PROGRAMS": PROGRAMS}
+    down = by_row.down(head)
+    rank, plain = 0 if down is None else down.shape[1], by_row.is_plain(head)
+    sizes = {**by_row.tile_sizes(head.dtype.itemsize, plain=plain, rank=rank), "PROGRAMS": PROGRAMS}
     site, head_shape = PLAIN_SWEEP if plain else SWEEP, (head.hidden_size, head.n_vocab)
     sizes |= site.choose({name: sizes[name] for name in _FREE}, hidden.device, (head.dtype,), head_shape)
     forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1].contiguous())
@@ -332,6 +254,7 @@ def forward(
         ENTROPY=with_entropy,
         UPCAST=INTERPRETED,
         **sizes,
+        **SAME_ROUNDING,
     )
     finish_splits = triton.next_power_of_2(splits)
     per_program = max(1, 128 // finish_splits)
@@ -345,6 +268,7 @@ def forward(
         n,
         SPLITS=finish_splits,
         R=per_program,
+        **SAME_ROUNDING,
     )
     return token, logprob, entropy
 
@@ -357,11 +281,11 @@ def aot_cases() -> list[AotCase]:
     fp32 = types | dict.fromkeys(("h_ptr", "w_ptr"), "*fp32")
 
     def case(name: str, *, item: int = 2, rank: int = 0, absent: tuple[str, ...] = (), **flags: bool) -> AotCase:
-        sizes = tile_sizes(item, plain="bias_ptr" in absent and rank == 0 and not flags["SOFTCAP"], rank=rank)
+        sizes = by_row.tile_sizes(item, plain="bias_ptr" in absent and rank == 0 and not flags["SOFTCAP"], rank=rank)
         kinds = types if item == 2 else fp32
         return head_case(name, sample_kernel, absent=absent, types=kinds, UPCAST=False, **flags, **sizes)
 
-    down: dict[str, Any] = {"UPCAST": False, "BN": DOWN_ROWS, "BK": DOWN_DEPTH}
+    down: dict[str, Any] = {"UPCAST": False, "BN": by_row.DOWN_ROWS, "BK": by_row.DOWN_DEPTH}
     return [
         case("bf16", absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
         case("bf16, one temperature", absent=(*NO_LORA, *PLAIN, *free, "greedy_ptr"), SOFTCAP=False, ENTROPY=False),
@@ -370,6 +294,6 @@ def aot_cases() -> list[AotCase]:
         case("fp32", item=4, absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
         case("fp32, every output and option", item=4, rank=16, SOFTCAP=True, ENTROPY=True),
         head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
-        head_case("bf16, r16", down_kernel, BR=RANK_TILE.value, **down),
-        head_case("fp32, r128", down_kernel, types=fp32, BR=RANK_TILE.value, **down),
+        head_case("bf16, r16", by_row.down_kernel, BR=RANK_TILE.value, **down),
+        head_case("fp32, r128", by_row.down_kernel, types=fp32, BR=RANK_TILE.value, **down),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.cost import HEADS, Work, next_power, round_up, tensor_bytes
 from rlhf_kernels.vocab.logits import TILE_ELEMENTS
 
@@ -13,6 +13,10 @@ TILE_ROWS, TILE_COLUMNS = 4096, 8192
 """Largest tile of the Triton sweep."""
 MIN_TILE_ROWS, MIN_TILE_COLUMNS = 1024, 2048
 """A tile that must shrink loses rows down to the first, then columns down to the second, then rows again."""
+SHARES = 132
+"""Shares of the vocabulary where tiles do not depend on the number of rows: one per multiprocessor of an H200."""
+SHARE_FIELDS = 12
+"""Numbers that a share leaves per row."""
 SMALL_TILE = 2**23
 """Elements of a tile that need no saving: 32 MiB of fp32, which an H100's L2 cache holds."""
 
@@ -42,7 +46,11 @@ def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahe
         rows, columns = tile_shape(n, v)
         tile = min(rows, n) * columns
         gradient = (n * h * e + columns * h * 4 if "weight" in needs else 0) if second else 0
-        return summed + tile * 4 + (tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0) + gradient
+        factor = tile * e if (ahead or second) and e != 4 else tile * 4 if ahead else 0
+        if registry.is_exact():  # states of every share, in place of a tile where nothing but statistics is made
+            states = 4 * n * SHARES * SHARE_FIELDS
+            return summed + states + (tile * 4 + factor + gradient if ahead or second else 0)
+        return summed + tile * 4 + factor + gradient
     if backend == "cpu":
         panel, block_rows = native.tile_size("head_panel"), native.tile_size("head_block")
         e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 and native.multiplies_bf16() else 4

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlhf_kernels.runtime.triton_support import AotCase
+from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab import triton_kernels as kernels
 from rlhf_kernels.vocab.triton_sweep import FLAGS, fused_tile, fused_warps
 
@@ -89,6 +90,11 @@ def _fused(rows: int, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> dic
     return tile | {"num_warps": fused_warps(rows, dtype)}
 
 
+def _exact(item: int = 2, *, plain: bool, rank: int = 0) -> dict[str, Any]:
+    """Tiles of exact mode."""
+    return {"UPCAST": False, **by_row.tile_sizes(item, plain=plain, rank=rank)}
+
+
 PLAIN = ("bias_ptr", "temperature_ptr")
 _FOLD: dict[str, Any] = {"R": 1, "BLOCK": 8192, "num_warps": 8}
 _ROW: dict[str, Any] = {"R": 1, "BLOCK": 1024}
@@ -147,6 +153,22 @@ def linear_logprob_cases() -> list[AotCase]:
             **_flags(),
             **_fused(32, dtype=torch.float32),
         ),
+        head_case("exact, bf16", fused, absent=("h_r_ptr", *NO_LORA, *PLAIN), **_flags(), **_exact(plain=True)),
+        head_case(
+            "exact, bf16, every output and option",
+            fused,
+            absent=("h_r_ptr",),
+            **_flags(*FLAGS, softcap=True),
+            **_exact(plain=False, rank=16),
+        ),
+        head_case(
+            "exact, fp32",
+            fused,
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_exact(4, plain=True),
+        ),
         head_case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
         head_case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),
         head_case("E", kernels.normalise_kernel, absent=no_d, **_ROW),
@@ -198,6 +220,8 @@ def pair_cases() -> list[AotCase]:
             **_flags(),
             **_fused(32, 64, torch.float32),
         ),
+        head_case("exact, bf16", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_exact(plain=True)),
+        head_case("exact, bf16, r64", fused, absent=PLAIN, **_flags(), **_exact(plain=False, rank=64)),
         head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
         head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
         head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),

@@ -331,8 +331,8 @@ def fused_kernel(
     BK: tl.constexpr,
     RANKS: tl.constexpr,  # padded_rank(rank)
 ):
-    split = tl.program_id(0)
-    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)  # row tiles of one share run next to each other and find its part of W in the cache
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = rows < n_rows
     index = tl.load(index_ptr + rows, mask=inside, other=-1)
     live = inside & (index >= 0)
@@ -363,10 +363,10 @@ def fused_kernel(
             in_k = k < hidden_size
             weight = load_operand(w_ptr, lines, w_stride, in_range[None, :], k[:, None], in_k[:, None], UPCAST)
             h = load_operand(h_ptr, row_offset, h_stride, live[:, None], k[None, :], in_k[None, :], UPCAST)
-            y = tl.dot(h, weight, y, input_precision="ieee")
+            y = tl.dot(h, weight.to(h.dtype), y, input_precision="ieee")
             if h_r_ptr is not None:
                 h_r = load_operand(h_r_ptr, row_offset, h_r_stride, live[:, None], k[None, :], in_k[None, :], UPCAST)
-                y_r = tl.dot(h_r, weight, y_r, input_precision="ieee")
+                y_r = tl.dot(h_r, weight.to(h_r.dtype), y_r, input_precision="ieee")
         bias = load_bias(bias_ptr, column, in_range)
         z = transformed(y, bias, divisor, logit_scale, softcap, SOFTCAP)
         z = tl.where(in_range[None, :], z, float("-inf"))

@@ -6,7 +6,8 @@ Where E = Σ_{v≠t} p u W is needed, it writes e^(z−m) u, and a second cuBLAS
 maximum moves, the same kernel rescales that row of E. Vocabulary outside, rows inside: W is read once. Small N
 (`fused_rows`): bandwidth decides, so one kernel makes products and states of a share of the vocabulary per program and
 nothing but states leaves the chip; a pair shares every tile of W. E then takes a sweep of tiles of its own, so a
-log-prob has the same bits whether a gradient is wanted or not.
+log-prob has the same bits whether a gradient is wanted or not. In exact mode that kernel serves any number of rows,
+with the tiles of `sample` (`triton_by_row`).
 
 Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
 sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
@@ -25,9 +26,11 @@ import torch
 import triton
 from torch import Tensor
 
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.runtime.tuning import Settings, Site
 from rlhf_kernels.vocab import cost
+from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab import triton_kernels as kernels
 from rlhf_kernels.vocab.logits import HeadOptions, split_target
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
@@ -192,11 +195,15 @@ class Sweep(HeadInputs):
         """scale · h Aᵀ [N, r] fp32."""
         if self.lora_A is None:
             return None
+        if registry.is_exact():
+            return by_row.down(self)
         return (self.hidden.float() @ self.lora_A.T).mul_(self.options.lora_scale)
 
     @property
     def fused(self) -> bool:
         """Whether statistics come from the fused kernel."""
+        if registry.is_exact():
+            return True
         return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
 
     def columns(self) -> Iterator[slice]:
@@ -237,17 +244,32 @@ class Sweep(HeadInputs):
             stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
         return stats
 
-    def _fused_state(self, flags: dict[str, bool]) -> Tensor:
+    def _fused_tiles(self, rank: int) -> dict[str, int]:
+        """Constants of the fused kernel, and the most shares of the vocabulary (`PROGRAMS`)."""
+        if registry.is_exact():
+            sizes = by_row.tile_sizes(self.dtype.itemsize, plain=by_row.is_plain(self), rank=rank)
+            return sizes | {"PROGRAMS": cost.SHARES}
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
-        rank = 0 if self.down is None else self.down.shape[1]
         block_v, block_k = fused_tile(block_n, self.dtype, rank)
         chosen = self._chosen(FUSED, {"BV": block_v, "FUSED_PROGRAMS": FUSED_PROGRAMS, "num_stages": STAGES})
-        block_v = chosen["BV"]
-        n_tiles = triton.cdiv(self.n_vocab, block_v)
-        per_split = triton.cdiv(n_tiles, chosen["FUSED_PROGRAMS"])
+        return {
+            "BN": block_n,
+            "BV": chosen["BV"],
+            "BK": block_k,
+            "RANKS": kernels.padded_rank(rank),
+            "num_warps": fused_warps(block_n, self.dtype),
+            "num_stages": chosen["num_stages"],
+            "PROGRAMS": chosen["FUSED_PROGRAMS"],
+        }
+
+    def _fused_state(self, flags: dict[str, bool]) -> Tensor:
+        rank = 0 if self.down is None else self.down.shape[1]
+        tiles = self._fused_tiles(rank)
+        n_tiles = triton.cdiv(self.n_vocab, tiles["BV"])
+        per_split = triton.cdiv(n_tiles, tiles.pop("PROGRAMS"))
         splits = triton.cdiv(n_tiles, per_split)
         state = self.empty(splits, kernels.FIELDS, self.n_rows)
-        kernels.fused_kernel[(splits, triton.cdiv(self.n_rows, block_n))](
+        kernels.fused_kernel[(triton.cdiv(self.n_rows, tiles["BN"]), splits)](
             self.hidden,
             self.hidden_r,
             self.weight,
@@ -268,12 +290,7 @@ class Sweep(HeadInputs):
             **self.transform(),
             **flags,
             UPCAST=INTERPRETED,
-            BN=block_n,
-            BV=block_v,
-            BK=block_k,
-            RANKS=kernels.padded_rank(rank),
-            num_warps=fused_warps(block_n, self.dtype),
-            num_stages=chosen["num_stages"],
+            **tiles,
             **kernels.SAME_ROUNDING,
         )
         return state

@@ -6,7 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from rlhf_kernels.runtime import philox, philox_triton
+from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
+from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
+from rlhf_kernels.runtime import philox, philox_triton, registry
 from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample import triton as ours
@@ -248,6 +251,40 @@ def test_the_rest_of_the_batch_does_not_change_the_bits(device, dtype, options):
     whole = run(slice(None))
     for rows in ([81], [0, 77], list(range(60, 75)), list(range(17)), list(range(33)), list(range(65, 82))):
         assert all(torch.equal(a, b[rows]) for a, b in zip(run(rows), whole, strict=True)), len(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", ["none", "all"])
+def test_exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with(device, dtype, options):
+    """By linear_logprob, the pair and the loss's ratio, whatever the number of rows."""
+    n, h, v = 82, 40, 500
+    hidden, weight, seed, position = make(device, n, h, v, dtype=dtype)
+    knobs = {} if options == "none" else every_option(device, n, h, v)
+    drawn = sample(hidden, weight, seed=seed, position=position, outputs=ALL, backend="triton", **knobs)
+    knobs.pop("greedy", None)
+    with registry.use_exact():
+        for rows in (slice(None), [3], list(range(20, 37)), list(range(10, 80))):
+            own = {k: x[rows] if k == "temperature" else x for k, x in knobs.items()} | {"backend": "triton"}
+            token = drawn.token[rows]
+            scored = linear_logprob(hidden[rows], weight, token, outputs=("logprob", "entropy"), **own)
+            assert torch.equal(scored.logprob, drawn.logprob[rows])
+            assert torch.equal(scored.entropy, drawn.entropy[rows])
+            pair = linear_logprob_pair(hidden[rows], hidden[rows].flip(0), weight, token, **own)
+            assert torch.equal(pair.logprob_a, drawn.logprob[rows])
+            loss = linear_ppo_loss(
+                hidden[rows],
+                weight,
+                token,
+                drawn.logprob[rows],
+                torch.ones(len(token), device=device),
+                torch.ones(len(token), dtype=torch.bool, device=device),
+                denom=1.0,
+                clip_low=0.2,
+                clip_high=0.2,
+                **own,
+            )
+            assert torch.equal(loss.logprob, drawn.logprob[rows])
+            assert loss.ratio_max == 1
 
 
 def test_any_strides_mixed_dtypes_and_red_zones(device):
