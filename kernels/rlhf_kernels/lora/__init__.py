@@ -370,7 +370,7 @@ class DecodeLinear:
     Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: the weight is read once
     for product and delta. It adds in another order than torch, so y may differ from `lora_linear`'s by rounding. It
     serves calls with off rows where `linear` is C++, too: they keep its bits. `cuda`: any mix of slots and off rows,
-    one launch adds every delta onto F.linear.
+    one launch adds every delta onto F.linear; in exact mode `auto` leaves it, as the order there is another one.
 
     All that is checked and bound at the first call; later ones with such an x go straight to the kernel. Every other
     call is one of `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
@@ -445,7 +445,7 @@ class DecodeLinear:
         chosen = _resolve(self._backend, x, lora_call, weight.shape[0], "lora_decode")
         if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lora_call):
             return native.Decoder(x, weight, bias, lora_call)
-        if chosen == "cuda":
+        if chosen == "cuda" and not (registry.is_exact() and self._backend == "auto"):
             reason = cuda.Decoder.refusal(x, weight, bias, lora_call)
             named = "cuda" in (self._backend, registry.default_backend())
             if named and reason is not None:

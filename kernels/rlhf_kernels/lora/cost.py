@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kernels.linear.cost import linear_work
-from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.cost import LORA, BackendOf, Work, all_bytes, next_power, round_up
 
+EXACT_SPLITS = 4
+"""Parts of the features that Triton's h is added up from in exact mode, where the number of rows may not decide."""
 _PLACES = {
     "lora_linear": (0, 3),
     "lora_linear_backward": (1, 3),
@@ -56,6 +58,8 @@ def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
     backend = backend_of("lora", x.dtype, (m, k))
     if backend == "triton":
         rank = max(16, next_power(rank))
+        if registry.is_exact():  # h and the shares of dh in splits, and dh
+            return (2 * EXACT_SPLITS + 1 if backward else EXACT_SPLITS) * n_on * rank * 4
         if not backward:
             return n_on * rank * 4
         # up to rank 32, dh is made from the read of dy that makes dB: one share per tile of 256 columns

@@ -14,6 +14,7 @@ from rlhf_kernels.lora.segments import OFF
 from rlhf_kernels.runtime.device_tables import Cache, upload
 
 SLOT_WIDTH = 6  # address of A, address of B, rank, dropout threshold, 1 / (1 − p), scale (the last two as fp32 bits)
+EXACT_ROWS, EXACT_CHUNK = 16, 32  # rows of a tile and tiles of a chunk in exact mode
 TARGET_PROGRAMS = 264  # two per multiprocessor of an H100 or H200; fixed, so that bits do not depend on the device
 
 
@@ -90,12 +91,16 @@ def layout_of(
     ranks: list[int],
     wanted: Sequence[int],
     column_tiles: int,
+    exact: bool,
     device: torch.device,
 ) -> Layout:
-    """Tiles and chunks of the slots in `wanted` (ascending); `column_tiles` programs work on every chunk."""
+    """Tiles and chunks of the slots in `wanted` (ascending); `column_tiles` programs work on every chunk.
+
+    exact: their sizes are fixed, so that other slots and rows change no order of summation.
+    """
 
     def make() -> Layout:
-        block_n = block_rows(starts, ends)
+        block_n = EXACT_ROWS if exact else block_rows(starts, ends)
         tiles: dict[int, list[list[int]]] = {slot: [] for slot in wanted}
         place = 0
         for start, end, slot in zip(starts, ends, slots, strict=True):
@@ -103,7 +108,7 @@ def layout_of(
                 tiles[slot].append([row, min(block_n, end - row), slot, place + row - start])
             place += end - start
         n_tiles = sum(map(len, tiles.values()))
-        step = max(1, math.ceil(n_tiles * column_tiles / TARGET_PROGRAMS))
+        step = EXACT_CHUNK if exact else max(1, math.ceil(n_tiles * column_tiles / TARGET_PROGRAMS))
         chunks: list[list[int]] = []
         folds, at, ranks_before = [], 0, 0
         for slot in wanted:
@@ -120,7 +125,7 @@ def layout_of(
             block_n=block_n,
         )
 
-    key = ("layout", tuple(starts), tuple(ends), tuple(slots), tuple(ranks), tuple(wanted), column_tiles)
+    key = ("layout", tuple(starts), tuple(ends), tuple(slots), tuple(ranks), tuple(wanted), column_tiles, exact)
     return BATCHES.get(key, device, make)
 
 

@@ -14,6 +14,10 @@ whose sums the next kernel adds. A program of columns owns a tile of columns and
 [D tile, R] sum in registers, and adds up nothing else; where dh is wanted too and R ≤ `ONE_READ_RANK`, it writes its
 tile's share of dh from the same read of dy. (Above that rank the shares cost more traffic than a second read.)
 
+In exact mode (`registry.is_exact`) no tile, split or chunk depends on anything but a linear's own sizes: not on the
+number of rows, on runs beside a row's own, or on the ranks of other slots. Runs are cut in tiles of 16 rows, whose
+products are one instruction whatever the rank. The base product is that of `linear`.
+
 Dtypes: x, y, dy and adapters fp32, fp16 or bf16, in any mix; h, dh and all sums fp32. Products of two tensors of one
 half type are exact, and so are those of bf16 and fp32, the sum of three bf16; everything else runs as three TF32
 products, which keeps fp32's accuracy. Dropout draws `philox.keep_mask`'s words, in forward and backward.
@@ -25,14 +29,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.linear import product_for
+from rlhf_kernels.lora.cost import EXACT_SPLITS
 from rlhf_kernels.lora.segments import LoraCall
-from rlhf_kernels.lora.tables import SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
-from rlhf_kernels.runtime import autocast
+from rlhf_kernels.lora.tables import EXACT_ROWS, SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
+from rlhf_kernels.runtime import autocast, registry
 from rlhf_kernels.runtime.philox_triton import random_words
 from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
@@ -225,6 +230,7 @@ def _fold_columns_kernel(sums, out, folds, slots, n_d, SIDE: tl.constexpr, R: tl
 
 def _config(n: int, rank: int, x: torch.dtype, weight: torch.dtype, kernel: str) -> dict[str, int]:
     """Columns per tile and warps: what registers and shared memory hold without spills (`rlhf_kernels.runtime.aot`)."""
+    rank = MAX_RANK if registry.is_exact() else rank  # a slot's own rank is not that of its call
     tf32 = torch.bfloat16 not in (x, weight) and torch.float32 in (x, weight)
     if kernel == "shrink":
         block = 128 if rank <= 32 and not tf32 else 64 if rank <= 64 or not tf32 else 32
@@ -252,6 +258,7 @@ class _Call:
         self.slots: Slots = slots_of(self.A, self.B, lora_call.scales, lora_call.p)
         row_ids = lora_call.row_ids if any(lora_call.p) else None
         self.dropout = row_ids is not None
+        self.exact = registry.is_exact()
         self.draw = (None if row_ids is None else row_ids.contiguous(), lora_call.seed, lora_call.stream)
 
     def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> Settings:
@@ -264,7 +271,7 @@ class _Call:
     def layout(self, wanted: list[int] | None = None, column_tiles: int = 1) -> Layout:
         """Tiles of the slots in `wanted`, or of all."""
         wanted = list(range(len(self.A))) if wanted is None else wanted
-        return layout_of(*self.runs, self.ranks, wanted, column_tiles, self.A[0].device)
+        return layout_of(*self.runs, self.ranks, wanted, column_tiles, self.exact, self.A[0].device)
 
     def _constexprs(self, side: int, layout: Layout, dropout: bool) -> dict[str, Any]:
         return {
@@ -286,7 +293,8 @@ class _Call:
         layout, n_d = self.layout(wanted), x.shape[1]
         config = self._config(n_d, x.dtype, side, "shrink")
         block = config["BD"]
-        n_splits = max(1, min(TARGET_PROGRAMS // layout.n_tiles, n_d // (4 * block), 16))
+        programs, most = (EXACT_SPLITS, EXACT_SPLITS) if self.exact else (TARGET_PROGRAMS // layout.n_tiles, 16)
+        n_splits = max(1, min(programs, n_d // (4 * block), most))
         split_size = triton.cdiv(triton.cdiv(n_d, n_splits), block) * block
         n_splits = triton.cdiv(n_d, split_size)
         out = self.small(n_splits)
@@ -350,7 +358,7 @@ class _Call:
         slots = range(len(self.A))
         wants_A, wants_B = [i for i in slots if need_A[i]], [i for i in slots if need_B[i]]
         wants_dh = list(slots) if dx is not None else wants_A
-        both = [i for i in wants_B if i in wants_dh and self.rank <= ONE_READ_RANK]
+        both = [i for i in wants_B if i in wants_dh and self.rank <= ONE_READ_RANK and not self.exact]
         dA: list[Tensor] = []
         dB: dict[int, Tensor] = {}
         dh = self.small()
@@ -379,6 +387,9 @@ def _one_dtype(name: str, weights: list[Tensor]) -> list[Tensor]:
             allowed = ", ".join(map(str, _ELEMENTS))
             raise TypeError(f"{name}[{i}]: expected {allowed} for backend='triton', got {w.dtype}")
     same = len({w.dtype for w in weights}) == 1
+    if not same and registry.is_exact():
+        found = sorted({str(w.dtype) for w in weights})
+        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {found}")
     return [(w if same else w.float()).contiguous() for w in weights]
 
 
@@ -419,9 +430,9 @@ def backward(
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall) -> Tensor:
-    """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
+    """The product on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     with autocast.off(x):
-        y = F.linear(x, weight, bias).contiguous()
+        y = product_for(x, weight).forward(x, weight, bias)
     call = _Call(lora_call)
     call.expand(call.shrink(_rows(x), 0, None), y.view(-1, y.shape[-1]), 1, add=True)
     return y
@@ -444,10 +455,10 @@ def linear_backward(
     dx_rows = None
     with autocast.off(x):
         if need_x:
-            dx_rows = dy_rows @ weight  # [N, K], the base path: no dropout here
+            dx_rows = product_for(x, weight).input_gradient(dy_rows, weight)  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))
         if need_weight:
-            grads.append(dy_rows.T @ x_rows)
+            grads.append(product_for(x, weight).weight_gradient(dy_rows, x_rows))
         if need_bias:
             grads.append(dy_rows.sum(0))
     if need_x or any(need_A) or any(need_B):
@@ -465,8 +476,18 @@ def aot_cases() -> list[AotCase]:
     fp32 = ("small", "sums", "shares")
 
     def case(
-        name: str, kernel: Any, x: str, adapter: str, rank: int, block_n: int, side: int, kind: str = "", **flags: bool
+        name: str,
+        kernel: Any,
+        x: str,
+        adapter: str,
+        rank: int,
+        block_n: int,
+        side: int,
+        kind: str = "",
+        most: int | None = None,
+        **flags: bool,
     ) -> AotCase:
+        """most: rank that decides the tiles, where that is not the rank itself."""
         out = "*fp32" if kernel in (_shrink_kernel, _fold_rows_kernel) else f"*{adapter if kind == 'fold' else x}"
         known = {
             **dict.fromkeys(integers, "i32"),
@@ -478,7 +499,7 @@ def aot_cases() -> list[AotCase]:
         }
         config = {"BD": 64 if rank <= 64 else 32, "num_warps": 4}
         if kind in ("shrink", "expand", "columns"):
-            config = _config(4096, rank, torch.float32 if kind == "expand" else types[x], types[adapter], kind)
+            config = _config(4096, most or rank, torch.float32 if kind == "expand" else types[x], types[adapter], kind)
         constexprs: dict[str, Any] = {
             "ELEMENT": element[adapter],
             "SIDE": side,
@@ -531,5 +552,13 @@ def aot_cases() -> list[AotCase]:
             case("dh", _fold_rows_kernel, *what, 1),
             case("dA", _fold_columns_kernel, *what, 0, "fold"),
             case("dB", _fold_columns_kernel, *what, 1, "fold"),
+        ]
+    for x, adapter, rank in (("bf16", "fp32", 16), ("bf16", "bf16", 64), ("fp32", "fp32", 128)):
+        few = (x, adapter, rank, EXACT_ROWS)
+        cases += [
+            case("exact x", _shrink_kernel, *few, 0, "shrink", MAX_RANK),
+            case("exact y", _expand_kernel, *few, 1, "expand", MAX_RANK),
+            case("exact dx", _expand_kernel, *few, 0, "expand", MAX_RANK),
+            case("exact dy", _columns_kernel, *few, 1, "columns", MAX_RANK),
         ]
     return cases

@@ -1,13 +1,15 @@
 """The Triton LoRA: tiers against fp64, untouched off rows, frozen and absent slots, dropout's very bits, layouts."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear, tables
+from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_delta_, lora_linear, tables
 from rlhf_kernels.lora import triton as ours
-from rlhf_kernels.runtime import philox
+from rlhf_kernels.runtime import philox, registry
 from rlhf_kernels.runtime.testing import NumericReport, assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
@@ -330,7 +332,7 @@ def test_tables_are_made_once(device, monkeypatch):
         return lora_linear(x, weight, None, A, B, SCALES, case.segments, backend="triton")
 
     expected = forward()
-    monkeypatch.setattr(tables, "_upload", None)  # a second upload would fail
+    monkeypatch.setattr(tables, "upload", None)  # a second upload would fail
     assert torch.equal(forward(), expected)
     A[0].mul_(2)  # a table holds addresses, not numbers
     assert not torch.equal(forward(), expected)
@@ -388,3 +390,52 @@ def test_in_a_graph(device):
     fresh = Segments(starts=(3,), ends=(500,), slots=(1,))
     with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         lora_linear(x, weight, None, A, B, SCALES, fresh, backend="triton")
+
+
+@pytest.mark.parametrize(("dtype", "adapter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, dtype, adapter):
+    """In any company: rows of other slots with larger ranks, off rows, other places; in decoding, too."""
+    torch.manual_seed(0)
+    n, k, m, ranks = 90, 300, 200, (5, 40, 16)
+    x, dy = (torch.randn(n, size, device=device, dtype=dtype) for size in (k, m))
+    weight = torch.randn(m, k, device=device, dtype=dtype)
+    adapters = [[torch.randn(*size, device=device, dtype=adapter) for size in ((r, k), (m, r))] for r in ranks]
+
+    def run(runs, rows):
+        """y, dx and the gradients of each slot's pair; runs: (slot, rows) one after another."""
+        leaves = [x[rows].clone().requires_grad_(), *(w.clone().requires_grad_() for pair in adapters for w in pair)]
+        ends = list(itertools.accumulate(size for _, size in runs))
+        starts = [0, *ends[:-1]]
+        segs = Segments(starts=tuple(starts), ends=tuple(ends), slots=tuple(slot for slot, _ in runs))
+        call = (weight, None, leaves[1::2], leaves[2::2], [0.5, 2.0, 1.5], segs)
+        y = lora_linear(leaves[0], *call, backend="triton")
+        grads = torch.autograd.grad(y, leaves, dy[rows], allow_unused=True)
+        with torch.no_grad():
+            assert torch.equal(DecodeLinear(*call, backend="triton")(x[rows]), y)
+            if len(rows) > 20:
+                first = len(rows) - 1  # one row of the last run, as a step decodes it
+                alone = Segments(starts=(0,), ends=(1,), slots=(runs[-1][0],))
+                assert torch.equal(DecodeLinear(*call[:-1], alone, backend="triton")(x[rows[first:]]), y[first:])
+        return y.detach(), *grads
+
+    order = list(range(n))
+    with registry.use_exact():
+        whole = run([(0, 33), (-1, 7), (1, 20), (2, 30)], order)
+        for slot, rows in ((0, order[:33]), (1, order[40:60]), (2, order[60:])):
+            alone = run([(slot, len(rows))], rows)
+            for got, want in zip(alone[:2], whole[:2], strict=True):
+                assert torch.equal(got, want[rows])
+            for i in (2 + 2 * slot, 3 + 2 * slot):
+                assert torch.equal(alone[i], whole[i])
+        moved = run([(1, 20), (0, 33)], order[40:60] + order[:33])
+        assert torch.equal(moved[0], whole[0][order[40:60] + order[:33]])
+        assert all(torch.equal(moved[i], whole[i]) for i in (2, 3, 4, 5))
+
+
+def test_exact_mode_refuses_adapters_of_two_dtypes(device):
+    x, weight = torch.randn(4, 8, device=device), torch.randn(6, 8, device=device)
+    A = [torch.randn(2, 8, device=device), torch.randn(2, 8, device=device, dtype=torch.bfloat16)]
+    B = [torch.randn(6, 2, device=device), torch.randn(6, 2, device=device, dtype=torch.bfloat16)]
+    segs = Segments(starts=(0, 2), ends=(2, 4), slots=(0, 1))
+    with registry.use_exact(), pytest.raises(TypeError, match="A: expected adapters of one dtype in exact mode"):
+        lora_linear(x, weight, None, A, B, [1.0, 1.0], segs, backend="triton")
