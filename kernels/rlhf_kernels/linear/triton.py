@@ -26,7 +26,7 @@ from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 
 ROWS = 128
 WIDE = 8192
-"""Columns from which tiles are wider: enough of them for the processors of a GPU, even with few rows."""
+"""Columns from which tiles of half types are wider: enough for a GPU's processors, even with few rows."""
 WARPS = 8
 GROUP = 8
 """Tiles of rows that go through the columns together, so that what they read stays in L2."""
@@ -76,7 +76,7 @@ def product_kernel(
 
 def settings(n_columns: int, item: int) -> dict[str, int]:
     """Tile, warps and stages for a result of so many columns and operands of `item` bytes; never by rows."""
-    is_wide = n_columns >= WIDE
+    is_wide = n_columns >= WIDE and item < 4  # three TF32 products leave too few registers on sm_80
     return {
         "BR": ROWS,
         "BC": min(128 if is_wide else 64, max(16, triton.next_power_of_2(n_columns))),
