@@ -1,4 +1,4 @@
-"""More seeded bugs for `test_mutations.py`: linears, norms and the like on a GPU. A record's fields: see `mutations`."""
+"""More seeded bugs for `test_mutations.py`: linears and norms on a GPU. How a record is read: see `mutations`."""
 
 from __future__ import annotations
 

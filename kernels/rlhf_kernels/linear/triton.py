@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -146,7 +145,9 @@ def aot_cases() -> list[AotCase]:
     items = {"bf16": 2, "fp16": 2, "fp32": 4}
     along, across = {"a_inner": 1, "b_inner": 1}, {"a_inner": 1, "b_column": 1}
 
-    def case(name: str, dtype: str, columns: int, fixed: dict[str, Any], *, bias: bool = False, odd: bool = False) -> AotCase:
+    def case(
+        name: str, dtype: str, columns: int, fixed: dict[str, Any], *, bias: bool = False, odd: bool = False
+    ) -> AotCase:
         chosen = settings(columns, items[dtype])
         constexprs = {**fixed, "UPCAST": False, "GROUPED": GROUP} | {n: chosen[n] for n in ("BR", "BC", "BK")}
         constexprs |= {} if bias else {"bias_ptr": None}

@@ -1,4 +1,4 @@
-"""The Triton `linear`: tiers against float64, bits of a row in any company, layouts, hostile memory, gradients, choice."""
+"""The Triton `linear`: tiers against float64, bits of a row in any company, layouts, gradients, choice."""
 
 import pytest
 import torch
