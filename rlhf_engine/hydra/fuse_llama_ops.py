@@ -7,9 +7,10 @@ nothing but the attributes the op knows of, and has to give the bits of the op's
 float64 values of what the op can compute.
 
 Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
-kernel table prefers the reference, the modules run their own code. Where they serve, a rotary embedding keeps the
-module's bits. Norms and gated products have an order of sums and a logistic function of their own, those of decoding.
-They round where the modules do. Activations and all gradients are rounded once instead of at every step.
+registry prefers the reference, as on a GPU outside exact mode, the modules run their own code. Where they serve, a
+rotary embedding keeps the module's bits. Norms and gated products have an order of sums and a logistic function of
+their own, on a CPU those of decoding. They round where the modules do. Activations and all gradients are rounded once
+instead of at every step.
 """
 
 from __future__ import annotations
@@ -85,17 +86,19 @@ def _remake(cls: type[nn.Module], kind: str | None = None) -> nn.Module:
     return made
 
 
-def _serves(op: str, *tensors: Tensor) -> bool:
-    """Whether the kernel runs: for these tensors, in this process, now."""
-    x = tensors[0]
-    return (
-        is_eager()
-        and registry.default_backend() in ("auto", "cpu")
-        and registry.unsupported(op, "cpu", x.device.type, x.dtype) is None
-        and not torch.is_autocast_enabled(x.device.type)
-        and all(other.dtype == x.dtype for other in tensors)
-        and registry.resolve(op, "auto", x, x.shape[-1:] or None) == "cpu"
-    )
+def _backend(op: str, *tensors: Tensor) -> str | None:
+    """The backend whose kernel runs for these tensors, in this process, now; None: the module's own code does."""
+    x, default = tensors[0], registry.default_backend()
+    if (
+        not is_eager()
+        or registry.leaves_to_torch()
+        or torch.is_autocast_enabled(x.device.type)
+        or any(other.dtype != x.dtype for other in tensors)
+        or (default != "auto" and registry.unsupported(op, default, x.device.type, x.dtype) is not None)
+    ):
+        return None
+    found = registry.resolve(op, "auto", x, x.shape[-1:] or None)
+    return None if found == "reference" else found
 
 
 # ---- recognising a class and giving it another forward ---------------------------------------------------------------
@@ -120,9 +123,10 @@ def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
     epsilon, plus_one = form
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _serves("rms_norm", hidden_states, self.weight):
+        backend = _backend("rms_norm", hidden_states, self.weight)
+        if backend is not None:
             eps = getattr(self, epsilon)
-            return rms_norm(hidden_states, self.weight, eps=eps, plus_one=plus_one, backend="cpu")
+            return rms_norm(hidden_states, self.weight, eps=eps, plus_one=plus_one, backend=backend)
         return own(self, hidden_states)
 
     return forward
@@ -147,7 +151,8 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
         if not is_eager():
             return own(self, x)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        gated = swiglu(gate, up, backend="cpu") if _serves("swiglu", gate, up) else self.act_fn(gate) * up
+        backend = _backend("swiglu", gate, up)
+        gated = self.act_fn(gate) * up if backend is None else swiglu(gate, up, backend=backend)
         y: Tensor = self.down_proj(gated)
         return y
 
@@ -195,9 +200,8 @@ def _activation_forward(cls: type[nn.Module], kind: str) -> Callable[..., Tensor
     own: Callable[..., Tensor] = cls.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if _serves("activation", x):
-            return activation(x, kind, backend="cpu")
-        return own(self, x)
+        backend = _backend("activation", x)
+        return own(self, x) if backend is None else activation(x, kind, backend=backend)
 
     return forward
 
@@ -221,8 +225,9 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
         if len(arguments) == 4 and not named:
             q, k, cos, sin = arguments
             whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not cos.requires_grad
-            if whole and _serves("rotary", q, k, cos, sin):
-                return rotary(q, k, cos, sin, backend="cpu")
+            backend = _backend("rotary", q, k, cos, sin) if whole else None
+            if backend is not None:
+                return rotary(q, k, cos, sin, backend=backend)
         return turn(*arguments, **named)
 
     return _with_global(cls.forward, _ROTARY, turned)

@@ -15,9 +15,11 @@ from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.activations import ACT2FN, GELUActivation
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from rlhf_engine.hydra import fuse_llama_ops as swaps
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
@@ -274,6 +276,30 @@ def test_exact_mode_goes_before_the_table(tmp_path):
         assert torch.equal(module(x), nn.functional.gelu(x))
         with registry.use_exact():
             assert torch.equal(module(x), block.activation(x, "gelu", backend="cpu"))
+
+
+OPS = ("rms_norm", "rotary", "swiglu", "activation")
+
+
+@pytest.mark.parametrize("default", ["auto", "triton"])
+def test_on_a_gpu_exact_mode_alone_takes_the_kernels(default):
+    if registry.unsupported("rms_norm", "triton", "cuda", torch.bfloat16) is not None:
+        pytest.skip("triton is not installed")
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda", dtype=torch.bfloat16)
+    with registry.use_backend(default):
+        assert [swaps._backend(op, x) for op in OPS] == [None] * 4
+        with registry.use_exact():
+            assert [swaps._backend(op, x) for op in OPS] == ["triton"] * 4
+            assert swaps._backend("swiglu", x, x.float()) is None
+            assert swaps._backend("rms_norm", x.double()) is None
+            with torch.autocast("cpu"):
+                assert swaps._backend("rms_norm", x.cpu()) is None
+            with stand_in():
+                assert swaps._backend("rms_norm", x) is None
+    for other in ("reference", "cuda"):
+        with registry.use_backend(other), registry.use_exact():
+            assert [swaps._backend(op, x) for op in OPS] == [None] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -239,6 +239,11 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 """Name of an op: arguments that are right, by name, but for the backend."""
 
+WITHOUT_REFERENCE = {
+    f"{op}{direction}" for op in ("rms_norm", "rotary", "swiglu", "activation") for direction in ("", "_gradient")
+}
+"""Ops whose reference is plain torch, which no registered op runs."""
+
 _ANY_ROWS = {("x", "fewer"), ("x", "one"), ("x", "empty"), ("x", "another dimension")}
 _WEIGHTS = {("mask", "another kind")}  # of a bool mask that makes floats
 FREE: dict[str, set[tuple[str, str]]] = {

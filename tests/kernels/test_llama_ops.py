@@ -67,7 +67,7 @@ def test_a_norm_rounds_where_llama_s_does(dtype, width, rows):
     x = 3 * torch.randn(*rows, width, dtype=dtype)
     norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    y, rstd = _rms_norm(x, norm.weight, 1e-5, False)
+    y, rstd = _rms_norm(x, norm.weight, 1e-5, False, "cpu")
     assert y.dtype == dtype
     assert torch.equal(y, norm.weight * (x.float() * rstd).to(dtype))
     exact = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -81,9 +81,9 @@ def test_a_norm_by_one_plus_its_weight_rounds_once_as_gemma_s(dtype, width):
     x = 3 * torch.randn(3, 5, width, dtype=dtype)
     norm = Gemma2RMSNorm(width, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    y, rstd = _rms_norm(x, norm.weight, 1e-5, True)
+    y, rstd = _rms_norm(x, norm.weight, 1e-5, True, "cpu")
     assert torch.equal(y, (x.float() * rstd * (1.0 + norm.weight.float())).to(dtype))
-    assert torch.equal(rstd, _rms_norm(x, norm.weight, 1e-5, False)[1])
+    assert torch.equal(rstd, _rms_norm(x, norm.weight, 1e-5, False, "cpu")[1])
     assert torch.equal(rms_norm(x, norm.weight, eps=1e-5, plus_one=True, backend="reference"), norm(x))
     assert torch.equal(rms_norm(x[1, 2], norm.weight, eps=1e-5, plus_one=True, backend="cpu"), y[1, 2])
 
@@ -302,18 +302,24 @@ def test_what_needs_no_gradient_gets_none():
 def test_opcheck():
     x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8)
     for plus_one in (False, True):
-        torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6, plus_one))
+        torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6, plus_one, "cpu"))
         given = torch.randn(3, 5, 8), x.detach(), weight, torch.rand(3, 5, 1)
-        torch.library.opcheck(_rms_norm_gradient._registered, (*given, plus_one))
+        torch.library.opcheck(_rms_norm_gradient._registered, (*given, plus_one, "cpu"))
     q, k, cos, sin = heads(2, 4, 2, 3, 6)
-    torch.library.opcheck(_rotary._registered, (q.requires_grad_(), k, cos, sin))
-    torch.library.opcheck(_rotary_gradient._registered, (q.detach(), k, cos, sin))
+    torch.library.opcheck(_rotary._registered, (q.requires_grad_(), k, cos, sin, "cpu"))
+    torch.library.opcheck(_rotary_gradient._registered, (q.detach(), k, cos, sin, "cpu"))
     gate, up = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
-    torch.library.opcheck(_swiglu._registered, (gate, up))
-    torch.library.opcheck(_swiglu_gradient._registered, (torch.randn(3, 7), gate.detach(), up))
+    torch.library.opcheck(_swiglu._registered, (gate, up, "cpu"))
+    torch.library.opcheck(_swiglu_gradient._registered, (torch.randn(3, 7), gate.detach(), up, "cpu"))
     for kind in KINDS:
-        torch.library.opcheck(_activation._registered, (gate, kind))
-        torch.library.opcheck(_activation_gradient._registered, (up, gate.detach(), kind))
+        torch.library.opcheck(_activation._registered, (gate, kind, "cpu"))
+        torch.library.opcheck(_activation_gradient._registered, (up, gate.detach(), kind, "cpu"))
+
+
+def test_the_reference_is_no_registered_op():
+    x = torch.randn(3, 5)
+    with pytest.raises(ValueError, match="backend: expected one that has kernels, got 'reference'"):
+        torch.ops.rlhf_kernels.swiglu(x, x, "reference")
 
 
 # ---- hostile input ---------------------------------------------------------------------------------------------------
@@ -415,7 +421,7 @@ REFUSED = {
         "sin: expected angles without",
         lambda: rotary(Q, Q, ANGLES, ANGLES.clone().requires_grad_()),
     ),
-    "backend": (registry.BackendUnavailableError, "has no triton", lambda: swiglu(ONES, ONES, backend="triton")),
+    "backend": (registry.BackendUnavailableError, "has no cuda", lambda: swiglu(ONES, ONES, backend="cuda")),
     "double": (
         registry.BackendUnavailableError,
         "float32 and bfloat16",

@@ -18,11 +18,16 @@ import pytest
 import torch
 from rlhf_kernels.runtime import native
 
-from . import mutations, mutations_gpu_decoding, mutations_sets
+from . import mutations, mutations_gpu_blocks, mutations_gpu_decoding, mutations_sets
 from .mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu_decoding.MUTATIONS, *mutations_sets.MUTATIONS]
+MUTATIONS = [
+    *mutations.MUTATIONS,
+    *mutations_gpu_blocks.MUTATIONS,
+    *mutations_gpu_decoding.MUTATIONS,
+    *mutations_sets.MUTATIONS,
+]
 # What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
 FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
 WITH_COMPILER = shutil.which("g++") is not None

@@ -46,6 +46,51 @@ def test_auto_on_cuda_prefers_cuda_then_triton(op):
     assert registry.report("cpu", torch.bfloat16)[op]["auto"] == "reference"
 
 
+def test_auto_takes_what_waits_for_a_measurement_in_exact_mode_only(op):
+    """On a GPU, too, where there is no table of measurements."""
+    registry.register(op, "triton", only("cuda", torch.float32), when_measured=True)
+    registry.register(op, "cpu", only("cpu", torch.float32), when_measured=True)
+    try:
+        for device, backend in (("cuda", "triton"), ("cpu", "cpu")):
+            assert registry.resolve_for(op, "auto", device, torch.float32) == "reference"
+            assert registry.resolve_for(op, backend, device, torch.float32) == backend
+            with registry.use_exact():
+                assert registry.resolve_for(op, "auto", device, torch.float32) == backend
+                assert registry.resolve_for(op, "auto", device, torch.float64) == "reference"
+            assert registry.resolve_for(op, "auto", device, torch.float32) == "reference"
+        assert registry.report("cuda")[op]["why"] == "triton is for exact mode"
+        with registry.use_exact():
+            assert registry.report("cuda")[op]["why"] == "exact mode: its rows depend on nothing else"
+    finally:
+        registry._WHEN_MEASURED -= {(op, "triton"), (op, "cpu")}
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "rotary", "swiglu", "activation"])
+def test_torch_keeps_its_own_ops_on_a_gpu_outside_exact_mode(name):
+    if registry.unsupported(name, "triton", "cuda", torch.bfloat16) is not None:
+        pytest.skip("triton is not installed")
+    assert registry.report("cuda", torch.bfloat16)[name]["auto"] == "reference"
+    with registry.use_exact():
+        assert registry.report("cuda", torch.bfloat16)[name]["auto"] == "triton"
+        assert registry.report("cuda", torch.float64)[name]["auto"] == "reference"
+
+
+def test_which_defaults_leave_linears_and_norms_to_torch():
+    found = {}
+    for backend in ("auto", *registry.BACKENDS):
+        with registry.use_backend(backend):
+            outside = registry.leaves_to_torch()
+            with registry.use_exact():
+                found[backend] = (outside, registry.leaves_to_torch())
+    assert found == {
+        "auto": (False, False),
+        "cuda": (True, True),
+        "triton": (True, False),
+        "cpu": (False, False),
+        "reference": (True, True),
+    }
+
+
 def test_named_backend_is_served_or_refused(op):
     registry.register(op, "cpu", only("cpu", torch.float32))
     assert registry.resolve(op, "cpu", X) == "cpu"

@@ -70,11 +70,30 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert_no_spills(found)
 
 
+@pytest.fixture(scope="module")
+def every_case(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("aot") / "all.json")
+
+
 @pytest.mark.long
-def test_every_case_compiles_for_every_architecture(tmp_path):
-    found = compiled(tmp_path / "all.json")
-    assert len(found) == expected(first=False) * len(aot.ARCHITECTURES) > 0
-    assert_no_spills(found)
+def test_every_case_compiles_for_every_architecture(every_case):
+    assert len(every_case) == expected(first=False) * len(aot.ARCHITECTURES) > 0
+    assert_no_spills(every_case)
+
+
+@pytest.mark.long
+def test_a_linear_has_one_instruction_for_every_number_of_rows_and_every_layout(every_case):
+    """Other instructions may add in another order: on Hopper mma.sync in place of wgmma."""
+    tiles: dict[tuple[int, str, str], set[str]] = {}
+    for r in every_case:
+        if r["op"] == "linear" and r["arch"] != 100:  # tensor memory there, which `products` does not see
+            assert len(r["products"]) == 1, r
+            dtype = r["case"].rpartition(", ")[2]
+            tile, _, layout = r["products"][0].partition(" ")
+            tiles.setdefault((r["arch"], dtype, tile), set()).add(layout)
+            assert r["arch"] != 90 or "versionMajor = 3" in layout, r
+    assert len(tiles) == 2 * (3 + 3 + 2)  # architectures; widths in bf16, fp16 and fp32
+    assert not {key: sorted(found) for key, found in tiles.items() if len(found) > 1}
 
 
 def test_a_row_of_logits_is_summed_in_one_order_and_its_state_read_before_it_is_written(tmp_path):

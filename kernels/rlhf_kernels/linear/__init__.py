@@ -3,9 +3,12 @@
     y_n = W x_n + b;   dx_n = Wᵀ dy_n;   dW = Σ_n dy_n x_nᵀ;   db = Σ_n dy_n
 
 Symbols: x [.., K] with N rows (all leading dims flattened), weight [M, K], bias [M], y [.., M], one floating dtype.
-Products accumulate in fp32 over the full depth and are rounded once, bias included. `cpu` adds every element of the
-output in one order, whatever the number of rows, their neighbours and the number of threads; `reference` is
-`F.linear`, whose order is torch's affair. Nothing is computed for what needs no gradient: a frozen weight has no dW.
+Products accumulate in fp32 over the full depth and are rounded once, bias included. `cpu` and `triton` add every
+element of the output in one order, whatever the number of rows, their neighbours and the number of threads;
+`reference` is `F.linear`, whose order is torch's affair. Nothing is computed for what needs no gradient: a frozen
+weight has no dW.
+
+Backends: triton, cpu, reference. `auto` takes `triton` in exact mode only, `cpu` there and where it was measured.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kernels.linear import native, reference
-from rlhf_kernels.runtime import autocast, eager, registry
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 
 __all__ = ["linear", "product_for"]
 
 registry.register("linear", "reference", reference)
 # where nothing was measured a library's product is the safer guess
 registry.register("linear", "cpu", native, when_measured=True)
+registry.register(
+    "linear", "triton", registry.Lazy("rlhf_kernels.linear.triton", triton_support.unsupported), when_measured=True
+)
 
 
 @eager.custom_op("rlhf_kernels::linear", "x: D[..., K], weight: D[M, K], bias: D[M]")
@@ -113,8 +119,8 @@ def product_for(x: Tensor, weight: Tensor) -> Any:
 
 
 def _resolve(x: Tensor, weight: Tensor, backend: str) -> str:
-    """The backend of a call; a process-wide default that has no linear, as `triton`, leaves linears to torch."""
-    if backend == "auto" and (registry.default_backend() not in ("auto", "cpu") or eager.is_transformed()):
+    """The backend of a call; some process-wide defaults leave linears to torch."""
+    if backend == "auto" and (registry.leaves_to_torch() or eager.is_transformed()):
         return "reference"  # torch.func has no rules for custom ops
     return registry.resolve("linear", backend, x, weight.shape)
 

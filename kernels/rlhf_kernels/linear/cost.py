@@ -27,12 +27,14 @@ def linear_work(kind: str, x: torch.Tensor, weight: torch.Tensor, products: int,
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
-    """The own product: lanes of one side as tiles, and per thread a strip of the other side and its sums.
+    """In C++ lanes of one side as tiles, and per thread a strip of the other side and its sums; in Triton nothing.
 
     x is packed forward, W backward. The tiles of a weight that is kept packed are counted as state besides.
     """
     backward = name != "linear"
     rows, weight = args[0], args[2 if backward else 1]
+    if backend_of("linear", weight.dtype, weight.shape) == "triton":
+        return 0
     n, (m, k) = rows.numel() // max(rows.shape[-1], 1), weight.shape
     columns, strip = native.tile_size("linear_columns"), native.tile_size("strip_rows")
     lanes, depth = (k, m) if backward else (n, k)

@@ -23,18 +23,19 @@ With `plus_one` 1 + weight stands for weight (Gemma), and y is rounded once.
     silu: s = σ(x)    quick_gelu: s = σ(1.702 x)    gelu: s = (1 + erf(x / √2)) / 2
     gelu_tanh: s = σ(2 √(2/π) (x + 0.044715 x³)) = (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2
 
-`reference` is the very sequence of torch ops that transformers' Llama runs, and `cpu` rounds where it does. `rotary`
-has its bits. The sum of squares and the logistic function have an order and a formula of their own in `cpu`, the same
-as in `decode_step`: torch's depend on where a number lies in memory. An activation is float32 inside and rounds once.
-Gradients round once, the reference's at every step. The backward pass keeps x and rstd, the angles, gate and up, x of
-an activation; the reference keeps what autograd does.
+`reference` is the very sequence of torch ops that transformers' Llama runs, and `cpu` and `triton` round where it does.
+`rotary` has its bits. The sum of squares and the logistic function have an order and a formula of their own in each,
+in `cpu` those of `decode_step`: torch's depend on where a number lies in memory. An activation is float32 inside and
+rounds once. Gradients round once, the reference's at every step. The backward pass keeps x and rstd, the angles, gate
+and up, x of an activation; the reference keeps what autograd does.
 
 Symbols: x [..., H], weight [H]; q [B, heads, T, D], k [B, kv_heads, T, D], cos and sin [1 or B, T, D]; gate, up of
-any one shape; x of an activation of any shape. Dtypes: float32 and bfloat16 (cpu), any floating point (reference); all
-tensors of a call have one. Gradients for x, weight, q, k, gate and up, none for the angles; first derivatives only.
-Determinism: in `cpu` the bits of a row of a norm, of a head and of an element elsewhere depend on it alone. torch adds
-dweight up.
-Backends: cpu, reference.
+any one shape; x of an activation of any shape. Dtypes: float32 and bfloat16 (cpu), float16 too (triton), any floating
+point (reference); all tensors of a call have one. Gradients for x, weight, q, k, gate and up, none for the angles;
+first derivatives only.
+Determinism: but for `reference`, the bits of a row of a norm, of a head and of an element elsewhere depend on it alone.
+torch adds dweight up.
+Backends: triton (`auto` takes it in exact mode only), cpu, reference.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.llama_ops import native, reference
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime import registry, triton_support
 from rlhf_kernels.runtime.eager import custom_op
 
 __all__ = ["activation", "rms_norm", "rotary", "swiglu"]
@@ -53,6 +54,8 @@ __all__ = ["activation", "rms_norm", "rotary", "swiglu"]
 for _op in ("rms_norm", "rotary", "swiglu", "activation"):
     registry.register(_op, "reference", reference)
     registry.register(_op, "cpu", native)
+    _triton = registry.Lazy("rlhf_kernels.llama_ops.triton", triton_support.unsupported)
+    registry.register(_op, "triton", _triton, when_measured=True)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, plus_one: bool = False, backend: str = "auto") -> Tensor:
@@ -81,9 +84,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, plus_one: bool = False, b
     _check("weight", weight, x, x.shape[-1:])
     if not eps >= 0.0:
         raise ValueError(f"eps: expected a number of at least 0, got {eps}")
-    if registry.resolve("rms_norm", backend, x, (x.shape[-1],)) == "reference":
+    chosen = registry.resolve("rms_norm", backend, x, (x.shape[-1],))
+    if chosen == "reference":
         return reference.rms_norm(x, weight, eps, plus_one)
-    y: Tensor = _rms_norm(x, weight, float(eps), bool(plus_one))[0]
+    y: Tensor = _rms_norm(x, weight, float(eps), bool(plus_one), chosen)[0]
     return y
 
 
@@ -100,8 +104,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "au
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
 
     Returns:
-        Turned q and k, of the shapes and dtype of the inputs. The `cpu` backend lays them out in memory as
-            [B, T, heads, D].
+        Turned q and k, of the shapes and dtype of the inputs. All backends except `reference` lay them out
+            in memory as [B, T, heads, D].
 
     Raises:
         TypeError: an argument is no floating tensor.
@@ -125,9 +129,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "au
             raise ValueError(f"{name}: expected angles without a gradient, got a tensor that requires one")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: expected the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    if registry.resolve("rotary", backend, q, (q.shape[-1],)) == "reference":
+    chosen = registry.resolve("rotary", backend, q, (q.shape[-1],))
+    if chosen == "reference":
         return reference.rotary(q, k, cos, sin)
-    q_turned, k_turned = _rotary(q, k, cos, sin)
+    q_turned, k_turned = _rotary(q, k, cos, sin, chosen)
     return q_turned, k_turned
 
 
@@ -151,9 +156,10 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """
     _check("gate", gate, gate)
     _check("up", up, gate, gate.shape)
-    if registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None) == "reference":
+    chosen = registry.resolve("swiglu", backend, gate, gate.shape[-1:] or None)
+    if chosen == "reference":
         return reference.swiglu(gate, up)
-    y: Tensor = _swiglu(gate, up)
+    y: Tensor = _swiglu(gate, up, chosen)
     return y
 
 
@@ -178,9 +184,10 @@ def activation(x: Tensor, kind: str, *, backend: str = "auto") -> Tensor:
     _check("x", x, x)
     if kind not in native.KINDS:
         raise ValueError(f"kind: expected one of {native.KINDS}, got {kind!r}")
-    if registry.resolve("activation", backend, x, x.shape[-1:] or None) == "reference":
+    chosen = registry.resolve("activation", backend, x, x.shape[-1:] or None)
+    if chosen == "reference":
         return reference.activation(x, kind)
-    y: Tensor = _activation(x, kind)
+    y: Tensor = _activation(x, kind, chosen)
     return y
 
 
@@ -195,33 +202,40 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
-# ---- the ops of the cpu backend --------------------------------------------------------------------------------------
+# ---- the ops of the backends that have kernels -----------------------------------------------------------------------
+
+
+def _kernels(op: str, backend: str) -> Any:
+    """What has an op's forward and gradient; the reference leaves its gradients to autograd."""
+    if backend == "reference":
+        raise ValueError("backend: expected one that has kernels, got 'reference', which is no registered op")
+    return registry.implementation(op, backend)
 
 
 @custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-    return native.rms_norm(x, weight, eps, plus_one)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, backend: str) -> tuple[Tensor, Tensor]:
+    return _kernels("rms_norm", backend).rms_norm(x, weight, eps, plus_one)  # type: ignore[no-any-return]
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, eps: float, plus_one: bool, backend: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.plus_one = inputs
+    x, weight, _, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _rms_norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
-    dx = _rms_norm_gradient(dy, x, weight, rstd, ctx.plus_one) if ctx.needs_input_grad[0] else None
+    dx = _rms_norm_gradient(dy, x, weight, rstd, *ctx.options) if ctx.needs_input_grad[0] else None
     dweight = None
     if ctx.needs_input_grad[1]:
         products = dy.float() * (x.float() * rstd)
         dweight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-    return dx, dweight, None, None
+    return dx, dweight, None, None, None
 
 
 _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
@@ -231,12 +245,12 @@ _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
     "rlhf_kernels::rms_norm_gradient",
     "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
 )
-def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
-    return native.rms_norm_gradient(dy, x, weight, rstd, plus_one)
+def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool, backend: str) -> Tensor:
+    return _kernels("rms_norm", backend).rms_norm_gradient(dy, x, weight, rstd, plus_one)  # type: ignore[no-any-return]
 
 
 @_rms_norm_gradient.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Tensor:
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -244,21 +258,23 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool) -> Te
     "rlhf_kernels::rotary",
     "q: D[B, heads, T, d], k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
 )
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return native.rotate(q, cos, sin), native.rotate(k, cos, sin)
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    rotate = _kernels("rotary", backend).rotate
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 @_rotary.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return native.turned_like(q), native.turned_like(k)
 
 
-def _rotary_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[2:])
+def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, ctx.backend = inputs
+    ctx.save_for_backward(cos, sin)
 
 
 def _rotary_backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_rotary_gradient(d_q, d_k, *ctx.saved_tensors), None, None)
+    return (*_rotary_gradient(d_q, d_k, *ctx.saved_tensors, ctx.backend), None, None, None)
 
 
 _rotary.register_autograd(_rotary_backward, setup_context=_rotary_setup)
@@ -268,73 +284,75 @@ _rotary.register_autograd(_rotary_backward, setup_context=_rotary_setup)
     "rlhf_kernels::rotary_gradient",
     "d_q: D[B, heads, T, d], d_k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
 )
-def _rotary_gradient(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return native.rotate(d_q, cos, sin, back=True), native.rotate(d_k, cos, sin, back=True)
+def _rotary_gradient(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    rotate = _kernels("rotary", backend).rotate
+    return rotate(d_q, cos, sin, back=True), rotate(d_k, cos, sin, back=True)
 
 
 @_rotary_gradient.register_fake
-def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return native.turned_like(d_q), native.turned_like(d_k)
 
 
 @custom_op("rlhf_kernels::swiglu", "gate: D[...], up: D[...]")
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return native.swiglu(gate, up)
+def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
+    return _kernels("swiglu", backend).swiglu(gate, up)  # type: ignore[no-any-return]
 
 
 @_swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, backend: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _swiglu_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.backend = inputs
+    ctx.save_for_backward(gate, up)
 
 
-def _swiglu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return _swiglu_gradient(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+def _swiglu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_swiglu_gradient(dy, *ctx.saved_tensors, ctx.backend), None)
 
 
 _swiglu.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
 
 
 @custom_op("rlhf_kernels::swiglu_gradient", "dy: D[...], gate: D[...], up: D[...]")
-def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return native.swiglu_gradient(dy, gate, up)
+def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return _kernels("swiglu", backend).swiglu_gradient(dy, gate, up)  # type: ignore[no-any-return]
 
 
 @_swiglu_gradient.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, gate: Tensor, up: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 @custom_op("rlhf_kernels::activation", "x: D[...]")
-def _activation(x: Tensor, kind: str) -> Tensor:
-    return native.activation(x, kind)
+def _activation(x: Tensor, kind: str, backend: str) -> Tensor:
+    return _kernels("activation", backend).activation(x, kind)  # type: ignore[no-any-return]
 
 
 @_activation.register_fake
-def _(x: Tensor, kind: str) -> Tensor:
+def _(x: Tensor, kind: str, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _activation_setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.kind = inputs[1]
+def _activation_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *ctx.options = inputs
+    ctx.save_for_backward(x)
 
 
-def _activation_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    return _activation_gradient(dy, *ctx.saved_tensors, ctx.kind), None
+def _activation_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return _activation_gradient(dy, *ctx.saved_tensors, *ctx.options), None, None
 
 
 _activation.register_autograd(_activation_backward, setup_context=_activation_setup)
 
 
 @custom_op("rlhf_kernels::activation_gradient", "dy: D[...], x: D[...]")
-def _activation_gradient(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    return native.activation_gradient(dy, x, kind)
+def _activation_gradient(dy: Tensor, x: Tensor, kind: str, backend: str) -> Tensor:
+    return _kernels("activation", backend).activation_gradient(dy, x, kind)  # type: ignore[no-any-return]
 
 
 @_activation_gradient.register_fake
-def _(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+def _(dy: Tensor, x: Tensor, kind: str, backend: str) -> Tensor:
     return x.new_empty(x.shape)

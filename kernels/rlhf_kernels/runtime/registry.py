@@ -4,12 +4,14 @@ An implementation is a module (or any namespace) that offers the functions its o
 `unsupported(device_type, dtype) -> str | None`, the reason why it cannot serve such tensors.
 
 `auto` decides by op, device type and dtype, on a CPU also by instruction set and weight shape; never by the number of
-rows or by a measurement of the moment. There, in this order:
+rows or by a measurement of the moment. In this order:
 
-    1. in exact mode (`begin_run(exact=True)`, `use_exact`) `cpu` where it serves: its rows depend on nothing else
-    2. the choice of the checkpoint that a run resumed from (`begin_run`)
-    3. the kernel table, made by the benchmark (`kernel_table`)
-    4. `cpu` if it serves, else `reference`; the other way round for `linear`, where torch has a product of its own
+    1. in exact mode (`begin_run(exact=True)`, `use_exact`) the first of `cuda`, `triton` on a GPU, and `cpu` on a CPU,
+       that serves: its rows depend on nothing else
+    2. on a CPU the choice of the checkpoint that a run resumed from (`begin_run`)
+    3. on a CPU the kernel table, made by the benchmark (`kernel_table`)
+    4. the same as in exact mode, less the backends that are taken only `when_measured`: torch has an op of its own
+    5. `reference`
 
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
@@ -48,7 +50,7 @@ BACKENDS = ("cuda", "triton", "cpu", "reference")
 _PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {}
 _WHEN_MEASURED: set[tuple[str, str]] = set()
-"""(op, backend) that `auto` takes only where the table says so."""
+"""(op, backend) that `auto` takes only where the table says so, and in exact mode."""
 _default_backend = "auto"
 _exact = False
 
@@ -127,7 +129,7 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
         op: name of the op.
         backend: one of `BACKENDS`.
         implementation: module, or any namespace, with the functions that the op calls.
-        when_measured: True: `auto` takes it only where the kernel table names it.
+        when_measured: True: `auto` takes it only where the kernel table names it, and in exact mode.
 
     Raises:
         ValueError: backend is unknown.
@@ -284,14 +286,14 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
     if len(served) == 1:
         others = "; ".join(reason for reason in reasons.values() if reason)
         return _Decision(served[0], f"the only one that serves: {others}" if others else "the only one there is")
-    if device_type != "cpu":
-        return _Decision(served[0], "the first that serves")
     if _exact:
         return _Decision(served[0], "exact mode: its rows depend on nothing else")
+    first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
+    if device_type != "cpu":
+        return _Decision(first, "the first that serves" if first == served[0] else f"{served[0]} is for exact mode")
     entry = table().find(op, native.isa(), _name(dtype), shape)
     if entry is not None:
         return _Decision(entry.backend, f"by the table: {_measured(entry)}")
-    first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
     return _Decision(first, f"the first that serves; the table has nothing for {native.isa()}")
 
 
@@ -327,8 +329,8 @@ def begin_run(choices: Iterable[Choice] = (), *, exact: bool = False) -> None:
 def is_exact() -> bool:
     """Whether this process is in exact mode: a row's bits depend on nothing but the row, in rollouts and in training.
 
-    Then `auto` takes the C++ ops on a CPU, whatever the kernel table says, and on a GPU Triton's kernels have their
-    default settings (`tuning`).
+    Then `auto` takes the C++ ops on a CPU, whatever the kernel table says. On a GPU it takes Triton's also where torch
+    has an op of its own, and all of them have their default settings (`tuning`).
     """
     return _exact
 
@@ -491,6 +493,14 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
 def default_backend() -> str:
     """Name that `backend="auto"` stands for in this process: "auto", or the backend that was set."""
     return _default_backend
+
+
+def leaves_to_torch() -> bool:
+    """Whether the process-wide default leaves linears, norms and the like, which torch has itself, to torch.
+
+    Those named `reference` and `cuda` do, and outside exact mode `triton`: it is asked for what torch has not.
+    """
+    return _default_backend not in (("auto", "cpu", "triton") if _exact else ("auto", "cpu"))
 
 
 def set_default_backend(backend: str) -> None:

@@ -8,9 +8,11 @@ import torch
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.linear import linear
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
+from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
 from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import aot, registry
@@ -46,6 +48,13 @@ def heads():
     at = torch.arange(4)
     sample(torch.randn(4, H), weight.detach(), seed=at, position=at, lora=lora, **ON)
     gather_logprob(leaf(20, V), target[:20], **ON).logprob.sum().backward()
+
+
+def blocks():
+    linear(leaf(5, 16), leaf(8, 16), leaf(8), **ON).sum().backward()
+    q, angles = leaf(1, 2, 3, 4), torch.randn(1, 3, 4)
+    ys = [*rotary(q, q, angles, angles, **ON), rms_norm(q, leaf(4), eps=1e-6, **ON), swiglu(q, q, **ON)]
+    sum(y.sum() for y in (*ys, activation(q, "gelu", **ON))).backward()
 
 
 def adapters():
@@ -97,7 +106,7 @@ def test_every_launch_has_its_tensors_device(monkeypatch):
     monkeypatch.setattr(registry, "cuda_device", lambda args: second)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", made_current)
-    for calls in (heads, adapters, losses, advantages, attention):
+    for calls in (heads, blocks, adapters, losses, advantages, attention):
         calls()
     assert set(launched) == {case.kernel.__name__ for op in aot.OPS for case in aot.cases(op)}
     assert {name for name, devices in launched.items() if devices != {1}} == set()
