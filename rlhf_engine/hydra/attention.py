@@ -3,8 +3,9 @@
 A backbone call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
 how they attend:
 
-* `PackedPlan`: every sequence attends causally to itself, and to a prompt that it shares with others. On a CPU that is
-  the op `attention`, whose rows have the bits of decoding's; on a GPU `varlen` chooses who serves it without padding.
+* `PackedPlan`: every sequence attends causally to itself, and to a prompt that it shares with others. On a CPU, and on
+  a GPU in exact mode, that is the op `attention`, whose rows have the bits of decoding's; elsewhere on a GPU `varlen`
+  chooses who serves it without padding.
   Elsewhere sequences of similar length go through one SDPA call, the shorter ones padded on the right; under a causal
   mask no real query sees that padding, so no mask tensor exists. With `new`, keys and values are also written into a
   cache (prefill).
@@ -174,23 +175,27 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether sequences with these tokens may go on from a prompt that they share, in a backbone of a dtype.
 
-    That is so on a CPU with tokens at hand, where C++ serves `attention`.
+    That is so with tokens at hand where a kernel serves `attention`: on a CPU, and on a GPU in exact mode.
     """
-    return eager(tokens_T) and _serves_in_cpp(tokens_T.device.type, dtype)
+    return eager(tokens_T) and _kernel(tokens_T.device.type, dtype) is not None
 
 
-def _serves_in_cpp(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether attention of packed rows may run in C++."""
-    if device_type != "cpu" or not is_eager() or registry.default_backend() not in ("auto", "cpu"):
-        return False
-    return registry.unsupported("attention", "cpu", "cpu", dtype) is None
+def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
+    """Backend that may attend in the order of decoding; None: attention of packed rows is others' affair."""
+    if not is_eager() or registry.leaves_to_torch():
+        return None
+    backend = registry.default_backend()
+    if backend == "auto":
+        backend = "cpu" if device_type == "cpu" else "triton"
+    if backend == "triton" and not registry.is_exact():
+        return None
+    return backend if registry.unsupported("attention", backend, device_type, dtype) is None else None
 
 
-def _runs_in_cpp(query: torch.Tensor) -> bool:
-    """Whether attention of packed rows with such queries does run in C++."""
-    if not _serves_in_cpp(query.device.type, query.dtype):
-        return False
-    return registry.resolve("attention", "auto", query, (query.shape[-1],)) == "cpu"
+def _runs_in_order(query: torch.Tensor) -> bool:
+    """Whether attention of packed rows with such queries does run in the order of decoding."""
+    backend = _kernel(query.device.type, query.dtype)
+    return backend is not None and registry.resolve("attention", "auto", query, (query.shape[-1],)) == backend
 
 
 def plan_decode(
@@ -240,12 +245,13 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    packed = varlen.choose(query, value, rule)
-    if packed is not None:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        return packed(query, key, value, plan.sequences, rule)[None], None
+    if plan.parents is None and not registry.is_exact():
+        packed = varlen.choose(query, value, rule)
+        if packed is not None:
+            query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+            return packed(query, key, value, plan.sequences, rule)[None], None
     query, key, value = autocast.converted(query, key, value)  # as SDPA would
-    if plan.parents is not None or _runs_in_cpp(query):
+    if plan.parents is not None or _runs_in_order(query):
         return _in_order(query, key, value, rule, plan)[None], None
     attend = _sdpa if softcap is None and sinks is None else _plain
     buckets = zip(*(_in_buckets(x, plan) for x in (query, key, value)), strict=True)

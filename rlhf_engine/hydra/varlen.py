@@ -11,7 +11,7 @@ Sinks go through FlexAttention alone: with ℓ the log-sum-exp of a row's scores
 All of them work in bf16 and fp16 and give a sequence the same bits whatever it is packed with: each is asked for one
 pass over the keys and, where it has such an option, for a backward pass in a fixed order. Elsewhere `choose` gives None
 and the reason, and attention goes through SDPA (see `attention`): on a CPU, in fp32, and with the `reference` kernels,
-whose promise are the bits of the transformers model.
+whose promise are the bits of the transformers model. In exact mode nothing here is called: the op `attention` serves.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, E size of a value head.
 """
@@ -154,6 +154,8 @@ def report() -> dict[str, str]:
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
         in_cpp = registry.unsupported("attention", "cpu", "cpu", torch.bfloat16) is None
         return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
+    if registry.is_exact():
+        return {"attention": IN_TRITON, "why": "exact mode: decoding's order in training, too"}
     found = {}
     at = capability(torch.device(DEVICE_TYPE))
     for name in ("attention", "window", "sinks", "softcap"):
@@ -383,7 +385,7 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]
 
 
 SDPA = "SDPA in buckets"
-IN_CPP = "the op attention in C++"
+IN_CPP, IN_TRITON = "the op attention in C++", "the op attention in Triton"
 PATHS = (
     Path(name="flash-attn 3", unsupported=_flash_3, load=lambda: _load_flash("flash_attn_interface")),
     Path(name="flash-attn 4", unsupported=_flash_4, load=lambda: _load_flash("flash_attn.cute")),

@@ -75,7 +75,8 @@ def unsupported(backbone: Backbone) -> str | None:
     Returns:
         The reason, which names the module; None if it can serve.
     """
-    reason = native_step.without_ops(backbone, _OPS)
+    in_triton = backbone.device.type == "cuda" or registry.default_backend() == "triton"
+    reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
         return reason
     known = _found.get(backbone)
@@ -108,6 +109,7 @@ def _differs(backbone: Backbone) -> str | None:
     if backbone.quantized:
         return "the products of its quantised weights depend on the rows that they are batched with"
     modules = list(backbone.base_model.named_modules())
+    by_rows = backbone.device.type == "cuda"  # where torch adds a row up as their number has it
     for name, module in modules:
         if any(p.dim() > 2 for p in module.parameters(recurse=False)):
             return f"{name} is a {type(module).__name__}, whose stacked experts share products"
@@ -118,7 +120,7 @@ def _differs(backbone: Backbone) -> str | None:
         called = f"{name or 'the decoder'} is a {type(module).__name__}"
         if getattr(module, "rope_type", None) in LOOKS_AT_LENGTHS:
             return f"{called} of the kind {module.rope_type!r}, whose angles depend on the longest row of a batch"
-        if not _is_known(module):
+        if not _is_known(module) or (by_rows and _is_norm(module)):
             return f"{called}, whose rows are not known to be independent"
         found = sorted(_BY_PLACE & set(_names(module)))
         if found:
@@ -136,6 +138,12 @@ def _is_known(module: nn.Module) -> bool:
     if own:
         return all(p.dim() <= 1 for p in own) and "Norm" in type(module).__name__
     return True  # without parameters: its code decides
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm in torch's own ops."""
+    fused = getattr(module, "fused_forward", False) or isinstance(module, nn.LayerNorm)
+    return "Norm" in type(module).__name__ and not fused and not any(True for _ in module.children())
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -158,17 +158,17 @@ def unsupported(backbone: Backbone) -> str | None:
     return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
 
 
-def without_ops(backbone: Backbone, ops: Iterable[str]) -> str | None:
-    """Reason why ops in C++ cannot run here and now, whatever a backbone's modules are; None if all of them can."""
+def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") -> str | None:
+    """Reason why a backend's ops cannot run here and now, whatever a backbone's modules are; None if all of them can."""
     if not is_eager():
         return "the CPU stands in for another device, or a graph is being compiled"
-    if registry.default_backend() not in ("auto", "cpu"):
+    if registry.default_backend() not in ("auto", backend):
         return f"the kernels of {registry.default_backend()!r} were asked for"
     if not eager(next(backbone.model.parameters())):
         return "its weights are not tensors with memory of their own"
     if torch.is_autocast_enabled(backbone.device.type):
         return "autocast is on"
-    reasons = (registry.unsupported(op, "cpu", backbone.device.type, backbone.dtype) for op in ops)
+    reasons = (registry.unsupported(op, backend, backbone.device.type, backbone.dtype) for op in ops)
     return next((reason for reason in reasons if reason is not None), None)
 
 
