@@ -9,6 +9,8 @@ _PHILOX = "kernels/rlhf_kernels/runtime/philox_triton.py"
 _ATTENTION = "kernels/rlhf_kernels/decode_attention/triton.py"
 _SAMPLE_TESTS, _ATTENTION_TESTS = "triton/test_sample.py::test_", "triton/test_decode_attention.py::test_"
 
+_LORA_BITS = "triton/test_lora.py::test_exact_mode_gives_a_slot_the_bits_of_its_own_rows"
+
 SAMPLE = [
     Mutation(
         "padded columns counted",
@@ -381,11 +383,110 @@ LORA_DECODE = [
     ),
 ]
 
+_PACKED = "kernels/rlhf_kernels/attention/triton.py"
+_PACKED_TESTS = "triton/test_attention.py::test_"
+ATTENTION = [
+    Mutation(
+        "a query sees the key after it",
+        TRITON,
+        _PACKED,
+        "seen = position[None, :] <= of_query[:, None]",
+        "seen = position[None, :] <= of_query[:, None] + 1",
+        (_PACKED_TESTS + "tier1",),
+    ),
+    Mutation(
+        "blocks begin where a tile's window does",
+        TRITON,
+        _PACKED,
+        "for start in range(begin // BS * BS, after, BS):\n        position = start + tl.arange(0, BS)\n"
+        "        used = (position >= begin) & (position < after)\n        if PAGED:",
+        "for start in range(begin, after, BS):\n        position = start + tl.arange(0, BS)\n"
+        "        used = (position >= begin) & (position < after)\n        if PAGED:",
+        (_PACKED_TESTS + "rows_have_the_bits_of_decode_attention",),
+    ),
+    Mutation(
+        "a window is one key short at a tile's first query",
+        TRITON,
+        _PACKED,
+        "begin = tl.maximum(lowest + 1 - window, 0)",
+        "begin = tl.maximum(lowest + 2 - window, 0)",
+        (_PACKED_TESTS + "tier1",),
+    ),
+    Mutation(
+        "the sum of exponentials keeps an old maximum",
+        TRITON,
+        _PACKED,
+        "s = tl.fma(s, a, tl.sum(e, 1))",
+        "s = s + tl.sum(e, 1)",
+        (_PACKED_TESTS + "tier1",),
+    ),
+    Mutation(
+        "keys of a parent have no gradient from its children",
+        TRITON,
+        _PACKED,
+        "for j in (i, *children[i]) if lengths[j]",
+        "for j in (i,) if lengths[j]",
+        (_PACKED_TESTS + "tier1",),
+    ),
+    Mutation(
+        "queries at the end of a key's window are left out",
+        TRITON,
+        _PACKED,
+        "end = tl.minimum(end, highest + window - its_base)",
+        "end = tl.minimum(end, lowest + window - its_base)",
+        (_PACKED_TESTS + "tier1",),
+    ),
+    Mutation(
+        "the softcap has no slope",
+        TRITON,
+        _PACKED,
+        "dz *= 1.0 - part * part",
+        "dz *= 1.0",
+        (_PACKED_TESTS + "tier1",),
+    ),
+]
+EXACT = [
+    Mutation(
+        "exact log-probs with tiles for the number of rows",
+        TRITON,
+        "kernels/rlhf_kernels/vocab/triton_sweep.py",
+        "        if registry.is_exact():\n            sizes = by_row",
+        "        if False:\n            sizes = by_row",
+        (_SAMPLE_TESTS + "exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with",),
+    ),
+    Mutation(
+        "exact LoRA with splits for the number of rows",
+        TRITON,
+        "kernels/rlhf_kernels/lora/triton.py",
+        "(EXACT_SPLITS, EXACT_SPLITS) if self.exact else",
+        "(EXACT_SPLITS, EXACT_SPLITS) if False else",
+        (_LORA_BITS,),
+    ),
+    Mutation(
+        "exact LoRA whose dh depends on the ranks beside it",
+        TRITON,
+        "kernels/rlhf_kernels/lora/triton.py",
+        "self.rank <= ONE_READ_RANK and not self.exact",
+        "self.rank <= ONE_READ_RANK",
+        (_LORA_BITS,),
+    ),
+    Mutation(
+        "exact LoRA with chunks for the number of rows",
+        TRITON,
+        "kernels/rlhf_kernels/lora/tables.py",
+        "step = EXACT_CHUNK if exact else",
+        "step = EXACT_CHUNK if False else",
+        (_LORA_BITS,),
+    ),
+]
+
 MUTATIONS = [
     mutation._replace(op=op)
     for op, mutations in {
         "sample": SAMPLE,
         "decode_attention": DECODE_ATTENTION,
+        "attention": ATTENTION,
+        "exact mode": EXACT,
         "lora_decode": LORA_DECODE,
     }.items()
     for mutation in mutations

@@ -159,7 +159,7 @@ def unsupported(backbone: Backbone) -> str | None:
 
 
 def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") -> str | None:
-    """Reason why a backend's ops cannot run here and now, whatever a backbone's modules are; None if all of them can."""
+    """Reason why a backend's ops cannot run here and now, whatever a backbone's modules are; None if all can."""
     if not is_eager():
         return "the CPU stands in for another device, or a graph is being compiled"
     if registry.default_backend() not in ("auto", backend):

@@ -393,10 +393,12 @@ def test_in_a_graph(device):
 
 
 @pytest.mark.parametrize(("dtype", "adapter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
-def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, dtype, adapter):
+def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, dtype, adapter):
     """In any company: rows of other slots with larger ranks, off rows, other places; in decoding, too."""
     torch.manual_seed(0)
-    n, k, m, ranks = 90, 300, 200, (5, 40, 16)
+    for module in (ours, tables):  # so that the number of tiles would decide at once
+        monkeypatch.setattr(module, "TARGET_PROGRAMS", 4)
+    n, k, m, ranks = 90, 700, 200, (5, 40, 16)
     x, dy = (torch.randn(n, size, device=device, dtype=dtype) for size in (k, m))
     weight = torch.randn(m, k, device=device, dtype=dtype)
     adapters = [[torch.randn(*size, device=device, dtype=adapter) for size in ((r, k), (m, r))] for r in ranks]
