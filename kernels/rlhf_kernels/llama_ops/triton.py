@@ -273,9 +273,7 @@ def _normal(v):
 
 
 @triton.jit
-def activation_kernel(
-    x_ptr, y_ptr, count, NORMAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
-):
+def activation_kernel(x_ptr, y_ptr, count, NORMAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = _loaded(x_ptr, at, at < count)
     v = _within_bounds(x)
