@@ -341,13 +341,13 @@ def test_the_status_is_that_of_the_registry():
     ops = registry._IMPLEMENTATIONS
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
-        "activation": {"cpu"},
+        "activation": {"cpu", "triton"},
         "attention": {"cpu"},
         "decode_attention": {"cpu", "triton"},
         "decode_step": {"cpu"},
         "gae": {"cpu", "cuda", "triton"},
         "gather_logprob": {"cpu", "triton"},
-        "linear": {"cpu"},
+        "linear": {"cpu", "triton"},
         "linear_logprob": {"cpu", "triton"},
         "linear_logprob_pair": {"cpu", "triton"},
         "linear_ppo_loss": {"cpu", "triton"},
@@ -355,10 +355,10 @@ def test_the_status_is_that_of_the_registry():
         "lora_decode": {"cpu", "cuda", "triton"},
         "lora_decode_delta": {"cuda"},
         "ppo_loss": {"cpu", "cuda", "triton"},
-        "rms_norm": {"cpu"},
-        "rotary": {"cpu"},
+        "rms_norm": {"cpu", "triton"},
+        "rotary": {"cpu", "triton"},
         "sample": {"cpu", "triton"},
-        "swiglu": {"cpu"},
+        "swiglu": {"cpu", "triton"},
         "whiten": {"cpu", "cuda", "triton"},
     }
 

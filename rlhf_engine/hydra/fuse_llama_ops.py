@@ -6,11 +6,11 @@ nothing but the attributes the op knows of, and has to give the bits of the op's
 `forward`. Modules of one activation class may compute different functions, so each is tried itself: in float32 against
 float64 values of what the op can compute.
 
-Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), or the
-registry prefers the reference, as on a GPU outside exact mode, the modules run their own code. Where they serve, a
-rotary embedding keeps the module's bits. Norms and gated products have an order of sums and a logistic function of
-their own, on a CPU those of decoding. They round where the modules do. Activations and all gradients are rounded once
-instead of at every step.
+Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), the
+modules run their own code; so they do where the registry prefers the reference, as on a GPU outside exact mode. Where
+the kernels serve, a rotary embedding keeps the module's bits. Norms and gated products have an order of sums and a
+logistic function of their own, on a CPU those of decoding. They round where the modules do. Activations and all
+gradients are rounded once instead of at every step.
 """
 
 from __future__ import annotations

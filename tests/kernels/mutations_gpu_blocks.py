@@ -30,9 +30,9 @@ LINEAR = [
         TRITON,
         _LINEAR,
         "inside[None, :], other=0.0)\n"
-        "        b = tl.load(b_at, mask=inside[:, None] & (columns < n_columns)[None, :], other=0.0)",
+        "        b = tl.load(b_columns + (at * b_inner)[:, None], mask=inside[:, None] & within, other=0.0)",
         "inside[None, :], other=1.0)\n"
-        "        b = tl.load(b_at, mask=inside[:, None] & (columns < n_columns)[None, :], other=1.0)",
+        "        b = tl.load(b_columns + (at * b_inner)[:, None], mask=inside[:, None] & within, other=1.0)",
         (_LINEAR_TESTS + "tiers",),
     ),
     Mutation(

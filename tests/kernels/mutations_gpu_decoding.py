@@ -455,6 +455,14 @@ EXACT = [
         (_SAMPLE_TESTS + "exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with",),
     ),
     Mutation(
+        "exact gradients with tiles for the number of rows",
+        TRITON,
+        "kernels/rlhf_kernels/vocab/cost.py",
+        "while not registry.is_exact() and rows",
+        "while rows",
+        (_SAMPLE_TESTS + "exact_mode_gives_a_row_the_gradient_of_itself",),
+    ),
+    Mutation(
         "exact LoRA with splits for the number of rows",
         TRITON,
         "kernels/rlhf_kernels/lora/triton.py",

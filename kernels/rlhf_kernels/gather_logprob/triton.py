@@ -1,7 +1,8 @@
 """`gather_logprob` on Triton: one pass over the logits forward, one backward, which may overwrite them.
 
 Forward: each program folds a share of a row's columns into a state, a second kernel joins the shares; formulas and
-states are those of `linear_logprob` (`rlhf_kernels.vocab.triton_logits`). Many rows take one share each, few rows many.
+states are those of `linear_logprob` (`rlhf_kernels.vocab.triton_logits`). Many rows take one share each, few rows many;
+in exact mode the number of rows decides nothing.
 Backward: elementwise; every element is read and written by the same thread, so `d_logits` may be the logits.
 Logits may have any strides; rows are found by their offset. Arithmetic fp32; deterministic, capturable, and no
 memory beyond the states (40 bytes per row and share).
@@ -14,15 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.runtime.tuning import Site
 from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
-from rlhf_kernels.vocab.triton_kernels import FIELDS, load_divisor, load_row, store_state
+from rlhf_kernels.vocab.triton_kernels import FIELDS, SAME_ROUNDING, load_divisor, load_row, store_state
 from rlhf_kernels.vocab.triton_logits import joined, tile_grad, tile_state
 from rlhf_kernels.vocab.triton_sweep import RowGrads, finish
 
 # The defaults.
+EXACT_SHARES = 8  # of a row in exact mode, whatever the number of rows
 PROGRAMS = 528  # shares are made until there are so many programs: four per multiprocessor of an H200
 FOLD_BLOCK = 128 if INTERPRETED else 4096
 GRAD_BLOCK = 128 if INTERPRETED else 2048
@@ -201,7 +204,8 @@ def forward(
         chosen = FOLD.choose({"FOLD_BLOCK": FOLD_BLOCK, "num_warps": 8}, logits.device, (logits.dtype,), (n_vocab,))
         block = chosen["FOLD_BLOCK"]
         n_blocks = triton.cdiv(n_vocab, block)
-        per_split = triton.cdiv(n_blocks, min(n_blocks, triton.cdiv(PROGRAMS, n_rows)))
+        shares = EXACT_SHARES if registry.is_exact() else triton.cdiv(PROGRAMS, n_rows)
+        per_split = triton.cdiv(n_blocks, min(n_blocks, shares))
         splits = triton.cdiv(n_blocks, per_split)
         state = empty(splits, FIELDS, n_rows)
         gather_kernel[(triton.cdiv(n_rows, ROWS), splits)](
@@ -223,6 +227,7 @@ def forward(
             R=ROWS,
             BLOCK=block,
             num_warps=chosen["num_warps"],
+            **SAME_ROUNDING,
         )
         finish(state, index, None, values, n_vocab)
     return tuple(values[name] if name in values else empty(0) for name in OUTPUTS)
@@ -296,6 +301,7 @@ def aot_cases() -> list[AotCase]:
             constexprs={**fold, **flags},
             num_warps=8,
             divisible_by_16=wide,
+            **SAME_ROUNDING,
         )
         for name, flags in (("logprob, bf16", few), ("every output, bf16", every))
     ]

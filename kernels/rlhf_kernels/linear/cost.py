@@ -27,7 +27,7 @@ def linear_work(kind: str, x: torch.Tensor, weight: torch.Tensor, products: int,
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
-    """In C++ lanes of one side as tiles, and per thread a strip of the other side and its sums; in Triton nothing.
+    """Lanes of one side as tiles, and per thread a strip of the other side and its sums, in C++; nothing in Triton.
 
     x is packed forward, W backward. The tiles of a weight that is kept packed are counted as state besides.
     """

@@ -52,25 +52,24 @@ def product_kernel(
 ):
     """out = a b + bias, for one tile."""
     row_tiles, column_tiles = tl.cdiv(n_rows, BR), tl.cdiv(n_columns, BC)
-    group, place = tl.program_id(0) // (GROUPED * column_tiles), tl.program_id(0) % (GROUPED * column_tiles)
+    group, tile = tl.program_id(0) // (GROUPED * column_tiles), tl.program_id(0) % (GROUPED * column_tiles)
     in_group = tl.minimum(row_tiles - group * GROUPED, GROUPED)
-    rows = (group * GROUPED + place % in_group) * BR + tl.arange(0, BR)
-    columns = place // in_group * BC + tl.arange(0, BC)
+    rows = (group * GROUPED + tile % in_group) * BR + tl.arange(0, BR)
+    columns = tile // in_group * BC + tl.arange(0, BC)
+    live, within = (rows < n_rows)[:, None], (columns < n_columns)[None, :]
     k = tl.arange(0, BK)
-    a_at = a_ptr + rows.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_inner
-    b_at = b_ptr + k.to(tl.int64)[:, None] * b_inner + columns.to(tl.int64)[None, :] * b_column
+    a_rows = a_ptr + (rows.to(tl.int64) * a_row)[:, None]
+    b_columns = b_ptr + (columns.to(tl.int64) * b_column)[None, :]
     acc = tl.zeros((BR, BC), tl.float32)
     for start in range(0, depth, BK):
-        inside = start + k < depth
-        a = tl.load(a_at, mask=(rows < n_rows)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(b_at, mask=inside[:, None] & (columns < n_columns)[None, :], other=0.0)
+        inside, at = start + k < depth, (start + k).to(tl.int64)
+        a = tl.load(a_rows + (at * a_inner)[None, :], mask=live & inside[None, :], other=0.0)
+        b = tl.load(b_columns + (at * b_inner)[:, None], mask=inside[:, None] & within, other=0.0)
         acc = dot(a, b, acc, UPCAST)
-        a_at += tl.cast(BK, tl.int64) * a_inner
-        b_at += tl.cast(BK, tl.int64) * b_inner
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < n_columns, other=0.0).to(tl.float32)[None, :]
-    at = out_ptr + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (columns < n_columns)[None, :])
+    place = out_ptr + (rows.to(tl.int64) * n_columns)[:, None] + columns[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=live & within)
 
 
 def settings(n_columns: int, item: int) -> dict[str, int]:
@@ -85,8 +84,8 @@ def settings(n_columns: int, item: int) -> dict[str, int]:
     }
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = a [N, K] b [K, M] + bias, with a and b of any strides and out dense."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = a [N, K] b [K, M] + bias, with a and b of one dtype and any strides, and out dense, of any dtype."""
     (n_rows, depth), n_columns = a.shape, b.shape[1]
     if out.numel() == 0:
         return
@@ -111,21 +110,21 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [.., M] = x [.., K] Wᵀ + b, dense."""
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _product(_rows(x), _with_unit_stride(weight).t(), bias, y)
+    product(_rows(x), _with_unit_stride(weight).t(), bias, y)
     return y
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dx [.., K] = dy [.., M] W."""
     dx = dy.new_empty((*dy.shape[:-1], weight.shape[1]))
-    _product(_rows(dy), _with_unit_stride(weight), None, dx)
+    product(_rows(dy), _with_unit_stride(weight), None, dx)
     return dx
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dW [M, K] = dyᵀ x over all rows, which are added in their order."""
     dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
-    _product(_rows(dy).t(), _rows(x), None, dw)
+    product(_rows(dy).t(), _rows(x), None, dw)
     return dw
 
 
@@ -153,7 +152,7 @@ def aot_cases() -> list[AotCase]:
         constexprs |= {} if bias else {"bias_ptr": None}
         names = [n for n in product_kernel.arg_names if n not in constexprs]
         return AotCase(
-            name=f"{name}, {columns} columns, {dtype}",
+            name=f"{name}, {columns}, {dtype}",
             kernel=product_kernel,
             signature={n: f"*{dtype}" if n.endswith("_ptr") else "i32" for n in names},
             constexprs=constexprs,

@@ -206,7 +206,7 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
 
 
 def _kernels(op: str, backend: str) -> Any:
-    """What has an op's forward and gradient; the reference leaves its gradients to autograd."""
+    """Module with an op's forward and gradient; the reference, whose gradients autograd makes, is refused."""
     if backend == "reference":
         raise ValueError("backend: expected one that has kernels, got 'reference', which is no registered op")
     return registry.implementation(op, backend)

@@ -67,10 +67,13 @@ def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahe
 
 
 def tile_shape(n_rows: int, n_vocab: int, most: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(rows, columns) of a tile of the Triton sweep, powers of two; `most` in place of TILE_ROWS and TILE_COLUMNS."""
+    """(rows, columns) of a tile of the Triton sweep, powers of two; `most` in place of TILE_ROWS and TILE_COLUMNS.
+
+    In exact mode the number of rows does not decide about columns, and so about no order of summation.
+    """
     most_rows, most_columns = most or (TILE_ROWS, TILE_COLUMNS)
     rows, columns = min(most_rows, next_power(n_rows)), min(most_columns, next_power(n_vocab))
-    while rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
+    while not registry.is_exact() and rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
         if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
             rows //= 2
         else:

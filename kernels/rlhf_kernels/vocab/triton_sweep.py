@@ -95,7 +95,13 @@ def fused_warps(rows: int, dtype: torch.dtype) -> int:
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out = a b, or out += a b: fp32 sums of operands in one dtype."""
+    """out = a b, or out += a b: fp32 sums of operands in one dtype. In exact mode a row's bits are its own."""
+    if registry.is_exact():
+        made = torch.empty_like(out, memory_format=torch.contiguous_format) if add or not out.is_contiguous() else out
+        by_row.product(a, b, None, made)
+        if made is not out:
+            _ = out.add_(made) if add else out.copy_(made)
+        return
     if a.device.type == "cpu":
         a, b = a.float(), b.float()
     if a.dtype == torch.float32:
@@ -227,7 +233,7 @@ class Sweep(HeadInputs):
         assert hidden is not None
         gemm_(y, hidden[rows], weight.T)
         if self.lora_B is not None and self.down is not None and not reference:
-            y.addmm_(self.down[rows], self.lora_B[columns].T)
+            gemm_(y, self.down[rows], self.lora_B[columns].T, add=True)
         return y
 
     # --- statistics ---------------------------------------------------------------------------------------------
@@ -394,7 +400,10 @@ class Sweep(HeadInputs):
         h = self.hidden_size
         if self.lora_A is not None:
             A = self.lora_A * self.options.lora_scale
-            sums = [None if x is None else torch.addmm(x[:, :h], x[:, h:], A) for x in sums]
+            for x in sums:
+                if x is not None:
+                    gemm_(x[:, :h], x[:, h:], A, add=True)
+            sums = [None if x is None else x[:, :h].contiguous() for x in sums]
         stats.expected, stats.expected_kl = sums
 
     # --- gradients ----------------------------------------------------------------------------------------------
@@ -433,7 +442,7 @@ class Sweep(HeadInputs):
         )
         if on_target is not None and self.lora_A is not None and self.lora_B is not None:
             target = self.lora_B[self.index.clamp_min(0)] * (self.options.lora_scale * on_target)[:, None]
-            out.addmm_(target, self.lora_A)
+            gemm_(out, target, self.lora_A, add=True)
         return out.to(dtype)
 
     def gradients(
@@ -489,7 +498,7 @@ class Sweep(HeadInputs):
         if "down" in sums and self.lora_A is not None:
             scaled = sums.pop("down").mul_(self.options.lora_scale)
             if "hidden" in sums:
-                sums["hidden"].addmm_(scaled, self.lora_A)
+                gemm_(sums["hidden"], scaled, self.lora_A, add=True)
             if "lora_A" in names and clean is not None:
                 sums["lora_A"] = scaled.T @ clean.float()
         return {name: x.to(dtypes.get(name, torch.float32)) for name, x in sums.items()}

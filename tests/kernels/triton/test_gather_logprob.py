@@ -4,6 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.gather_logprob import triton as backend
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab.logits import OUTPUTS
@@ -211,6 +212,18 @@ def test_ignored_rows_may_hold_nan(device, shares):
     assert all(torch.equal(out[name], clean[name]) for name in OUTPUTS)
     assert torch.equal(grad, clean_grad)
     assert (grad[[1, 4]] == 0).all()
+
+
+def test_exact_mode_gives_a_row_its_bits_in_any_company(device, monkeypatch):
+    monkeypatch.setattr(backend, "PROGRAMS", 40)  # so that the number of rows would decide at once
+    logits = 3 * torch.randn(30, 3000, device=device)
+    target = torch.arange(30, device=device)
+    with registry.use_exact():
+        whole = gather_logprob(logits, target, outputs=("logprob", "entropy"), backend="triton")
+        for rows in ([7], [3, 29], list(range(12))):
+            alone = gather_logprob(logits[rows], target[rows], backend="triton")
+            assert torch.equal(alone.logprob, whole.logprob[rows])
+
 
 
 def test_all_rows_ignored_empty_batches_and_float64(device, shares):

@@ -14,6 +14,7 @@ from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample import triton as ours
 from rlhf_kernels.sample.reference import STREAM
+from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab.logits import HeadLora
 
 from tests.kernels import test_sample_native as definition
@@ -285,6 +286,40 @@ def test_exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with(device, 
             )
             assert torch.equal(loss.logprob, drawn.logprob[rows])
             assert loss.ratio_max == 1
+
+
+@pytest.mark.parametrize("options", ["none", "all"])
+def test_exact_mode_gives_a_row_the_gradient_of_itself(device, monkeypatch, options):
+    """Through linear_logprob, the pair and the loss, alone and among other rows."""
+    monkeypatch.setattr(cost, "SMALL_TILE", 2**10)  # so that the number of rows would decide about tiles at once
+    monkeypatch.setattr(cost, "MIN_TILE_COLUMNS", 64)
+    n, h, v = 40, 24, 300
+    hidden, weight, *_ = make(device, n, h, v, dtype=torch.bfloat16)
+    target = torch.arange(n, device=device) % v
+    knobs = {} if options == "none" else every_option(device, n, h, v)
+    knobs.pop("greedy", None)
+
+    def run(rows):
+        own = {k: x[rows] if k == "temperature" else x for k, x in knobs.items()} | {"backend": "triton"}
+        x, y = hidden[rows].clone().requires_grad_(), target[rows]
+        found = []
+        scored = linear_logprob(x, weight, y, outputs=("logprob", "entropy"), **own)
+        found += torch.autograd.grad(scored.logprob.sum(), x, retain_graph=True)
+        found += torch.autograd.grad(scored.entropy.sum(), x)
+        pair = linear_logprob_pair(x, hidden[rows].flip(1), weight, y, **own)
+        found += torch.autograd.grad((pair.logprob_a + pair.kl).sum(), x)
+        ones = torch.ones(len(y), device=device)
+        loss = linear_ppo_loss(
+            x, weight, y, -4 * ones, ones, ones.bool(), denom=1.0, clip_low=9.0, clip_high=9e9, **own
+        )
+        return [*found, *torch.autograd.grad(loss.loss, x)]
+
+    with registry.use_exact():
+        whole = run(list(range(n)))
+        for rows in ([17], [39, 2, 11]):
+            for alone, among in zip(run(rows), whole, strict=True):
+                assert alone.abs().max() > 0
+                assert torch.equal(alone, among[rows])
 
 
 def test_any_strides_mixed_dtypes_and_red_zones(device):
