@@ -225,7 +225,6 @@ def test_exact_mode_gives_a_row_its_bits_in_any_company(device, monkeypatch):
             assert torch.equal(alone.logprob, whole.logprob[rows])
 
 
-
 def test_all_rows_ignored_empty_batches_and_float64(device, shares):
     logits, target = make(3, 50, device)
     out, grad = run(ours, logits, torch.full_like(target, -100), cotangents(3, device))
