@@ -9,6 +9,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
+from tests.kernels.cuda_graph import capture
 from tests.kernels.test_linear import products
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
@@ -174,6 +175,17 @@ def test_only_exact_mode_takes_it(device):
                 assert product_for(x, weight) is registry.implementation("linear", "triton")
     with registry.use_backend("reference"), registry.use_exact():
         assert _resolve(x, weight, "auto") == "reference"
+
+
+@pytest.mark.gpu
+def test_in_a_graph():
+    x, weight, bias, dy = make(200, 512, 1000, BF16, "cuda")
+    expected = [t.clone() for t in products(ours, x, weight, bias, dy)]
+    graph, captured = capture(lambda: products(ours, x, weight, bias, dy))
+    for t in captured:
+        t.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from torch.nn import functional as F
 
+from tests.kernels.cuda_graph import capture, detached
+
 ON = {"backend": "triton"}
 # the interpreter cuts fp32 down to bf16 instead of rounding
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
@@ -105,7 +107,7 @@ def gradient_too(function, leaves, dy):
 
 
 @each_dtype
-@pytest.mark.parametrize("width", [48, 257])
+@pytest.mark.parametrize("width", [48, 257, *(pytest.param(n, marks=pytest.mark.gpu) for n in (128, 4096, 8192))])
 def test_a_row_has_the_bits_that_it_has_alone(draw, dtype, width):
     x, up, dy = (draw(300, width, dtype=dtype) for _ in range(3))
     weight = draw(width, dtype=dtype)
@@ -290,6 +292,25 @@ def test_float64_is_the_references(draw):
     x = draw(2, 4).double()
     with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
         swiglu(x, x, **ON)
+
+
+@pytest.mark.gpu
+def test_in_a_graph(draw):
+    x, weight, up = draw(40, 4096).requires_grad_(), draw(4096), draw(40, 4096)
+    q, k, cos, sin = heads(draw, 2, 4, 2, 20, 64)
+    q.requires_grad_()
+
+    def step():
+        ys = [rms_norm(x, weight, eps=1e-6, **ON), swiglu(x, up, **ON), *(activation(x, kind, **ON) for kind in KINDS)]
+        ys += rotary(q, k, cos, sin, **ON)
+        return detached(*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, q]))
+
+    expected = [t.clone() for t in step()]
+    graph, captured = capture(step)
+    for t in captured:
+        t.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 @pytest.mark.gpu
