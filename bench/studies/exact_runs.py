@@ -4,7 +4,7 @@
     python bench/studies/exact_runs.py [--modes overlap ray] [--dtypes fp32 bf16] [--steps 200] [--json FILE]
         [--stories ../shared/models/stories260K]
 
-GRPO on stories260K: 16 answers of at most 32 tokens a step, four to a prompt, LoRA r 8 on every linear, answers drawn
+RLOO on stories260K: 16 answers of at most 32 tokens a step, four to a prompt, LoRA r 8 on every linear, answers drawn
 beside the updates or by a Ray generator. With --kl_estimator exact every token is scored by the policy that drew it.
 --json appends one record per run. The exit status is 1 if any log-prob differs.
 """
@@ -40,7 +40,7 @@ def run(folder: Path, stories: str, mode: str, dtype: str, steps: int) -> list[d
         dataset_name=str(folder / "prompts.jsonl"),
         reward_funcs=[f"{folder / 'reward.py'}:reward"],
         output_dir=str(folder / "run"),
-        algorithm="grpo",
+        algorithm="rloo",
         num_generations=4,
         generation_batch_size=16,
         max_completion_length=32,
@@ -73,7 +73,7 @@ def main() -> None:
             rows = run(Path(name), options.stories, mode, DTYPES[dtype], options.steps)
         worst = max(row["mismatch/rollout_max"] for row in rows)
         differs |= worst != 0.0 or len(rows) != options.steps
-        tokens = round(sum(row["completion_length/mean"] * 16 for row in rows))
+        tokens = round(sum(row["completions/mean_length"] * row["samples"] for row in rows))
         print(f"{mode} {dtype}: {len(rows)} steps, {tokens} tokens, largest difference {worst:g}", flush=True)
         record = {
             "mode": mode,
