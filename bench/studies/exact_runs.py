@@ -23,10 +23,11 @@ from pathlib import Path
 from exact_cost import ANIMALS, REWARD
 from rlhf_kernels.runtime import native
 
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.commands.main import main as command
 from rlhf_engine.runs.metrics import cpu_name, git_commit, read_metrics
-from rlhf_engine.training.rl import RlTrainer
 
+ANSWERS = 16
+"""Of a step."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -35,26 +36,27 @@ def run(folder: Path, stories: str, mode: str, dtype: str, steps: int) -> list[d
     rows = [{"prompt": f"Once upon a time there was a little {name} who"} for name in ANIMALS]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(REWARD)
-    config = TrainConfig(
-        model_name_or_path=stories,
-        dataset_name=str(folder / "prompts.jsonl"),
-        reward_funcs=[f"{folder / 'reward.py'}:reward"],
-        output_dir=str(folder / "run"),
-        algorithm="rloo",
-        num_generations=4,
-        generation_batch_size=16,
-        max_completion_length=32,
-        lora_r=8,
-        learning_rate=1e-3,
-        max_steps=steps,
-        save_steps=steps,
-        async_mode=mode,
-        kl_estimator="exact",
-        dtype=dtype,
-        exact=True,
-        device="cpu",
-    )
-    RlTrainer(config).run()
+    options = {
+        "model_name_or_path": stories,
+        "dataset_name": str(folder / "prompts.jsonl"),
+        "reward_funcs": f"{folder / 'reward.py'}:reward",
+        "output_dir": str(folder / "run"),
+        "algorithm": "rloo",
+        "num_generations": 4,
+        "generation_batch_size": ANSWERS,
+        "max_completion_length": 32,
+        "lora_r": 8,
+        "learning_rate": 1e-3,
+        "max_steps": steps,
+        "save_steps": steps,
+        "async": mode,
+        "kl_estimator": "exact",
+        "dtype": dtype,
+        "exact": "true",
+        "device": "cpu",
+    }
+    if command(["train", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]):
+        sys.exit(f"{mode} {dtype}: the run failed")
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
@@ -73,7 +75,7 @@ def main() -> None:
             rows = run(Path(name), options.stories, mode, DTYPES[dtype], options.steps)
         worst = max(row["mismatch/rollout_max"] for row in rows)
         differs |= worst != 0.0 or len(rows) != options.steps
-        tokens = round(sum(row["completions/mean_length"] * row["samples"] for row in rows))
+        tokens = round(sum(row["completions/mean_length"] * ANSWERS for row in rows))
         print(f"{mode} {dtype}: {len(rows)} steps, {tokens} tokens, largest difference {worst:g}", flush=True)
         record = {
             "mode": mode,
