@@ -342,7 +342,7 @@ def test_the_status_is_that_of_the_registry():
     assert all("reference" in backends for backends in ops.values())
     assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
         "activation": {"cpu", "triton"},
-        "attention": {"cpu"},
+        "attention": {"cpu", "triton"},
         "decode_attention": {"cpu", "triton"},
         "decode_step": {"cpu"},
         "gae": {"cpu", "cuda", "triton"},
