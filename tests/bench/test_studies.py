@@ -18,7 +18,7 @@ from rlhf_bench import isa
 from rlhf_kernels.runtime import native
 
 from tests.bench.test_bench import load_script
-from tests.conftest import SHARED
+from tests.conftest import SHARED, STORIES
 from tests.training.test_data import write_model, write_prompts, write_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -357,3 +357,14 @@ def test_exact_mode_over_tokens(tmp_path):
     assert (record["model"], record["dtype"], record["isa"]) == ("mistral, window", "bf16", native.isa())
     assert record["tokens"] > 100
     assert record["max_abs_difference"] == {"scoring": 0.0, "scoring_copies": 0.0, "training": 0.0}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES.name} is not beside the checkout, in shared/")
+def test_exact_mode_over_runs(tmp_path):
+    path = tmp_path / "a.jsonl"
+    options = ("--modes", "overlap", "--dtypes", "bf16", "--steps", "2", "--stories", STORIES)
+    assert "2 steps, 1024 tokens, largest difference 0" in run("exact_runs.py", *options, "--json", path).stdout
+    (record,) = map(json.loads, path.read_text().splitlines())
+    assert (record["largest_difference"], record["staleness_max"], record["isa"]) == (0.0, 1.0, native.isa())
