@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
-from rlhf_engine.data import pack, side_by_side
+from rlhf_engine.data import side_by_side
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output
+from rlhf_engine.training.micro_batches import divide, unit_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +230,7 @@ class _Minibatch:
         """Answers by micro-batch; units stay whole."""
         units = self._units(indices)
         rows = max(1, schedule.micro_batch_size // self.algorithm.answers_per_unit)
-        shared = None
-        if self.model.shares(self.answers.batch):
-            prompts_N, prompt_lens = self.answers.batch.prompts_N, self.answers.batch.prompt_lens
-            shared = [(prompts_N[unit[0]], prompt_lens[unit[0]]) for unit in units]
-        parts = pack(self._lengths(units), max_rows=rows, max_tokens=schedule.max_tokens, shared=shared)
+        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=schedule.max_tokens)
         return [[i for unit in part for i in units[unit]] for part in parts]
 
     def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
@@ -241,15 +238,7 @@ class _Minibatch:
         return [indices[i : i + k] for i in range(0, len(indices), k)]
 
     def _lengths(self, units: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens of each unit, with those of a prompt that its answers share once."""
-        batch = self.answers.batch
-        if not self.model.shares(batch):
-            return [sum(batch.lengths[i] for i in unit) for unit in units]
-        prompts = [{batch.prompts_N[i]: batch.prompt_lens[i] for i in unit} for unit in units]
-        return [
-            sum(once.values()) + sum(batch.completion_lens[i] for i in unit)
-            for unit, once in zip(units, prompts, strict=True)
-        ]
+        return unit_lengths(self.model, self.answers.batch, units)
 
     def _micro(self, chosen: Sequence[int]) -> MicroBatch:
         rows_M = self.answers.batch.select_completion_rows(chosen)
