@@ -98,7 +98,8 @@ class DurationPlanner(Planner):
 
     def _add_generation(self, add: Callable[..., None], phases: dict[str, float], parts: dict[str, float]) -> None:
         s, native = self.setting, self._shape(True).native_step
-        prefill, admitted = self._work("prefill", s.batch, False), self._admitted(s.batch)
+        prompts = s.prompts(s.batch)
+        prefill, admitted = self._work("prefill", prompts, False), self._admitted(prompts)
         if native and native_step.takes_prompts(s.dtype, s.prompt_length, admitted):
             prefill = _in_native_step(prefill, native_step.tokens_together(s.dtype, s.prompt_length, admitted))
         add("prefill", prefill, 1)
