@@ -51,6 +51,8 @@ class Duration:
     """The same seconds by what they are spent on; all of the prefill is one part."""
     flops: float
     """Of the whole step."""
+    shared_phases: tuple[str, ...] = ()
+    """Phases of the plan of memory in which answers to one prompt share its pass through a backbone."""
 
     @property
     def seconds(self) -> float:
@@ -94,7 +96,8 @@ class DurationPlanner(Planner):
         rows = s.update_rows
         add("update", self._work("update", rows, rows > self._rows_together("update")), s.batch / rows)
         add("update", self._optimizer(), min(s.num_mini_batches, s.batch))
-        return Duration(method=self.method, phases=phases, parts=parts, flops=flops)
+        shared = self.shared_phases
+        return Duration(method=self.method, phases=phases, parts=parts, flops=flops, shared_phases=shared)
 
     def _add_generation(self, add: Callable[..., None], phases: dict[str, float], parts: dict[str, float]) -> None:
         s, native = self.setting, self._shape(True).native_step

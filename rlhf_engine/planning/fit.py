@@ -71,6 +71,10 @@ class Prediction:
     activation_bytes: dict[str, int]
     """By phase: what its peak adds to the resident state, without gradients and KV cache."""
     kv_cache_bytes: int
+    support_bytes: int
+    """Most bytes, in no peak, of the words that tokens were drawn among, where top_k, top_p or min_p bound them."""
+    shared_phases: tuple[str, ...]
+    """Phases in which answers to one prompt share its pass through a backbone."""
     max_batch: dict[str, int]
     """Largest numbers that fit the budget, 0 if not even one does. `generation`: answers per step that can be
     generated and scored. `update`: sequences of a micro-batch."""
@@ -113,6 +117,11 @@ class Fit(ABC):
     @abstractmethod
     def cache_bytes_per_position(self) -> int:
         """Keys and values of a token in every layer."""
+
+    @property
+    @abstractmethod
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among, see `hydra.supports`."""
 
     @abstractmethod
     def _most_lanes(self, phase: str) -> int:
@@ -172,6 +181,11 @@ class Fit(ABC):
         dealt = phase == "update" and self.method != FULL_SFT and self.step.num_mini_batches > 1
         return self.step.num_generations if not dealt and self._shares(phase) else 1
 
+    @property
+    def shared_phases(self) -> tuple[str, ...]:
+        """Phases in which answers to one prompt share its pass through a backbone."""
+        return tuple(phase for phase in self.phases if self._alike(phase) > 1)
+
     def _tokens(self, phase: str, rows: int) -> int:
         """Tokens of so many sequences that go through a backbone."""
         return -(-rows // self._alike(phase)) * self.step.prompt_length + rows * self.step.completion_length
@@ -186,6 +200,12 @@ class Fit(ABC):
     def kv_cache_bytes(self) -> int:
         """Keys and values of every layer for `batch` answers of full length, as generation allocates them."""
         return self._cache_bytes(self.step.batch) if "generation" in self.phases else 0
+
+    @property
+    def support_bytes(self) -> int:
+        """Most bytes of the words that the tokens of a step were drawn among."""
+        drawn = self.step.batch * self.step.completion_length if "generation" in self.phases else 0
+        return drawn * self.support_bytes_per_token
 
     def _cache_bytes(self, rows: int, *, shared: bool = True) -> int:
         """Bytes of the cache of so many answers. shared: whether answers to one prompt share its full blocks."""
@@ -227,6 +247,8 @@ class Fit(ABC):
             peak_bytes=peaks,
             activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in self.phases},
             kv_cache_bytes=self.kv_cache_bytes,
+            support_bytes=self.support_bytes,
+            shared_phases=self.shared_phases,
             max_batch=self.max_batch(budget),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.update import Schedule, update
 
-Model = TypeVar("Model", bound=HydraModel)
 ROLES = ("actor", "reference", "critic", "reward")
 
 
@@ -170,12 +169,7 @@ def shares_prompts(setting: Setting) -> bool:
         return setting.num_generations > 1 and can_share(torch.empty(0, dtype=torch.int64), setting.dtype)
 
 
-def build_model(
-    method: str,
-    setting: Setting,
-    n_layers: int,
-    kind: type[Model] = HydraModel,  # type: ignore[assignment]
-) -> Model:
+def build_model(method: str, setting: Setting, n_layers: int, kind: type[HydraModel] = HydraModel) -> HydraModel:
     """The method's model with `n_layers` layers, as `training.build` makes it, with random weights."""
     roles = roles_of(method)
     config = shallow(setting.config, n_layers)

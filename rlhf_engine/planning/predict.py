@@ -32,6 +32,7 @@ from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
+from rlhf_engine.hydra.supports import numbers_of_bits
 from rlhf_engine.planning.fit import PHASES as PHASES
 from rlhf_engine.planning.fit import Fit
 from rlhf_engine.planning.phases import (
@@ -141,6 +142,11 @@ class Planner(Fit):
     def cache_bytes_per_position(self) -> int:
         """Keys and values of a token in every layer."""
         return self._shape(True).cache_bytes_per_position
+
+    @property
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among: a bit for each of all words, and an offset."""
+        return 4 * numbers_of_bits(self._shape(True).head[0]) + 8
 
     def _packed(self, linears: list[tuple[int, int]]) -> int:
         """Bytes of what `rlhf_kernels.linear.packed` keeps for linears [M, K] and trained roles' heads, last first."""
@@ -261,9 +267,10 @@ class Planner(Fit):
         if n_layers not in self._models:
             shares, mode = shares_prompts(self.setting), FakeTensorMode()
             with mode, Tracker():
-                self._models[n_layers] = build_model(self.method, self.setting, n_layers, Planned)
-            self._models[n_layers].shares_prompts = shares
-            self._modes[n_layers] = mode
+                model = build_model(self.method, self.setting, n_layers, Planned)
+            assert isinstance(model, Planned)
+            model.shares_prompts = shares
+            self._models[n_layers], self._modes[n_layers] = model, mode
         return self._models[n_layers]
 
 

@@ -23,16 +23,8 @@ PATH = Path(__file__).with_name("plan_table.json")
 STATE = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights")
 """Parts of the state that no optimizer changes, in the table's order."""
 _ALIKE = (
-    *(
-        "device",
-        "adapter_dtype",
-        "lora_r",
-        "lora_dropout",
-        "lora_target_modules",
-        "max_prompt_length",
-        "max_completion_length",
-    ),
-    *("token_budget", "gradient_checkpointing"),
+    *("device", "adapter_dtype", "lora_r", "lora_dropout", "lora_target_modules"),
+    *("max_prompt_length", "max_completion_length", "token_budget", "gradient_checkpointing"),
 )
 """Options that change a trace; the table has their defaults."""
 
@@ -65,6 +57,12 @@ class TabledFit(Fit):
     def cache_bytes_per_position(self) -> int:
         """Keys and values of a token in every layer."""
         found: int = self._part["cache_bytes_per_position"]
+        return found
+
+    @property
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among."""
+        found: int = self._part["support_bytes_per_token"]
         return found
 
     def _most_lanes(self, phase: str) -> int:
