@@ -159,9 +159,11 @@ def _trim() -> None:
 
 
 def predict(method: str, shape: str, device: str, options: dict[str, Any]) -> dict[str, int]:
-    """Predicted peaks by phase, and what is resident through all of them."""
+    """Predicted peaks by phase, and what is resident through all of them once an update has packed weights."""
     planner = Planner(method, setting_of(shape, torch.device(device).type, **options))
-    return {"resident": planner.resident} | {phase: planner.peak(phase) for phase in planner.phases}
+    unpacked = {"generation": planner.state_bytes["packed_weights"], "inference": planner.state_bytes["packed_weights"]}
+    peaks = {phase: planner.peak(phase) - unpacked.get(phase, 0) for phase in planner.phases}
+    return {"resident": planner.resident} | peaks
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -215,7 +215,7 @@ class Planner(Fit):
         return max(Counter(backbone for backbone, _ in lanes).values())
 
     def _shares(self, phase: str) -> bool:
-        """What the model says of two answers to one prompt. No prompts are alike among those that are prefilled."""
+        """Decision of the model about two answers to one prompt. Of prompts that are prefilled no two are alike."""
         if phase == "generation":
             return False
         if phase not in self._sharing:

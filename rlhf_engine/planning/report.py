@@ -195,7 +195,7 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
 
 
 def sharing(config: PlanConfig, phases: Sequence[str]) -> str:
-    """What several answers to a prompt have in common. phases: those in which they share its pass."""
+    """Sentences on what answers to a prompt have in common. phases: those in which they share its pass."""
     passes = f" and its pass in {' and '.join(PHASE_NAMES[phase] for phase in phases)}" if phases else ""
     return (
         f"{config.num_generations} answers to every prompt share its full blocks of the KV cache{passes}. Passes are "
