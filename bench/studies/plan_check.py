@@ -5,6 +5,7 @@ CPU: peak resident memory of the phase minus the resident memory before the mode
 random weights and the optimizer its moments.
 
     python bench/studies/plan_check.py --out bench/results/plan [--shape llama …] [--method hydra_ppo …]
+    python bench/studies/plan_check.py --out bench/results/plan/shared --num_generations 4 --method hydra_ppo full_ppo
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def optimizer_with_state(model: HydraModel, optim: Optim) -> RoleOptimizer:
 
 def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Setting) -> None:
     """One phase, as the training loop runs it. Answers have their full length, since no token ends one."""
-    prompts = [[3 + i % 7] * (s.prompt_length - 1) + [i] for i in range(s.batch)]  # equal ones would be kept once
+    different = [i // s.num_generations for i in range(s.batch)]  # equal ones are kept once
+    prompts = [[3 + i % 7] * (s.prompt_length - 1) + [i] for i in different]
     if phase == "generation":
         sampling = SamplingConfig(max_completion_length=s.completion_length, eos_token_ids=())
         generate(model, prompts, sampling)
@@ -118,16 +120,16 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
     update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0)
 
 
-def measure(phase: str, method: str, shape: str, device: str, optim: Optim) -> int:
+def measure(phase: str, method: str, shape: str, device: str, options: dict[str, Any]) -> int:
     """Peak bytes of a phase above what was there before the model. Runs in a process that has not computed before."""
     set_up_malloc()
     torch.manual_seed(0)
-    setting = setting_of(shape, torch.device(device).type, optim=optim)
+    setting = setting_of(shape, torch.device(device).type, **options)
     small = dataclasses.replace(setting, batch=2, micro_batch=1, prompt_length=4, completion_length=2)
     # what a process gets once: code, thread stacks, buffers of libraries
     config = type(setting.config)(**{**CONFIGS[shape][1], "vocab_size": 64})
     tiny = build_model(method, dataclasses.replace(small, config=config), 1).to(device)
-    run_phase(phase, tiny, optimizer_with_state(tiny, optim), small)
+    run_phase(phase, tiny, optimizer_with_state(tiny, setting.optim), small)
     del tiny
     _trim()
     if device != "cpu":
@@ -136,7 +138,7 @@ def measure(phase: str, method: str, shape: str, device: str, optim: Optim) -> i
     else:
         before = _status("VmRSS")
     model = build_model(method, setting, setting.config.get_text_config().num_hidden_layers).to(device)
-    optimizer = optimizer_with_state(model, optim)
+    optimizer = optimizer_with_state(model, setting.optim)
     _trim()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -156,13 +158,15 @@ def _trim() -> None:
         libc.malloc_trim(0)
 
 
-def predict(method: str, shape: str, device: str, optim: Optim) -> dict[str, int]:
-    """Predicted peaks by phase, and what is resident through all of them."""
-    planner = Planner(method, setting_of(shape, torch.device(device).type, optim=optim))
-    return {"resident": planner.resident} | {phase: planner.peak(phase) for phase in planner.phases}
+def predict(method: str, shape: str, device: str, options: dict[str, Any]) -> dict[str, int]:
+    """Predicted peaks by phase, and what is resident through all of them once an update has packed weights."""
+    planner = Planner(method, setting_of(shape, torch.device(device).type, **options))
+    unpacked = {"generation": planner.state_bytes["packed_weights"], "inference": planner.state_bytes["packed_weights"]}
+    peaks = {phase: planner.peak(phase) - unpacked.get(phase, 0) for phase in planner.phases}
+    return {"resident": planner.resident} | peaks
 
 
-def in_child(function: Callable[..., Any], *arguments: str) -> Any:
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """A function's result in a fork of this process, which has imported everything and computed nothing."""
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -184,14 +188,18 @@ def in_child(function: Callable[..., Any], *arguments: str) -> Any:
 
 
 def check(
-    shapes: list[str], methods: list[str], device: str, optim: Optim, known: dict[tuple[str, str, str], int]
+    shapes: list[str],
+    methods: list[str],
+    device: str,
+    options: dict[str, Any],
+    known: dict[tuple[str, str, str], int],
 ) -> Iterator[dict[str, Any]]:
     """One row per shape, method and phase. known: what need not be measured again."""
     for shape in shapes:
         for method in methods:
-            predicted = in_child(predict, method, shape, device, optim)
+            predicted = in_child(predict, method, shape, device, options)
             for phase in [phase for phase in PHASES if phase in predicted]:
-                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device, optim)
+                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device, options)
                 yield {
                     "shape": shape,
                     "method": method,
@@ -229,6 +237,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--method", nargs="*", default=list(METHODS), choices=[*METHODS, FULL_SFT])
     parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
+    parser.add_argument("--num_generations", type=int, default=1, help="answers per prompt")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder for DEVICE.md and DEVICE.json")
     parser.add_argument("--again", type=Path, help="an earlier rows file: predict anew, keep what was measured")
@@ -241,7 +250,8 @@ def main() -> None:
     for model_type, _, _ in CONFIGS.values():  # what a child would import for itself
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     rows = []
-    for row in check(arguments.shape, arguments.method, arguments.device, arguments.optim, known):
+    options = {"optim": arguments.optim, "num_generations": arguments.num_generations}
+    for row in check(arguments.shape, arguments.method, arguments.device, options, known):
         rows.append(row)
         print(markdown([row]).splitlines()[2], flush=True)
     print(markdown(rows))
@@ -249,7 +259,7 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {
             "device": arguments.device,
-            "optim": arguments.optim,
+            **options,
             "command": sys.argv,
             "git_commit": git_commit(Path(__file__)),
             "torch": torch.__version__,

@@ -79,6 +79,7 @@ def part(preset: str, dtype: str) -> dict[str, Any]:
         raise ValueError("plan_table: expected prompts that go through layers by transformers on CUDA")
     return {
         "cache_bytes_per_position": usual._shape(True).cache_bytes_per_position,
+        "support_bytes_per_token": usual.support_bytes_per_token,
         "methods": methods,
         "curves": [json.loads(text) for text in numbers],
     }

@@ -34,7 +34,12 @@ class PlanConfig(Options):
     method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo", "full_sft"] = option(
         "all", "one method of train, or all five side by side; full_sft: sft --full, a step being one minibatch"
     )
-    batch: int = option(64, "prompts per step (generation_batch_size of train)", ge=1)
+    batch: int = option(64, "answers per step (generation_batch_size of train)", ge=1)
+    num_generations: int = option(
+        1,
+        "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)",
+        ge=1,
+    )
     gpu: str = option(
         "80GB",
         f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)}); with --time "
@@ -49,6 +54,9 @@ class PlanConfig(Options):
     adapter_dtype: Dtype = option("float32", "dtype of the adapters")
     optim: Optim = option("adamw", OPTIM_HELP)
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
+    lora_dropout: float = option(
+        0.0, "dropout on the adapter's input, by which an update has copies of prompts", ge=0, lt=1
+    )
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
     )
@@ -76,6 +84,10 @@ class PlanConfig(Options):
                 not_empty(name, getattr(self, name))
         if self.out is not None and not self.out.endswith(".png"):
             raise ConfigError(f"out: expected the path of a .png file, got {self.out!r}")
+        if self.batch % self.num_generations:
+            raise ConfigError(
+                f"batch: expected a multiple of num_generations ({self.num_generations}), got {self.batch}"
+            )
         if self.time:
             self._check_time()
         elif self.budget_bytes <= 0:

@@ -593,10 +593,20 @@ class HydraModel(nn.Module):
         drops = self.training and any(slot.config.dropout for slot in slots)
         return not drops and self.shared_rows(batch) is not None
 
-    def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
+    def count_rows(self, batch: PackedBatch) -> int:
+        """Count the rows of a lane's forward in an update, see `shares`.
+
+        Args:
+            batch: N sequences.
+
+        Returns:
+            Tokens of the batch, those of a prompt that sequences share once.
+        """
         shared = self.shared_rows(batch) if self.shares(batch) else None
-        rows = batch.n_tokens if shared is None else len(shared.rows)
-        return rows * n_lanes <= (self.token_budget if budget is None else budget)
+        return batch.n_tokens if shared is None else len(shared.rows)
+
+    def _fits(self, batch: PackedBatch, n_lanes: int, budget: int | None = None) -> bool:
+        return self.count_rows(batch) * n_lanes <= (self.token_budget if budget is None else budget)
 
     def _traverse(
         self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None

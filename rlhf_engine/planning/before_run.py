@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from rlhf_engine.runs.progress import LONG_S, how_long
 from rlhf_engine.runs.text import format_duration
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.run import Run, SupervisedRun
+from rlhf_engine.training.update import answers_by_minibatch
 
 SOON_S = 20.0
 """Seconds within which two steps, after which a run tells its time anyway, need no prediction."""
@@ -275,28 +277,29 @@ class _SupervisedTrial:
     """Loss and gradient of some rows of the next step."""
 
     def __init__(self, trainer: SupervisedRun[Any]) -> None:
-        self.trainer = trainer
+        self.trainer, self.model = trainer, trainer.model
         self.rows = trainer.next_rows()
-        self.parts = trainer.micro_batches(self.rows)
+        with _training(self.model):
+            self.parts = trainer.micro_batches(self.rows)
 
     def seconds(self, steps: int) -> float | None:
-        one = _fastest(lambda: self._learn(1), self.trainer.model.device)
+        one = _fastest(lambda: self._learn(1), self.model.device)
         if not _is_worth(one * len(self.rows), steps):
             return None
         n = _affordable(one, max(map(len, self.parts)))
-        several = _fastest(lambda: self._learn(n), self.trainer.model.device)
-        line = Line.through((self._tokens(1), one), (self._tokens(n), several))
-        return line.seconds(len(self.parts), self._tokens(len(self.rows)))
+        several = _fastest(lambda: self._learn(n), self.model.device)
+        line = Line.through((self._tokens(range(1)), one), (self._tokens(range(n)), several))
+        return line.seconds(len(self.parts), sum(map(self._tokens, self.parts)))
 
-    def _tokens(self, n: int) -> int:
-        return sum(row.tokens for row in self.rows[:n])
+    def _tokens(self, places: Iterable[int]) -> int:
+        """Tokens that go through the model for some rows in one micro-batch."""
+        with _training(self.model):
+            return self.model.count_rows(self.trainer.packed([self.rows[i] for i in places]))
 
     def _learn(self, n: int) -> None:
-        model = self.trainer.model
-        model.train()
-        self.trainer.loss(self.rows, range(n), dropout_seed=0)[0].backward()
-        model.zero_grad(set_to_none=True)
-        model.eval()
+        with _training(self.model):
+            self.trainer.loss(self.rows, range(n), dropout_seed=0)[0].backward()
+        self.model.zero_grad(set_to_none=True)
 
 
 class _RlTrial:
@@ -315,24 +318,34 @@ class _RlTrial:
         if not _is_worth(4 * n * one, steps):  # an update takes about two scorings, drawing one
             return None
         scoring = self._line(self._score, one, n)
-        calls = math.ceil(self._tokens(n) * self._lanes(self.roles) / self.model.token_budget)
-        found = scoring.seconds(calls, self._tokens(n))
-        learned = math.ceil(config.units_per_step * config.facts.answers_together / self.trainer.world.size)
-        micro_batch = min(config.per_device_train_batch_size, math.ceil(learned / config.mini_batches), n)
+        tokens = self.model.count_rows(self._batch(n))
+        calls = math.ceil(tokens * self._lanes(self.roles) / self.model.token_budget)
+        found = scoring.seconds(calls, tokens)
+        parts = self._micro_batches()
         one = _fastest(lambda: self._learn(1), self.model.device)
-        learning = self._line(self._learn, one, micro_batch)
+        with _training(self.model):
+            learning = self._line(self._learn, one, min(n, max(part.n_sequences for part in parts)))
+            tokens = sum(map(self.model.count_rows, parts))
         updates = config.epochs * self._lanes(self.trained)
-        found += updates * learning.seconds(math.ceil(learned / micro_batch), self._tokens(n) * learned / n)
-        return found + self._drawing()
+        return found + updates * learning.seconds(len(parts), tokens) + self._drawing()
 
     def _line(self, run: Callable[[int], object], one: float, most: int) -> Line:
         """The line of a part, with one row's seconds known."""
         n = _affordable(one, most)
         several = _fastest(lambda: run(n), self.model.device)
-        return Line.through((self._tokens(1), one), (self._tokens(n), several))
+        return Line.through(*((self.model.count_rows(self._batch(m)), s) for m, s in ((1, one), (n, several))))
 
-    def _tokens(self, n: int) -> int:
-        return sum(len(prompt) + self.length for prompt in self.prompts[:n])
+    def _micro_batches(self) -> list[PackedBatch]:
+        """Micro-batches of an epoch, as far as rows bound them."""
+        config, found = self.config, []
+        k = config.facts.answers_together
+        learned = k if config.facts.one_unit_per_prompt else config.generations
+        answers = self._batch(len(self.prompts))
+        answers = answers.select([i for i in range(answers.n_sequences) if i % config.generations < learned])
+        for minibatch in answers_by_minibatch(answers, k, config.mini_batches, torch.Generator().manual_seed(0)):
+            size = max(k, config.per_device_train_batch_size // k * k)
+            found += [answers.select(minibatch[i : i + size]) for i in range(0, len(minibatch), size)]
+        return found
 
     def _lanes(self, roles: Iterable[str]) -> int:
         return len({(self.model.roles[role].backbone, self.model.roles[role].slot) for role in roles})
@@ -344,11 +357,9 @@ class _RlTrial:
         self.model.score(self._batch(n), self.roles, temperature=self.config.temperature)
 
     def _learn(self, n: int) -> None:
-        model: HydraModel = self.model
-        model.train()
-        model(self._batch(n), (LmLoss(role="actor", denom=1.0),), dropout_seed=0)[0].backward()
-        model.zero_grad(set_to_none=True)
-        model.eval()
+        with _training(self.model):
+            self.model(self._batch(n), (LmLoss(role="actor", denom=1.0),), dropout_seed=0)[0].backward()
+        self.model.zero_grad(set_to_none=True)
 
     def _drawing(self) -> float:
         """Seconds of prompts and answers."""
@@ -397,6 +408,17 @@ class _Drawn(NamedTuple):
     prefill: float
     token: float
     """A decoding step."""
+
+
+@contextmanager
+def _training(model: HydraModel) -> Iterator[None]:
+    """A block in which the model is in the mode of an update, where dropout may keep prompts apart."""
+    was = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(was)
 
 
 def _affordable(one: float, most: int) -> int:

@@ -51,6 +51,8 @@ class Duration:
     """The same seconds by what they are spent on; all of the prefill is one part."""
     flops: float
     """Of the whole step."""
+    shared_phases: tuple[str, ...] = ()
+    """Phases of the plan of memory in which answers to one prompt share its pass through a backbone."""
 
     @property
     def seconds(self) -> float:
@@ -94,11 +96,13 @@ class DurationPlanner(Planner):
         rows = s.update_rows
         add("update", self._work("update", rows, rows > self._rows_together("update")), s.batch / rows)
         add("update", self._optimizer(), min(s.num_mini_batches, s.batch))
-        return Duration(method=self.method, phases=phases, parts=parts, flops=flops)
+        shared = self.shared_phases
+        return Duration(method=self.method, phases=phases, parts=parts, flops=flops, shared_phases=shared)
 
     def _add_generation(self, add: Callable[..., None], phases: dict[str, float], parts: dict[str, float]) -> None:
         s, native = self.setting, self._shape(True).native_step
-        prefill, admitted = self._work("prefill", s.batch, False), self._admitted(s.batch)
+        prompts = s.prompts(s.batch)
+        prefill, admitted = self._work("prefill", prompts, False), self._admitted(prompts)
         if native and native_step.takes_prompts(s.dtype, s.prompt_length, admitted):
             prefill = _in_native_step(prefill, native_step.tokens_together(s.dtype, s.prompt_length, admitted))
         add("prefill", prefill, 1)

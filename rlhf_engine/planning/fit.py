@@ -3,6 +3,9 @@
 generation   weights, adapters, heads, optimizer + what `generate` of the prompts takes, their KV cache included
 inference    the same + what `HydraModel.score` of these answers takes
 update       the same + the larger of a micro-batch's forward and backward, and AdamW's step
+
+Several answers to one prompt share its keys and values while they are drawn. They share its pass through a backbone in
+scoring and update where the model shares prompts (`Fit._shares`); tokens are then those that go through it.
 """
 
 from __future__ import annotations
@@ -28,11 +31,17 @@ class Step:
     completion_length: int
     """Tokens; every answer has as many."""
     batch: int
-    """Prompts per step (generation_batch_size)."""
+    """Answers per step (generation_batch_size)."""
+    num_generations: int = 1
+    """Answers per prompt."""
     num_mini_batches: int
     micro_batch: int
     """Sequences per forward and backward (per_device_train_batch_size)."""
     token_budget: int
+
+    def prompts(self, answers: int) -> int:
+        """Number of prompts that so many answers belong to."""
+        return -(-answers // self.num_generations)
 
     @property
     def length(self) -> int:
@@ -62,8 +71,12 @@ class Prediction:
     activation_bytes: dict[str, int]
     """By phase: what its peak adds to the resident state, without gradients and KV cache."""
     kv_cache_bytes: int
+    support_bytes: int
+    """Most bytes, in no peak, of the words that tokens were drawn among, where top_k, top_p or min_p bound them."""
+    shared_phases: tuple[str, ...]
+    """Phases in which answers to one prompt share its pass through a backbone."""
     max_batch: dict[str, int]
-    """Largest numbers that fit the budget, 0 if not even one does. `generation`: prompts per step that can be
+    """Largest numbers that fit the budget, 0 if not even one does. `generation`: answers per step that can be
     generated and scored. `update`: sequences of a micro-batch."""
 
     @property
@@ -73,7 +86,7 @@ class Prediction:
 
     @property
     def largest_batch(self) -> int:
-        """Prompts per step that fit; 0 where the update of not even one does. Without rollouts, the micro-batch."""
+        """Answers per step that fit; 0 where the update of not even one does. Without rollouts, the micro-batch."""
         micro_batch = self.max_batch["update"]
         return self.max_batch.get("generation", micro_batch) if micro_batch else 0
 
@@ -105,9 +118,18 @@ class Fit(ABC):
     def cache_bytes_per_position(self) -> int:
         """Keys and values of a token in every layer."""
 
+    @property
+    @abstractmethod
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among, see `hydra.supports`."""
+
     @abstractmethod
     def _most_lanes(self, phase: str) -> int:
         """Lanes of the phase on the backbone that has most of them."""
+
+    @abstractmethod
+    def _shares(self, phase: str) -> bool:
+        """Whether neighbours in a batch of the phase share their prompt's pass through a backbone."""
 
     @abstractmethod
     def _allocated(self, phase: str, rows: int, repeats: int, apart: bool) -> int:
@@ -122,11 +144,11 @@ class Fit(ABC):
         return sum(self.state_bytes[part] for part in parts)
 
     def peak(self, phase: str, rows: int | None = None) -> int:
-        """Peak of a phase. rows: prompts (generation, inference) or sequences of a micro-batch (update)."""
+        """Peak of a phase. rows: answers (generation, inference) or sequences of a micro-batch (update)."""
         rows = rows or self._rows(phase)
         if phase == "generation":
-            together = self._prefilled_together(rows)
-            others = self._cache_bytes(rows) - self._cache_bytes(together)
+            together = self._prefilled_together(self.step.prompts(rows))  # of different prompts
+            others = self._cache_bytes(rows) - self._cache_bytes(together, shared=False)
             return self.resident + self._traced("generation", together, 1) + others
         if phase == "inference":
             return self.resident + self._traced("inference", *self._scored_together(rows))
@@ -137,27 +159,60 @@ class Fit(ABC):
         """Rows of the phase in a step."""
         return self.step.update_rows if phase == "update" else self.step.batch
 
-    def _prefilled_together(self, rows: int) -> int:
+    def _prefilled_together(self, prompts: int) -> int:
         """Prompts that go through a layer at once."""
-        return self._admitted(rows)
+        return self._admitted(prompts)
 
-    def _admitted(self, rows: int) -> int:
+    def _admitted(self, prompts: int) -> int:
         """Prompts that are admitted in one call."""
-        return min(rows, max(1, self.prefill_tokens // self.step.prompt_length))
+        return min(prompts, max(1, self.prefill_tokens // self.step.prompt_length))
 
     def _scored_together(self, rows: int) -> tuple[int, int]:
         """(sequences per group, groups to trace: two where there are more, for what the first leaves)."""
-        together = max(1, min(rows, self.step.token_budget // self.step.length))
+        together = max(1, min(rows, self._rows_within("inference", self.step.token_budget)))
         return together, 2 if rows > together else 1
+
+    def _alike(self, phase: str) -> int:
+        """Neighbours in a batch of the phase that share a prompt's pass.
+
+        In an update of several minibatches, to which answers are dealt at random, none are counted on. Pairs of
+        supervised runs stay together.
+        """
+        dealt = phase == "update" and self.method != FULL_SFT and self.step.num_mini_batches > 1
+        return self.step.num_generations if not dealt and self._shares(phase) else 1
+
+    @property
+    def shared_phases(self) -> tuple[str, ...]:
+        """Phases in which answers to one prompt share its pass through a backbone."""
+        return tuple(phase for phase in self.phases if self._alike(phase) > 1)
+
+    def _tokens(self, phase: str, rows: int) -> int:
+        """Tokens of so many sequences that go through a backbone."""
+        return -(-rows // self._alike(phase)) * self.step.prompt_length + rows * self.step.completion_length
+
+    def _rows_within(self, phase: str, tokens: int) -> int:
+        """Most sequences of which no more tokens go through a backbone."""
+        alike, step = self._alike(phase), self.step
+        families, rest = divmod(tokens, step.prompt_length + alike * step.completion_length)
+        return families * alike + max(0, (rest - step.prompt_length) // step.completion_length)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Keys and values of every layer for `batch` rows of full length, as generation allocates them."""
+        """Keys and values of every layer for `batch` answers of full length, as generation allocates them."""
         return self._cache_bytes(self.step.batch) if "generation" in self.phases else 0
 
-    def _cache_bytes(self, rows: int) -> int:
-        blocks = -(-(self.step.length - 1) // self.cache_block)  # the last token is never read
-        return rows * blocks * self.cache_block * self.cache_bytes_per_position
+    @property
+    def support_bytes(self) -> int:
+        """Most bytes of the words that the tokens of a step were drawn among."""
+        drawn = self.step.batch * self.step.completion_length if "generation" in self.phases else 0
+        return drawn * self.support_bytes_per_token
+
+    def _cache_bytes(self, rows: int, *, shared: bool = True) -> int:
+        """Bytes of the cache of so many answers. shared: whether answers to one prompt share its full blocks."""
+        blocks = rows * -(-(self.step.length - 1) // self.cache_block)  # the last token is never read
+        if shared:
+            blocks -= (rows - self.step.prompts(rows)) * (self.step.prompt_length // self.cache_block)
+        return blocks * self.cache_block * self.cache_bytes_per_position
 
     def _traced(self, phase: str, rows: int, repeats: int, apart: bool | None = None) -> int:
         """Bytes; beyond `TRACED_ROWS` on the line through two traces, because allocations are linear in the rows.
@@ -166,15 +221,16 @@ class Fit(ABC):
         """
         if apart is None:
             apart = rows > self._rows_together(phase)
-        if rows <= TRACED_ROWS:
+        alike = self._alike(phase)
+        few = max(1, TRACED_ROWS // 2 // alike) * alike  # whole prompts, of which allocations are a linear function
+        if rows <= max(2 * few, TRACED_ROWS):
             return self._allocated(phase, rows, repeats, apart)
-        half = self._allocated(phase, TRACED_ROWS // 2, repeats, apart)
-        whole = self._allocated(phase, TRACED_ROWS, repeats, apart)
-        return whole + -(-(whole - half) * (rows - TRACED_ROWS) // (TRACED_ROWS - TRACED_ROWS // 2))
+        half, whole = (self._allocated(phase, n, repeats, apart) for n in (few, 2 * few))
+        return whole + -(-(whole - half) * (-(-rows // alike) * alike - 2 * few) // few)
 
     def _rows_together(self, phase: str) -> int:
         """Sequences up to which lanes share a backbone forward; beyond, peaks drop before they rise again."""
-        return self.step.token_budget // (self._most_lanes(phase) * self.step.length)
+        return self._rows_within(phase, self.step.token_budget // self._most_lanes(phase))
 
     # ---- what fits -------------------------------------------------------------------------------------------------
 
@@ -191,6 +247,8 @@ class Fit(ABC):
             peak_bytes=peaks,
             activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in self.phases},
             kv_cache_bytes=self.kv_cache_bytes,
+            support_bytes=self.support_bytes,
+            shared_phases=self.shared_phases,
             max_batch=self.max_batch(budget),
         )
 

@@ -23,7 +23,10 @@ from rlhf_engine.config.training import Optim
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
+from rlhf_engine.hydra.attention import can_share
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.batch import SharedRows
+from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
@@ -71,10 +74,11 @@ def make_setting(config: PlanConfig) -> Setting:
         adapter_dtype=DTYPES[config.adapter_dtype],
         optim=config.optim,
         device_type=config.device_type,
-        slot=SlotConfig(r=config.lora_r, target_modules=targets),
+        slot=SlotConfig(r=config.lora_r, dropout=config.lora_dropout, target_modules=targets),
         prompt_length=config.max_prompt_length,
         completion_length=config.max_completion_length,
         batch=config.batch,
+        num_generations=config.num_generations,
         num_mini_batches=config.num_mini_batches,
         micro_batch=config.per_device_train_batch_size,
         token_budget=budget,
@@ -140,11 +144,36 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, lm_head: bool) -> 
     return model
 
 
-def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
+class Planned(HydraModel):
+    """A model without data. Its batches share prompts where a CPU would; tokens without data do not say so."""
+
+    alike: int = 1
+    """Neighbours in a batch that are answers to one prompt."""
+
+    def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
+        """Rows by which a batch goes through a backbone. See `HydraModel.shared_rows`.
+
+        Args:
+            batch: N sequences without data.
+
+        Returns:
+            The rows; None where no prompt is shared.
+        """
+        vars(batch)["prompts_N"] = tuple(i // self.alike for i in range(batch.n_sequences))
+        return batch.shared if self.shares_prompts else None
+
+
+def shares_prompts(setting: Setting) -> bool:
+    """Whether answers to one prompt share its pass on the planned device, where no dropout keeps them apart."""
+    with stand_in(setting.device_type != "cpu"):
+        return setting.num_generations > 1 and can_share(torch.empty(0, dtype=torch.int64), setting.dtype)
+
+
+def build_model(method: str, setting: Setting, n_layers: int, kind: type[HydraModel] = HydraModel) -> HydraModel:
     """The method's model with `n_layers` layers, as `training.build` makes it, with random weights."""
     roles = roles_of(method)
     config = shallow(setting.config, n_layers)
-    model = HydraModel(
+    model = kind(
         {
             name: Backbone(
                 plain_model(config, setting.dtype, needs_lm_head(roles, name)), frozen=not base_is_trained(roles, name)
@@ -159,7 +188,7 @@ def build_model(method: str, setting: Setting, n_layers: int) -> HydraModel:
     for p in model.parameters():
         if p.requires_grad:
             p.grad_dtype = gradient_dtype(setting.optim, p.dtype)
-    model.shares_prompts = False  # no two prompts of a plan are alike
+    model.shares_prompts = setting.num_generations > 1  # else no two prompts of a plan are alike
     if setting.gradient_checkpointing:
         for name in {role.backbone for role in roles.values() if role.trainable}:
             model.backbone(name).enable_gradient_checkpointing()
@@ -239,7 +268,7 @@ def trace_update(model: HydraModel, s: Setting, rows: int, repeats: int) -> Time
 def _answers(s: Setting, rows: int) -> TokenValues:
     """Answers that an update of PPO can learn from; shapes are all that counts."""
     batch = _batch(s, rows)
-    vars(batch)["prompts_N"] = tuple(range(rows))  # no two alike; tokens without data do not say so
+    vars(batch)["prompts_N"] = tuple(range(rows))  # tokens without data do not say so
     per_token = torch.zeros(batch.n_completion_tokens)
     return TokenValues(
         batch=batch,

@@ -26,22 +26,25 @@ from rlhf_kernels.linear import packed
 from rlhf_kernels.vocab.native import has_whole_tiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
+from rlhf_engine.hydra.supports import numbers_of_bits
 from rlhf_engine.planning.fit import PHASES as PHASES
 from rlhf_engine.planning.fit import Fit
 from rlhf_engine.planning.phases import (
     ROLES,
+    Planned,
     Setting,
     build_model,
     check_setting,
     layer_period,
     plain_model,
     roles_of,
+    shares_prompts,
     trace_generation,
     trace_inference,
     trace_update,
@@ -72,7 +75,8 @@ class Planner(Fit):
         self.roles = roles_of(method)
         check_setting(setting)
         self._modes: dict[int, FakeTensorMode] = {}
-        self._models: dict[int, HydraModel] = {}
+        self._models: dict[int, Planned] = {}
+        self._sharing: dict[str, bool] = {}
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -139,6 +143,11 @@ class Planner(Fit):
         """Keys and values of a token in every layer."""
         return self._shape(True).cache_bytes_per_position
 
+    @property
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among: a bit for each of all words, and an offset."""
+        return 4 * numbers_of_bits(self._shape(True).head[0]) + 8
+
     def _packed(self, linears: list[tuple[int, int]]) -> int:
         """Bytes of what `rlhf_kernels.linear.packed` keeps for linears [M, K] and trained roles' heads, last first."""
         if self.setting.device_type != "cpu":
@@ -185,9 +194,9 @@ class Planner(Fit):
 
     # ---- peaks -----------------------------------------------------------------------------------------------------
 
-    def _prefilled_together(self, rows: int) -> int:
+    def _prefilled_together(self, prompts: int) -> int:
         """Prompts that go through a layer at once; a token takes the native step about what it takes transformers."""
-        length, admitted = self.setting.prompt_length, self._admitted(rows)
+        length, admitted = self.setting.prompt_length, self._admitted(prompts)
         if not self._shape(True).native_step:
             return admitted
         return native_step.tokens_together(self.setting.dtype, length, admitted) // length
@@ -204,6 +213,18 @@ class Planner(Fit):
         """Lanes of the phase on the backbone that has most of them."""
         lanes = {lane[:2] for lane in self._lanes(phase)}  # backbone, slot
         return max(Counter(backbone for backbone, _ in lanes).values())
+
+    def _shares(self, phase: str) -> bool:
+        """Decision of the model about two answers to one prompt. Of prompts that are prefilled no two are alike."""
+        if phase == "generation":
+            return False
+        if phase not in self._sharing:
+            model = self._model(1).train(phase == "update")
+            model.alike = 2
+            with self._modes[1]:
+                self._sharing[phase] = model.shares(PackedBatch.from_lists([[0], [0]], [[0], [0]]))
+            model.eval()
+        return self._sharing[phase]
 
     def _lanes(self, phase: str) -> tuple[Any, ...]:
         """Lanes of a phase, whatever its backbones and slots are called: methods that agree in them cost the same."""
@@ -234,19 +255,22 @@ class Planner(Fit):
 
     def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int, apart: bool = False) -> Timeline:
         model = self._model(n_layers)
+        model.alike = self._alike(phase)
         # room for one group of `rows` sequences, in one lane or in all
-        model.token_budget = rows * self.setting.length * (1 if apart else self._most_lanes(phase))
+        model.token_budget = self._tokens(phase, rows) * (1 if apart else self._most_lanes(phase))
         run = _TRACES[phase]
         with self._modes[n_layers], stand_in(self.setting.device_type != "cpu"):
             return run(model, self.setting, rows, repeats)
 
-    def _model(self, n_layers: int) -> HydraModel:
+    def _model(self, n_layers: int) -> Planned:
         """The method's model of so many layers without data."""
         if n_layers not in self._models:
-            mode = FakeTensorMode()
+            shares, mode = shares_prompts(self.setting), FakeTensorMode()
             with mode, Tracker():
-                self._models[n_layers] = build_model(self.method, self.setting, n_layers)
-            self._modes[n_layers] = mode
+                model = build_model(self.method, self.setting, n_layers, Planned)
+            assert isinstance(model, Planned)
+            model.shares_prompts = shares
+            self._models[n_layers], self._modes[n_layers] = model, mode
         return self._models[n_layers]
 
 

@@ -98,13 +98,14 @@ def _fits(config: PlanConfig) -> Iterator[Fit]:
 
 
 def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
-    """One method's line: bytes everywhere. max_batch: prompts of a step, 0 where no micro-batch fits its update."""
+    """One method's line: bytes everywhere. max_batch: answers of a step, 0 where no micro-batch fits its update."""
     options = {key: value for key, value in config.to_dict().items() if key not in ("method", "json", "out")}
     return {
         "method": prediction.method,
         "state_bytes": sum(prediction.state_bytes.values()),
         "state_parts": prediction.state_bytes,
         "kv_cache_bytes": prediction.kv_cache_bytes,
+        "most_support_bytes": prediction.support_bytes,
         "activation_bytes": prediction.activation_bytes,
         "peak_bytes": prediction.peak_bytes,
         "max_batch": prediction.largest_batch,
@@ -154,11 +155,19 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         "learned reward (lane), KL by k1, no evaluation.",
         f"Whole backbones train in {config.dtype}, adapters in {config.adapter_dtype}, scalar heads in float32. "
         f"AdamW (optim {config.optim}) has {_moments(config)}.",
-        "Largest batch: prompts per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
+        "Largest batch: answers per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
         f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation. Where "
         "lanes of one backbone share a forward (up to token_budget), a smaller micro-batch can need more than a larger "
         "one beyond it.",
     ]
+    if config.num_generations > 1:
+        lines.append(sharing(config, predictions[0].shared_phases))
+    if any(prediction.method != FULL_SFT for prediction in predictions):
+        lines.append(
+            "Not in here: with top_k, top_p or min_p, the words that every token was drawn among, until the update; at "
+            f"most {gigabytes(predictions[0].support_bytes)} GB, a bit per word and token (top_k: 4 bytes per word "
+            "kept, where that is less)."
+        )
     if config.device == "cuda":
         lines.append(
             "Not in here: the CUDA context and library workspaces. Kernels' own memory on CUDA is read off the code, "
@@ -179,9 +188,20 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         )
     if any(prediction.method == FULL_SFT for prediction in predictions):
         lines.append(
-            f"{FULL_SFT}: sft --full on rows of one answer, without a reward head; a pair of answers is two sequences."
+            f"{FULL_SFT}: sft --full on rows of one answer, without a reward head; a pair of answers is two sequences "
+            "(num_generations 2)."
         )
     return lines
+
+
+def sharing(config: PlanConfig, phases: Sequence[str]) -> str:
+    """Sentences on what answers to a prompt have in common. phases: those in which they share its pass."""
+    passes = f" and its pass in {' and '.join(PHASE_NAMES[phase] for phase in phases)}" if phases else ""
+    return (
+        f"{config.num_generations} answers to every prompt share its full blocks of the KV cache{passes}. Passes are "
+        "shared on a CPU alone, in an update without dropout alone. An update of several minibatches is planned "
+        "without: answers are dealt to them at random."
+    )
 
 
 def _moments(config: PlanConfig) -> str:

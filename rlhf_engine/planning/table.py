@@ -23,8 +23,8 @@ PATH = Path(__file__).with_name("plan_table.json")
 STATE = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights")
 """Parts of the state that no optimizer changes, in the table's order."""
 _ALIKE = (
-    *("device", "adapter_dtype", "lora_r", "lora_target_modules", "max_prompt_length", "max_completion_length"),
-    *("token_budget", "gradient_checkpointing"),
+    *("device", "adapter_dtype", "lora_r", "lora_dropout", "lora_target_modules"),
+    *("max_prompt_length", "max_completion_length", "token_budget", "gradient_checkpointing"),
 )
 """Options that change a trace; the table has their defaults."""
 
@@ -59,9 +59,18 @@ class TabledFit(Fit):
         found: int = self._part["cache_bytes_per_position"]
         return found
 
+    @property
+    def support_bytes_per_token(self) -> int:
+        """Most bytes of the words that a token was drawn among."""
+        found: int = self._part["support_bytes_per_token"]
+        return found
+
     def _most_lanes(self, phase: str) -> int:
         found: int = self._own["lanes"][phase]
         return found
+
+    def _shares(self, phase: str) -> bool:
+        return False  # the table is of GPUs, where attention shares no keys
 
     def _allocated(self, phase: str, rows: int, repeats: int, apart: bool) -> int:
         apart = apart and self._most_lanes(phase) > 1
@@ -104,6 +113,7 @@ def fits(config: PlanConfig, methods: list[str]) -> list[TabledFit] | None:
         prompt_length=config.max_prompt_length,
         completion_length=config.max_completion_length,
         batch=config.batch,
+        num_generations=config.num_generations,
         num_mini_batches=config.num_mini_batches,
         micro_batch=config.per_device_train_batch_size,
         token_budget=read()["token_budget"],

@@ -16,7 +16,7 @@ from rlhf_engine.planning.ceilings import measure_cpu
 from rlhf_engine.planning.duration import PARTS, STEP_PHASES, Duration, DurationPlanner
 from rlhf_engine.planning.machines import Machine, gpu
 from rlhf_engine.planning.phases import make_setting
-from rlhf_engine.planning.report import WIDTH
+from rlhf_engine.planning.report import WIDTH, sharing
 
 _GENERATION = ("prefill", "decoding", "capture")
 
@@ -72,7 +72,7 @@ def as_json(duration: Duration, config: PlanConfig, machine: Machine) -> dict[st
         "figures": [figure._asdict() for figure in machine.figures],
         "assumed": [figure.name for figure in machine.figures if figure.source == "assumed"],
         "options": options,
-        "assumptions": assumptions(config),
+        "assumptions": assumptions(config, duration),
     }
 
 
@@ -103,19 +103,22 @@ def notes(durations: Sequence[Duration], config: PlanConfig, machine: Machine) -
         f"{d.method}: {d.dominant} dominate, {100 * d.parts[d.dominant] / d.seconds:.0f} % of the step."
         for d in durations
     ]
-    lines += assumptions(config)
+    lines += assumptions(config, durations[0])
     for source, heading in (("datasheet", "From the data-sheet"), ("measured", "Measured"), ("assumed", "ASSUMED")):
         lines += [f"{heading}: {f.name}: {f.value}." for f in machine.figures if f.source == source]
     return lines
 
 
-def assumptions(config: PlanConfig) -> list[str]:
+def assumptions(config: PlanConfig, duration: Duration) -> list[str]:
     """Assumptions about a step, one line each."""
-    return [
+    lines = [
         f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; one "
         "epoch of updates. Kernels are compiled, weights packed, memory suffices; reading and writing files, reward "
         "functions on the host and evaluation take no time.",
     ]
+    if config.num_generations > 1:
+        lines.append(sharing(config, duration.shared_phases))
+    return lines
 
 
 def _seconds(n: float) -> str:

@@ -21,10 +21,10 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
-from rlhf_engine.data import Report, batch_indices, pack
+from rlhf_engine.data import Report, batch_indices, side_by_side
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import NonFiniteError, RunStopped
-from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.io import writing
 from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
 from rlhf_engine.runs.checkpoint import saved_on_error
@@ -33,6 +33,7 @@ from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clea
 from rlhf_engine.runs.live import LivePage
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.runs.trackers import Trackers
+from rlhf_engine.training.micro_batches import divide
 from rlhf_engine.training.policy import Policy, State
 
 OnStep = Callable[[int, dict[str, Any]], None]
@@ -316,7 +317,7 @@ class HasTokens(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row that go through the model."""
+        """Tokens of its sequences."""
 
 
 class SupervisedRun(Run[State]):
@@ -344,6 +345,17 @@ class SupervisedRun(Run[State]):
             Loss, 0-d with a gradient, and metrics by name, 0-d each.
         """
 
+    @abstractmethod
+    def packed(self, rows: Sequence[Any]) -> PackedBatch:
+        """Pack the sequences of n rows.
+
+        Args:
+            rows: rows of one kind, at least one.
+
+        Returns:
+            The first answers of all rows, then the second ones (of pairs).
+        """
+
     @property
     def rows_per_step(self) -> int:
         """Rows of one optimizer step."""
@@ -359,7 +371,7 @@ class SupervisedRun(Run[State]):
         return [self.rows[i] for i in places]
 
     def micro_batches(self, rows: Sequence[HasTokens]) -> list[list[int]]:
-        """Divide a step's rows.
+        """Divide a step's rows. Rows of one prompt are neighbours, and tokens that they share count once.
 
         Args:
             rows: all rows of the step.
@@ -367,11 +379,16 @@ class SupervisedRun(Run[State]):
         Returns:
             Places of the rows of each forward and backward.
         """
-        return pack(
-            [row.tokens for row in rows],
+        batch = self.packed(rows)
+        order = side_by_side(batch.prompts_N[: len(rows)])
+        parts = divide(
+            self.model,
+            batch,
+            [range(place, batch.n_sequences, len(rows)) for place in order],
             max_rows=self.config.per_device_train_batch_size,
             max_tokens=self.config.max_tokens_per_micro_batch,
         )
+        return [[order[unit] for unit in part] for part in parts]
 
     def count_steps(self) -> int:
         """Count the steps of the whole run.

@@ -87,7 +87,7 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the model, a pair's prompt twice."""
+        """Tokens of all answers, each with its prompt."""
         answers = [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
         return sum(len(self.prompt) + len(answer) for answer in answers)
 
@@ -160,6 +160,32 @@ def _chosen_alone(row: Preference) -> PromptCompletion:
     )
 
 
+def packed_batch(
+    examples: Sequence[Example], device: torch.device, *, pairs: bool, places: Sequence[int] | None = None
+) -> PackedBatch:
+    """Pack the answers of some rows: all chosen ones, then all rejected ones.
+
+    Args:
+        examples: at least one row.
+        device: device of the tokens.
+        pairs: whether rejected answers are packed as well.
+        places: places of the rows in their optimizer step, which key dropout masks; None: 0 to n−1.
+
+    Returns:
+        A sequence for each answer.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    answers = [e.chosen for e in examples]
+    ids = [2 * i for i in (range(len(examples)) if places is None else places)]
+    if pairs:
+        answers += [e.rejected or [] for e in examples]
+        ids += [i + 1 for i in ids]
+    prompts = [e.prompt for e in examples] * (2 if pairs else 1)
+    return PackedBatch.from_lists(prompts, answers, device=device, sample_ids=ids)
+
+
 def sft_loss(
     model: HydraModel,
     examples: Sequence[Example],
@@ -189,14 +215,7 @@ def sft_loss(
         ValueError: a role that the model lacks, a sequence longer than the context, or an empty prompt.
     """
     with_pairs = gamma > 0 and examples[0].rejected is not None
-    prompts = [e.prompt for e in examples]
-    answers = [e.chosen for e in examples]
-    ids = [2 * i for i in (range(len(examples)) if places is None else places)]
-    if with_pairs:
-        prompts = prompts * 2
-        answers = answers + [e.rejected or [] for e in examples]
-        ids = ids + [i + 1 for i in ids]
-    batch = PackedBatch.from_lists(prompts, answers, device=model.device, sample_ids=ids)
+    batch = packed_batch(examples, model.device, pairs=with_pairs, places=places)
     n_chosen = sum(len(e.chosen) for e in examples)
     lm = LmLoss(role="sft", denom=tokens, rows_M=torch.arange(n_chosen, device=model.device))
     if not with_pairs:
@@ -381,6 +400,17 @@ class SftTrainer(SupervisedRun[SftState]):
             places=places,
         )
         return loss, {"loss": loss.detach(), **stats}
+
+    def packed(self, rows: Sequence[Example]) -> PackedBatch:
+        """Pack the answers of some rows that are trained on. See `SupervisedRun.packed`.
+
+        Args:
+            rows: at least one row.
+
+        Returns:
+            The chosen answers, then the rejected ones of pairs.
+        """
+        return packed_batch(rows, self.model.device, pairs=self.pairs)
 
     def write_model(self) -> None:
         """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`).

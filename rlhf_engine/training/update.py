@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
-from rlhf_engine.data import pack, side_by_side
+from rlhf_engine.data import side_by_side
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HiddenStates, HydraModel, Output
+from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
+from rlhf_engine.training.micro_batches import divide, unit_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +99,11 @@ def update(
     stopped = False
     first_mismatch = 0.0
     k = algorithm.answers_per_unit
-    n_units, rest = divmod(answers.batch.n_sequences, k)
-    if rest:
+    if answers.batch.n_sequences % k:
         raise ValueError(f"answers: expected groups of {k}, got {answers.batch.n_sequences}")
     for epoch in range(schedule.num_epochs):
-        for number, units in enumerate(minibatches(n_units, schedule.num_mini_batches, generator)):
-            # answers to one prompt in one micro-batch, where they share the prompt's forward and backward
-            order = side_by_side([answers.batch.prompts_N[unit * k] for unit in units])
-            indices = [units[place] * k + i for place in order for i in range(k)]
+        dealt = answers_by_minibatch(answers.batch, k, schedule.num_mini_batches, generator)
+        for number, indices in enumerate(dealt):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
             minibatch = _Minibatch(model, algorithm, answers, indices, dropout_seed)
             if ranks is None:
@@ -151,6 +149,20 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
     count = min(count, n)
     bounds = [round(i * n / count) for i in range(count + 1)]
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def answers_by_minibatch(
+    batch: PackedBatch, answers_per_unit: int, count: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Places of the answers of each minibatch of an epoch. Units are dealt at random.
+
+    Those of one prompt are neighbours, so that they share the prompt's forward and backward in a micro-batch.
+    """
+    k, found = answers_per_unit, []
+    for units in minibatches(batch.n_sequences // k, count, generator):
+        order = side_by_side([batch.prompts_N[unit * k] for unit in units])
+        found.append([units[place] * k + i for place in order for i in range(k)])
+    return found
 
 
 class _Minibatch:
@@ -229,11 +241,7 @@ class _Minibatch:
         """Answers by micro-batch; units stay whole."""
         units = self._units(indices)
         rows = max(1, schedule.micro_batch_size // self.algorithm.answers_per_unit)
-        shared = None
-        if self.model.shares(self.answers.batch):
-            prompts_N, prompt_lens = self.answers.batch.prompts_N, self.answers.batch.prompt_lens
-            shared = [(prompts_N[unit[0]], prompt_lens[unit[0]]) for unit in units]
-        parts = pack(self._lengths(units), max_rows=rows, max_tokens=schedule.max_tokens, shared=shared)
+        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=schedule.max_tokens)
         return [[i for unit in part for i in units[unit]] for part in parts]
 
     def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
@@ -241,15 +249,7 @@ class _Minibatch:
         return [indices[i : i + k] for i in range(0, len(indices), k)]
 
     def _lengths(self, units: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens of each unit, with those of a prompt that its answers share once."""
-        batch = self.answers.batch
-        if not self.model.shares(batch):
-            return [sum(batch.lengths[i] for i in unit) for unit in units]
-        prompts = [{batch.prompts_N[i]: batch.prompt_lens[i] for i in unit} for unit in units]
-        return [
-            sum(once.values()) + sum(batch.completion_lens[i] for i in unit)
-            for unit, once in zip(units, prompts, strict=True)
-        ]
+        return unit_lengths(self.model, self.answers.batch, units)
 
     def _micro(self, chosen: Sequence[int]) -> MicroBatch:
         rows_M = self.answers.batch.select_completion_rows(chosen)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf_kernels.runtime import native
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.main import main
@@ -148,6 +149,23 @@ def test_what_cannot_fit_is_said_with_the_option_to_lower(changes, option):
 )
 def test_seconds_lie_on_a_line(small, large, calls, units, seconds):
     assert Line.through(small, large).seconds(calls, units) == pytest.approx(seconds)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize(
+    ("algorithm", "learned"), [("grpo", range(8)), ("online_dpo", (0, 1, 4, 5)), ("best_of_n", (0, 4))]
+)
+def test_a_trial_counts_the_tokens_of_a_step_s_micro_batches(model, tmp_path, algorithm, learned):
+    """Two prompts with four answers each."""
+    options = {"algorithm": algorithm, "num_generations": 4, "num_mini_batches": 1, "per_device_train_batch_size": 8}
+    trial = before_run._RlTrial(RlTrainer(train_config(model, tmp_path / "out", **options)))
+    (part,) = trial._micro_batches()
+    assert sorted(map(part.prompt_tokens, range(part.n_sequences))) == sorted(trial.prompts[i] for i in learned)
+    different = {tuple(prompt) for prompt in trial.prompts}
+    assert len(different) == 2
+    tokens = sum(map(len, different)) + len(learned) * trial.length
+    assert trial.model.count_rows(part) == tokens
+    assert trial.model.count_rows(trial._batch(8)) == sum(map(len, different)) + 8 * trial.length
 
 
 @pytest.mark.usefixtures("_long_steps")

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from rlhf_kernels.runtime import native
 from transformers import LlamaConfig, T5Config
 
 from rlhf_engine.commands.main import main
@@ -14,7 +15,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS
 from rlhf_engine.planning import fit
 from rlhf_engine.planning.predict import PHASES
-from rlhf_engine.planning.report import run_plan, stack
+from rlhf_engine.planning.report import run_plan, sharing, stack
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,18 @@ def test_parts_of_a_bar_add_up_to_the_peak(capsys, folder):
         assert all(size >= 0 for size in parts.values()), (phase, parts)
 
 
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_what_answers_to_one_prompt_share_is_said(capsys, folder):
+    argv = ("--model", str(folder), *SHORT, "--method", "hydra_ppo", "--gpu", "2MB", "--num_generations", "4", "--json")
+    _, out, _ = run(capsys, *argv, "--device", "cpu", "--num_mini_batches", "1")
+    row, same = json.loads(out), "4 answers to every prompt share its full blocks of the KV cache"
+    assert any(f"{same} and its pass in inference (scoring) and update. " in line for line in row["assumptions"])
+    config = PlanConfig(model=str(folder), num_generations=4)
+    assert sharing(config, ()).startswith(f"{same}. ")
+    # 4 answers of 8 tokens; a bit for each of 100 words in numbers of 32 bits, and an offset
+    assert row["most_support_bytes"] == 4 * 8 * (4 * 4 + 8)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5gb", 15 * 10**8), ("500MiB", 500 * 2**20)]
 )
@@ -122,6 +135,10 @@ def test_sizes_that_are_none(text):
             "model: expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
         ),
         (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
+        (
+            ["--model", "llama-7b", "--num_generations", "5"],
+            "batch: expected a multiple of num_generations (5), got 64",
+        ),
         (
             ["--model", "llama-7b", "--gpu", "1GB", "--reserve", "2GB"],
             "reserve: expected less than gpu (1GB), got '2GB'",

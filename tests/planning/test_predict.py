@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss
+from rlhf_engine.hydra.model import split_by_tokens
 from rlhf_engine.planning import fit
 from rlhf_engine.planning.fit import largest_fitting
-from rlhf_engine.planning.phases import Setting, build_model, layer_period, shallow
+from rlhf_engine.planning.phases import Planned, Setting, build_model, layer_period, shallow
 from rlhf_engine.planning.predict import PHASES, Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.tracing import Tracker, extrapolated_peak
@@ -25,6 +30,7 @@ from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.hydra.architectures import CONFIGS
 from tests.policy.test_adamw import every_optim
 
+ROOT = Path(__file__).resolve().parents[2]
 RANK = 4
 TRACED = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma2")
 
@@ -235,6 +241,63 @@ def test_what_a_trace_keeps_for_the_backward_pass_is_what_autograd_saves(name, m
         assert alive == pytest.approx(real, rel=0.02), (dtype, alive, real)
 
 
+shared = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+FOUR = {"num_generations": 4, "num_mini_batches": 1, "micro_batch": 8, "prompt_length": 50, "completion_length": 6}
+"""Four answers to each of two long prompts."""
+
+
+@shared
+@pytest.mark.parametrize(("name", "method"), [("llama", "hydra_ppo"), ("gpt2", "full_ppo")])
+def test_a_trace_of_answers_that_share_their_prompt_keeps_what_autograd_saves(name, method):
+    plan = setting(name, **FOUR)
+    n_layers = plan.config.get_text_config().num_hidden_layers
+    model = build_model(method, plan, n_layers)
+    real = saved_bytes(model, plan)
+    model.shares_prompts = False
+    assert real < 0.6 * saved_bytes(model, plan)
+    with FakeTensorMode():
+        with Tracker():
+            model = build_model(method, plan, n_layers, Planned).train()
+        model.alike = 4
+        batch = PackedBatch.from_lists([[0] * plan.prompt_length] * 4, [[0] * plan.completion_length] * 4)
+        known = [*model.parameters(), *model.buffers(), batch.tokens_T]
+        with Tracker(known, device_type="cpu") as tracker:
+            loss = losses(model, batch)
+            alive = tracker.live
+        del loss
+    assert alive == pytest.approx(real, rel=0.02)
+
+
+@shared
+def test_answers_that_share_their_prompt_need_less():
+    def peak(phase: str, **changes) -> int:
+        return Planner("hydra_ppo", setting(**{**FOUR, **changes})).peak(phase)
+
+    resident = Planner("hydra_ppo", setting(**FOUR)).resident
+    for phase in PHASES:
+        assert peak(phase) - resident < 0.6 * (peak(phase, num_generations=1) - resident), phase
+    for apart in ({"slot": SlotConfig(r=RANK, dropout=0.1)}, {"num_mini_batches": 2}, {"device_type": "cuda"}):
+        assert peak("update", **apart) == peak("update", **apart, num_generations=1), apart
+    pairs = Planner("full_sft", setting(**{**FOUR, "num_generations": 2, "num_mini_batches": 2}))
+    assert pairs.shared_phases == ("update",)
+    dropped = Planner("hydra_ppo", setting(**FOUR, slot=SlotConfig(r=RANK, dropout=0.1)))
+    assert dropped.shared_phases == ("inference",), "an update has copies of prompts"
+
+
+@shared
+@pytest.mark.parametrize("budget", [40, 57, 80, 81, 200])
+def test_tokens_are_counted_as_the_model_counts_them(budget):
+    plan = setting(**FOUR, batch=16, token_budget=budget)
+    planner = Planner("hydra_ppo", plan)
+    model = build_model("hydra_ppo", plan, 1)
+    for n in (1, 3, 4, 6, 16):
+        prompts = [[3 + i // 4] * plan.prompt_length for i in range(n)]
+        batch = PackedBatch.from_lists(prompts, [[5] * plan.completion_length] * n)
+        assert planner._tokens("inference", n) == model.count_rows(batch)
+    groups = split_by_tokens(batch.lengths, budget, (batch.prompts_N, batch.prompt_lens))
+    assert planner._scored_together(16) == (len(groups[0]), 2 if len(groups) > 1 else 1)
+
+
 @pytest.mark.parametrize(
     ("name", "method", "checkpointing"),
     [
@@ -266,8 +329,9 @@ def test_layers_that_differ_are_not_extrapolated():
     assert extrapolated_peak(few, many, (2, 3), 8) is None
 
 
-def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch):
-    plan = setting()
+@pytest.mark.parametrize("generations", [1, pytest.param(3, marks=shared)])
+def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch, generations):
+    plan = setting(num_generations=generations, num_mini_batches=1)
     # so many rows that no peak lies where a kernel's tiles, whose size rows do not change, are most of it
     monkeypatch.setattr(fit, "TRACED_ROWS", 144)
     exact = {phase: Planner("hydra_ppo", plan).peak(phase, 144) for phase in PHASES}
@@ -295,12 +359,28 @@ def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
     assert Planner(method, dataclasses.replace(plan, micro_batch=2)).peak("update") < peak
 
 
+@pytest.mark.long
+@shared
+@pytest.mark.parametrize("generations", [1, 4])
+def test_peaks_of_real_processes_are_those_that_are_predicted(tmp_path, generations):
+    """Resident memory of an update of gpt2, whose planned packed copies are all made; state is a third of it."""
+    command = [sys.executable, str(ROOT / "bench" / "studies" / "plan_check.py"), "--shape", "gpt2"]
+    command += ["--method", "hydra_ppo", "--num_generations", str(generations), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
+    rows = {row["phase"]: row for row in json.loads((tmp_path / "cpu.json").read_text())["rows"]}
+    assert abs(rows["update"]["error"]) < 0.05
+    assert abs(rows["inference"]["error"]) < 0.08
+    assert rows["update"]["measured_bytes"] < (1.2e9 if generations == 1 else 0.5e9)
+
+
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
-def test_the_largest_batch_fits_and_one_more_does_not(method, monkeypatch):
-    plan = setting(token_budget=200)  # lanes of Hydra share a backbone forward up to 6 sequences only
+@pytest.mark.parametrize(
+    ("method", "changes"), [("lora_ppo", {}), ("hydra_ppo", {}), pytest.param("hydra_ppo", FOUR, marks=shared)]
+)
+def test_the_largest_batch_fits_and_one_more_does_not(method, changes, monkeypatch):
+    plan = setting(token_budget=200, **changes)  # lanes of Hydra share a backbone forward up to 6 sequences only
     monkeypatch.setattr(fit, "TRACED_ROWS", 8)
     planner = Planner(method, plan)
     for extra in (300_000, 5_000_000):

@@ -17,10 +17,11 @@ import torch
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import PlanConfig
 from rlhf_engine.hydra import METHODS
+from rlhf_engine.hydra.supports import numbers_of_bits
 from rlhf_engine.planning import report, table
 from rlhf_engine.planning.fit import FULL_SFT, TRACED_ROWS, largest_fitting
 from rlhf_engine.planning.predict import PHASES, Planner
-from rlhf_engine.planning.presets import PRESETS
+from rlhf_engine.planning.presets import PRESETS, find_config
 from rlhf_engine.planning.report import _moments
 from rlhf_engine.planning.rows import Between
 from rlhf_engine.planning.tracing import extrapolated_peak
@@ -49,7 +50,9 @@ def traced(capsys, monkeypatch, *argv: str) -> str:
 def test_every_preset_is_there_in_both_dtypes():
     expected = {f"{name} {dtype}" for name in PRESETS for dtype in ("float32", "bfloat16")}
     assert set(table.read()["presets"]) == expected
-    for part in table.read()["presets"].values():
+    for name, part in table.read()["presets"].items():
+        words = find_config(name.split()[0]).get_text_config().vocab_size
+        assert part["support_bytes_per_token"] == 4 * numbers_of_bits(words) + 8
         assert set(part["methods"]) == {*METHODS, FULL_SFT}
         for own in part["methods"].values():
             assert set(own["optim"]) == set(OPTIMS)
@@ -111,6 +114,7 @@ def test_a_tabled_plan_imports_no_torch_and_takes_less_than_3_s():
         {"device": "cpu"},
         {"adapter_dtype": "bfloat16"},
         {"lora_r": 8},
+        {"lora_dropout": 0.1},
         {"lora_target_modules": "q_proj"},
         {"max_prompt_length": 100},
         {"max_completion_length": 100},
@@ -123,6 +127,14 @@ def test_options_that_change_a_trace_are_not_looked_up(change):
     config = PlanConfig(model="gpt2")
     assert table.fits(config, ["hydra_ppo"]) is not None
     assert table.fits(dataclasses.replace(config, **change), ["hydra_ppo"]) is None
+
+
+def test_answers_to_one_prompt_share_blocks_of_the_cache():
+    alone, shared = (table.fits(PlanConfig(model="gpt2", num_generations=n), ["hydra_ppo"])[0] for n in (1, 4))
+    block = shared.cache_block * shared.cache_bytes_per_position
+    assert alone.kv_cache_bytes - shared.kv_cache_bytes == 16 * 3 * 128 // shared.cache_block * block
+    assert shared.peak("generation") < alone.peak("generation")
+    assert shared.peak("update") == alone.peak("update")
 
 
 def test_other_libraries_are_named(capsys, monkeypatch):

@@ -69,6 +69,29 @@ def test_a_scoring_is_what_it_is_by_hand():
     assert total(work, part=ATTENTION) == 3 * layers * plan.batch * 4 * d * plan.length * (plan.length + 1) / 2
 
 
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_a_prompt_that_answers_share_is_computed_once():
+    """Products of rows, and queries of every answer over the keys of its prompt."""
+    plan = setting(token_budget=10**6)
+    p, c, d, n_layers = (
+        plan.prompt_length,
+        plan.completion_length,
+        plan.config.hidden_size,
+        plan.config.num_hidden_layers,
+    )
+    alone, once = (
+        planner(token_budget=10**6, num_mini_batches=1, num_generations=k)._work("inference", plan.batch, False)
+        for k in (1, 4)
+    )
+    answers, prompts = plan.batch, plan.batch // 4
+    rows = (prompts * p + answers * c) / (answers * (p + c))
+    for kind in ("linear", "lora"):
+        assert total(once, kind=kind) == pytest.approx(rows * total(alone, kind=kind))
+    assert total(once, kind="head") == total(alone, kind="head")
+    pairs = prompts * p * (p + 1) // 2 + answers * (c * p + c * (c + 1) // 2)
+    assert total(once, part=ATTENTION) == 3 * n_layers * 4 * d * pairs
+
+
 def test_an_update_runs_the_products_that_its_losses_need():
     """Two lanes forward; dx where a gradient goes on; the loss of a frozen head in two products."""
     plan = setting(token_budget=10**6)

@@ -49,7 +49,7 @@ class RewardExample:
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the model, a pair's prompt twice."""
+        """Tokens of all answers, each with its prompt."""
         return sum(len(self.prompt) + len(answer) for answer in self.answers)
 
 

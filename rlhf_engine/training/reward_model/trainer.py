@@ -24,7 +24,7 @@ import torch
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.data import Report, Tally, require_room, split_by_group
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
-from rlhf_engine.hydra import reward_model
+from rlhf_engine.hydra import PackedBatch, reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.policy.adamw import require_optim
@@ -190,6 +190,10 @@ class RewardTrainer(SupervisedRun[RewardState]):
             center=self.config.center_rewards_coefficient or 0.0,
         )
 
+    def packed(self, rows: Sequence[RewardExample]) -> PackedBatch:
+        """`packed_batch` of some rows on the model's device."""
+        return packed_batch(rows, self.model.device)
+
     def step(self) -> dict[str, Any]:
         """One optimizer step."""
         metrics = super().step()
@@ -205,7 +209,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         size, parts = self.config.per_device_eval_batch_size, []
         for start in range(0, len(examples), size):
             some = examples[start : start + size]
-            found = self.model.score(packed_batch(some, self.model.device), ("reward",)).rewards_N
+            found = self.model.score(self.packed(some), ("reward",)).rewards_N
             assert found is not None
             parts.append(found.cpu().view(-1, len(some)).T)
         rewards = torch.cat(parts)
