@@ -65,6 +65,12 @@ def test_a_batch_may_have_more_prompts_than_the_vocabulary_has_words():
     assert planner.peak("generation") > Planner("hydra_ppo", setting(batch=50)).peak("generation")
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    """Models of random weights are the same whatever ran before."""
+    torch.manual_seed(0)
+
+
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
