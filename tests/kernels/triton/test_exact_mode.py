@@ -72,7 +72,7 @@ def test_a_rollout_has_the_log_probs_of_the_training_forward(device, kind, dtype
         Request(prompt=prompt, sample_id=i, role=role)
         for i, (prompt, role) in enumerate(zip(prompts, roles, strict=True))
     ]
-    sampling = SamplingConfig(max_completion_length=3, eos_token_ids=tuple(range(9)), temperature=0.8)
+    sampling = SamplingConfig(max_completion_length=2, eos_token_ids=tuple(range(9)), temperature=0.8)
     rollout = generate_requests(model, requests, sampling, options=EngineOptions(decode_step="transformers"))
     assert rollout.stats.most_rows == len(PROMPTS)
     assert model.shared_rows(rollout.batch) is not None

@@ -398,7 +398,7 @@ def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, d
     torch.manual_seed(0)
     for module in (ours, tables):  # so that the number of tiles would decide at once
         monkeypatch.setattr(module, "TARGET_PROGRAMS", 4)
-    n, k, m, ranks = 90, 700, 200, (5, 40, 16)
+    n, k, m, ranks = 50, 520, 100, (5, 40, 16)
     x, dy = (torch.randn(n, size, device=device, dtype=dtype) for size in (k, m))
     weight = torch.randn(m, k, device=device, dtype=dtype)
     adapters = [[torch.randn(*size, device=device, dtype=adapter) for size in ((r, k), (m, r))] for r in ranks]
@@ -422,15 +422,15 @@ def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, d
 
     order = list(range(n))
     with registry.use_exact():
-        whole = run([(0, 33), (-1, 7), (1, 20), (2, 30)], order)
-        for slot, rows in ((0, order[:33]), (1, order[40:60]), (2, order[60:])):
+        whole = run([(0, 18), (-1, 3), (1, 12), (2, 17)], order)
+        for slot, rows in ((0, order[:18]), (1, order[21:33]), (2, order[33:])):
             alone = run([(slot, len(rows))], rows)
             for got, want in zip(alone[:2], whole[:2], strict=True):
                 assert torch.equal(got, want[rows])
             for i in (2 + 2 * slot, 3 + 2 * slot):
                 assert torch.equal(alone[i], whole[i])
-        moved = run([(1, 20), (0, 33)], order[40:60] + order[:33])
-        assert torch.equal(moved[0], whole[0][order[40:60] + order[:33]])
+        moved = run([(1, 12), (0, 18)], order[21:33] + order[:18])
+        assert torch.equal(moved[0], whole[0][order[21:33] + order[:18]])
         assert all(torch.equal(moved[i], whole[i]) for i in (2, 3, 4, 5))
 
 
