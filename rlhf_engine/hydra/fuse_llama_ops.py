@@ -27,7 +27,7 @@ from rlhf_kernels.llama_ops import activation, reference, rms_norm, rotary, swig
 from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.runtime import registry
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rlhf_engine.hydra.eager import is_eager
 
@@ -63,7 +63,7 @@ def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     if getattr(cls, "fused_forward", False):
         return None
     if cls not in _FUSED:
-        with unset_fake_temporarily():
+        with _disable_current_modes():
             candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
             forward = next((found for found in candidates if found is not None), None)
         _FUSED[cls] = None if forward is None else _subclass(cls, forward)
@@ -172,7 +172,7 @@ def _activation_kind(module: nn.Module) -> str | None:
         return None
     if [*module.children(), *module.parameters(), *module.buffers()]:
         return None
-    with unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         x = torch.linspace(-12.0, 12.0, 4801, device="cpu", dtype=torch.float32)
         given = x.clone()
         try:
