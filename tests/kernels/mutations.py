@@ -785,6 +785,15 @@ _BASE_FP64 = (
     "y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()"
 )
 _PRODUCT = "y = product_for(x, weight).forward(x, weight, bias)"
+_PRODUCT_DROPPED = "y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)"
+_PRODUCT_FP64 = (
+    "wide = x.double(), weight.double(), None if bias is None else bias.double()\n"
+    "        y = torch.nn.functional.linear(*wide).to(x.dtype)"
+)
+_DX = "dx_rows = base.input_gradient(dy_rows, weight) "
+_DX_DROPPED = "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True) "
+_DW = "        if need_weight:\n            grads.append(base.weight_gradient(dy_rows, x_rows))"
+_DW_ANYWAY = "        d_weight = base.weight_gradient(dy_rows, x_rows)\n        if need_weight:\n            grads.append(d_weight)"
 LORA = [
     Mutation(
         "dropout on the base path",
@@ -871,24 +880,24 @@ LORA = [
         "dropout on the base path",
         TRITON,
         _LORA_TRITON,
-        _BASE,
-        _BASE_DROPPED,
+        _PRODUCT,
+        _PRODUCT_DROPPED,
         ("triton/test_lora.py::test_tier1",),
     ),
     Mutation(
         "dropout on the base path of dx",
         TRITON,
         _LORA_TRITON,
-        "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(lora_call.p)) ",
+        _DX,
+        _DX_DROPPED,
         ("triton/test_lora.py::test_tier1",),
     ),
     Mutation(
         "off rows by another GEMM",
         TRITON,
         _LORA_TRITON,
-        _BASE,
-        _BASE_FP64,
+        _PRODUCT,
+        _PRODUCT_FP64,
         ("triton/test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
     ),
     Mutation(
@@ -903,8 +912,8 @@ LORA = [
         "dW of a frozen base",
         TRITON,
         _LORA_TRITON,
-        "        if need_weight:\n            grads.append(dy_rows.T @ x_rows)",
-        "        d_weight = dy_rows.T @ x_rows\n        if need_weight:\n            grads.append(d_weight)",
+        _DW,
+        _DW_ANYWAY,
         ("triton/test_lora.py::test_nothing_is_computed_that_nobody_needs",),
     ),
     Mutation(
@@ -952,15 +961,15 @@ LORA = [
         CPU,
         _LORA_NATIVE,
         _PRODUCT,
-        "y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)",
+        _PRODUCT_DROPPED,
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
         "dropout on the base path of dx",
         CPU,
         _LORA_NATIVE,
-        "dx_rows = base.input_gradient(dy_rows, weight) ",
-        "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True) ",
+        _DX,
+        _DX_DROPPED,
         ("test_lora_native.py::test_tiers",),
     ),
     Mutation(
@@ -968,17 +977,15 @@ LORA = [
         CPU,
         _LORA_NATIVE,
         _PRODUCT,
-        "wide = x.double(), weight.double(), None if bias is None else bias.double()\n"
-        "        y = torch.nn.functional.linear(*wide).to(x.dtype)",
+        _PRODUCT_FP64,
         ("test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
     ),
     Mutation(
         "dW of a frozen base",
         CPU,
         _LORA_NATIVE,
-        "        if need_weight:\n            grads.append(base.weight_gradient(dy_rows, x_rows))",
-        "        d_weight = base.weight_gradient(dy_rows, x_rows)\n"
-        "        if need_weight:\n            grads.append(d_weight)",
+        _DW,
+        _DW_ANYWAY,
         ("test_lora_native.py::test_nothing_is_computed_for_what_is_frozen",),
     ),
     Mutation(

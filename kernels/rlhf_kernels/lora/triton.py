@@ -452,13 +452,13 @@ def linear_backward(
     """Return what is needed of dx (x's shape), dW, db, then dA, then dB."""
     dy_rows, x_rows = _rows(dy), _rows(x)
     grads: list[Tensor] = []
-    dx_rows = None
+    dx_rows, base = None, product_for(x, weight)
     with autocast.off(x):
         if need_x:
-            dx_rows = product_for(x, weight).input_gradient(dy_rows, weight)  # [N, K], the base path: no dropout here
+            dx_rows = base.input_gradient(dy_rows, weight)  # [N, K], the base path: no dropout here
             grads.append(dx_rows.view(x.shape))
         if need_weight:
-            grads.append(product_for(x, weight).weight_gradient(dy_rows, x_rows))
+            grads.append(base.weight_gradient(dy_rows, x_rows))
         if need_bias:
             grads.append(dy_rows.sum(0))
     if need_x or any(need_A) or any(need_B):
