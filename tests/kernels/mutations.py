@@ -793,7 +793,9 @@ _PRODUCT_FP64 = (
 _DX = "dx_rows = base.input_gradient(dy_rows, weight) "
 _DX_DROPPED = "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True) "
 _DW = "        if need_weight:\n            grads.append(base.weight_gradient(dy_rows, x_rows))"
-_DW_ANYWAY = "        d_weight = base.weight_gradient(dy_rows, x_rows)\n        if need_weight:\n            grads.append(d_weight)"
+_DW_ANYWAY = """        d_weight = base.weight_gradient(dy_rows, x_rows)
+        if need_weight:
+            grads.append(d_weight)"""
 LORA = [
     Mutation(
         "dropout on the base path",
