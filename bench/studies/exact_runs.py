@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Whole runs in exact mode: the largest difference between a rollout's log-probs and those of the training forward.
+"""Measure how far log-probs of the rollout are from those of the training forward in whole runs of exact mode.
 
     python bench/studies/exact_runs.py [--modes overlap ray] [--dtypes fp32 bf16] [--steps 200] [--json FILE]
         [--stories ../shared/models/stories260K]

@@ -245,11 +245,10 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if plan.parents is None and not registry.is_exact():
-        packed = varlen.choose(query, value, rule)
-        if packed is not None:
-            query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-            return packed(query, key, value, plan.sequences, rule)[None], None
+    packed = varlen.choose(query, value, rule) if plan.parents is None else None
+    if packed is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return packed(query, key, value, plan.sequences, rule)[None], None
     query, key, value = autocast.converted(query, key, value)  # as SDPA would
     if plan.parents is not None or _runs_in_order(query):
         return _in_order(query, key, value, rule, plan)[None], None

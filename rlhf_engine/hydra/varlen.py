@@ -11,7 +11,7 @@ Sinks go through FlexAttention alone: with ℓ the log-sum-exp of a row's scores
 All of them work in bf16 and fp16 and give a sequence the same bits whatever it is packed with: each is asked for one
 pass over the keys and, where it has such an option, for a backward pass in a fixed order. Elsewhere `choose` gives None
 and the reason, and attention goes through SDPA (see `attention`): on a CPU, in fp32, and with the `reference` kernels,
-whose promise are the bits of the transformers model. In exact mode nothing here is called: the op `attention` serves.
+whose promise are the bits of the transformers model; in exact mode the op `attention` serves.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, E size of a value head.
 """
@@ -122,7 +122,9 @@ class Path:
 
 def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> Attend | None:
     """The function that serves such a layer, None where SDPA does. query [1, H, T, D], value [1, K, T, E]."""
-    if query.device.type != DEVICE_TYPE or query.dtype not in _HALF or registry.default_backend() == "reference":
+    if query.device.type != DEVICE_TYPE or query.dtype not in _HALF:
+        return None
+    if registry.is_exact() or registry.default_backend() == "reference":
         return None
     layer = Layer(
         capability=capability(query.device),

@@ -165,15 +165,6 @@ def _check(
 # ---- the ops of kernels ----------------------------------------------------------------------------------------------
 
 
-def _kernels(backend: str) -> Any:
-    """Implementation with a forward and a backward pass of its own."""
-    if backend == "reference":
-        raise ValueError(
-            "backend: expected 'cpu' or 'triton', got 'reference', which is plain torch outside of this op"
-        )
-    return registry.implementation("attention", backend)
-
-
 @custom_op(
     "rlhf_kernels::attention",
     "q: D[T, heads, d], k: D[T, kv_heads, d], v: D[T, kv_heads, d], sinks: float[heads]",
@@ -193,7 +184,7 @@ def _attention(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _kernels(backend).attention(q, k, v, sinks, lengths, parents, scale, window, softcap)  # type: ignore[no-any-return]
+    return registry.kernels("attention", backend).attention(q, k, v, sinks, lengths, parents, scale, window, softcap)  # type: ignore[no-any-return]
 
 
 @_attention.register_fake
@@ -240,7 +231,7 @@ def _attention_backward(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _kernels(backend).attention_backward(  # type: ignore[no-any-return]
+    return registry.kernels("attention", backend).attention_backward(  # type: ignore[no-any-return]
         d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap
     )
 

@@ -32,12 +32,12 @@ def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
     back = name == "attention_backward"
     q, (lengths, parents, _, window, _) = args[1 if back else 0], args[-6:-1]
     flops = (10.0 if back else 4.0) * q.shape[1] * q.shape[2] * pairs(lengths, parents, window)
-    return [Work(name, ATTENTION, flops, all_bytes([*args, *out]), max(_ends(lengths, parents), default=0), q.dtype)]
+    return [Work(name, ATTENTION, flops, all_bytes([*args, *out]), longest(lengths, parents), q.dtype)]
 
 
-def _ends(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Positions that the last query of each sequence sees, without a window."""
-    return [n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)]
+def longest(lengths: Sequence[int], parents: Sequence[int]) -> int:
+    """Positions that the last query of some sequence sees at most, without a window."""
+    return max((n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)), default=0)
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
@@ -55,8 +55,7 @@ def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:
                 members[parent] += length
         floats = (max(members, default=0) * group + 6 * TILE) * padded + 2 * TILE**2
         return 4 * (native.threads() * floats + t * n_heads)
-    ends = _ends(lengths, parents)
-    longest = max(ends, default=0) if window is None else min(max(ends, default=0), window + QUERY_ROWS)
+    most = longest(lengths, parents) if window is None else min(longest(lengths, parents), window + QUERY_ROWS)
     rows = max(group, QUERY_ROWS)
-    floats = (2 * rows + TILE) * padded + max(min(rows * longest, SCORES), group * longest) + 2 * TILE * rows
+    floats = (2 * rows + TILE) * padded + max(min(rows * most, SCORES), group * most) + 2 * TILE * rows
     return 4 * native.threads() * floats

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.attention.cost import longest
 from rlhf_kernels.runtime.device_tables import Cache, upload
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
@@ -439,23 +440,15 @@ def tile_sizes(kernel: str, group: int, d: int, item: int) -> dict[str, int]:
     }
 
 
-def _options(
-    kernel: str, q: Tensor, n_kv: int, longest: int, window: int | None, softcap: float | None
-) -> dict[str, Any]:
+def _options(kernel: str, q: Tensor, n_kv: int, most: int, window: int | None, softcap: float | None) -> dict[str, Any]:
     """Constants of a launch."""
     return tile_sizes(kernel, q.shape[1] // n_kv, q.shape[2], q.element_size()) | {
-        "WINDOW": window is not None and window < longest,
+        "WINDOW": window is not None and window < most,
         "SOFTCAP": softcap is not None,
         "UPCAST": INTERPRETED,
         "num_stages": STAGES,
         "enable_fp_fusion": False,  # a product and a sum are rounded where the code says so, in every variant
     }
-
-
-def _longest(lengths: Sequence[int], parents: Sequence[int]) -> int:
-    """Positions of the family member that has most."""
-    ends = [n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)]
-    return max(ends, default=0)
 
 
 def attention(
@@ -476,8 +469,8 @@ def attention(
     totals = torch.empty((t, n_heads, 2), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, totals
-    longest = _longest(lengths, parents)
-    options = _options("attend", q, n_kv, longest, window, softcap)
+    most = longest(lengths, parents)
+    options = _options("attend", q, n_kv, most, window, softcap)
     tiles = query_tiles(lengths, parents, options["BM"] // options["GP"], q.device).rows
     attend_kernel[(len(tiles), n_kv)](
         q,
@@ -502,7 +495,7 @@ def attention(
         0,
         0,
         scale,
-        0 if window is None else min(window, longest),
+        0 if window is None else min(window, most),
         softcap or 0.0,
         PAGED=False,
         **options,
@@ -531,15 +524,15 @@ def attention_backward(
     delta = torch.empty((t, n_heads), dtype=torch.float32, device=q.device)
     out, totals = out.contiguous(), totals.contiguous()
     if q.numel():
-        longest = _longest(lengths, parents)
+        most = longest(lengths, parents)
         strides = (*d_out.stride(), *q.stride(), *k.stride(), *v.stride())
-        rule = (scale, 0 if window is None else min(window, longest), softcap or 0.0)
-        options = _options("query_gradient", q, n_kv, longest, window, softcap)
+        rule = (scale, 0 if window is None else min(window, most), softcap or 0.0)
+        options = _options("query_gradient", q, n_kv, most, window, softcap)
         tiles = query_tiles(lengths, parents, options["BM"] // options["GP"], q.device).rows
         query_gradient_kernel[(len(tiles), n_kv)](
             d_out, q, k, v, out, totals, d_q, delta, tiles, n_heads, *strides, *rule, **options
         )
-        options = _options("key_gradient", q, n_kv, longest, window, softcap)
+        options = _options("key_gradient", q, n_kv, most, window, softcap)
         of_keys = key_tiles(lengths, parents, options["BS"], q.device)
         key_gradient_kernel[(len(of_keys.rows), n_kv)](
             d_out,

@@ -205,16 +205,9 @@ def _check(name: str, x: Tensor, like: Tensor, shape: torch.Size | None = None) 
 # ---- the ops of the backends that have kernels -----------------------------------------------------------------------
 
 
-def _kernels(op: str, backend: str) -> Any:
-    """Module with an op's forward and gradient; the reference, whose gradients autograd makes, is refused."""
-    if backend == "reference":
-        raise ValueError("backend: expected one that has kernels, got 'reference', which is no registered op")
-    return registry.implementation(op, backend)
-
-
 @custom_op("rlhf_kernels::rms_norm", "x: D[..., H], weight: D[H]")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, backend: str) -> tuple[Tensor, Tensor]:
-    return _kernels("rms_norm", backend).rms_norm(x, weight, eps, plus_one)  # type: ignore[no-any-return]
+    return registry.kernels("rms_norm", backend).rms_norm(x, weight, eps, plus_one)  # type: ignore[no-any-return]
 
 
 @_rms_norm.register_fake
@@ -246,7 +239,7 @@ _rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
     "dy: D[..., H], x: D[..., H], weight: D[H], rstd: float32[..., 1]",
 )
 def _rms_norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool, backend: str) -> Tensor:
-    return _kernels("rms_norm", backend).rms_norm_gradient(dy, x, weight, rstd, plus_one)  # type: ignore[no-any-return]
+    return registry.kernels("rms_norm", backend).rms_norm_gradient(dy, x, weight, rstd, plus_one)  # type: ignore[no-any-return]
 
 
 @_rms_norm_gradient.register_fake
@@ -259,7 +252,7 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus_one: bool, backe
     "q: D[B, heads, T, d], k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
 )
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    rotate = _kernels("rotary", backend).rotate
+    rotate = registry.kernels("rotary", backend).rotate
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
@@ -285,7 +278,7 @@ _rotary.register_autograd(_rotary_backward, setup_context=_rotary_setup)
     "d_q: D[B, heads, T, d], d_k: D[B, kv_heads, T, d], cos: D[1, T, d]|[B, T, d], sin: D[1, T, d]|[B, T, d]",
 )
 def _rotary_gradient(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    rotate = _kernels("rotary", backend).rotate
+    rotate = registry.kernels("rotary", backend).rotate
     return rotate(d_q, cos, sin, back=True), rotate(d_k, cos, sin, back=True)
 
 
@@ -296,7 +289,7 @@ def _(d_q: Tensor, d_k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple
 
 @custom_op("rlhf_kernels::swiglu", "gate: D[...], up: D[...]")
 def _swiglu(gate: Tensor, up: Tensor, backend: str) -> Tensor:
-    return _kernels("swiglu", backend).swiglu(gate, up)  # type: ignore[no-any-return]
+    return registry.kernels("swiglu", backend).swiglu(gate, up)  # type: ignore[no-any-return]
 
 
 @_swiglu.register_fake
@@ -318,7 +311,7 @@ _swiglu.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
 
 @custom_op("rlhf_kernels::swiglu_gradient", "dy: D[...], gate: D[...], up: D[...]")
 def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return _kernels("swiglu", backend).swiglu_gradient(dy, gate, up)  # type: ignore[no-any-return]
+    return registry.kernels("swiglu", backend).swiglu_gradient(dy, gate, up)  # type: ignore[no-any-return]
 
 
 @_swiglu_gradient.register_fake
@@ -328,7 +321,7 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, backend: str) -> tuple[Tensor, Tenso
 
 @custom_op("rlhf_kernels::activation", "x: D[...]")
 def _activation(x: Tensor, kind: str, backend: str) -> Tensor:
-    return _kernels("activation", backend).activation(x, kind)  # type: ignore[no-any-return]
+    return registry.kernels("activation", backend).activation(x, kind)  # type: ignore[no-any-return]
 
 
 @_activation.register_fake
@@ -350,7 +343,7 @@ _activation.register_autograd(_activation_backward, setup_context=_activation_se
 
 @custom_op("rlhf_kernels::activation_gradient", "dy: D[...], x: D[...]")
 def _activation_gradient(dy: Tensor, x: Tensor, kind: str, backend: str) -> Tensor:
-    return _kernels("activation", backend).activation_gradient(dy, x, kind)  # type: ignore[no-any-return]
+    return registry.kernels("activation", backend).activation_gradient(dy, x, kind)  # type: ignore[no-any-return]
 
 
 @_activation_gradient.register_fake

@@ -230,7 +230,6 @@ def _fold_columns_kernel(sums, out, folds, slots, n_d, SIDE: tl.constexpr, R: tl
 
 def _config(n: int, rank: int, x: torch.dtype, weight: torch.dtype, kernel: str) -> dict[str, int]:
     """Columns per tile and warps: what registers and shared memory hold without spills (`rlhf_kernels.runtime.aot`)."""
-    rank = MAX_RANK if registry.is_exact() else rank  # a slot's own rank is not that of its call
     tf32 = torch.bfloat16 not in (x, weight) and torch.float32 in (x, weight)
     if kernel == "shrink":
         block = 128 if rank <= 32 and not tf32 else 64 if rank <= 64 or not tf32 else 32
@@ -259,11 +258,12 @@ class _Call:
         row_ids = lora_call.row_ids if any(lora_call.p) else None
         self.dropout = row_ids is not None
         self.exact = registry.is_exact()
+        self.deciding_rank = MAX_RANK if self.exact else self.rank  # about tiles; a slot's own is not that of its call
         self.draw = (None if row_ids is None else row_ids.contiguous(), lora_call.seed, lora_call.stream)
 
     def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> Settings:
         weight = (self.B if side else self.A)[0]
-        default = {**_config(n_d, self.rank, x, weight.dtype, kernel), "num_stages": _STAGES[kernel]}
+        default = {**_config(n_d, self.deciding_rank, x, weight.dtype, kernel), "num_stages": _STAGES[kernel]}
         site = _SITES[kernel]
         free = {name: default[name] for name in site.candidates}
         return {**default, **site.choose(free, weight.device, (x, weight.dtype), (n_d, self.rank))}

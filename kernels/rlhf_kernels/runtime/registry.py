@@ -162,6 +162,27 @@ def implementation(op: str, backend: str) -> Any:
     return found
 
 
+def kernels(op: str, backend: str) -> Any:
+    """Look up an implementation with a forward and a backward pass of its own, for a registered op of torch.
+
+    Args:
+        op: name of a registered op.
+        backend: name of a backend that `resolve` returned, never "auto".
+
+    Returns:
+        What `register` was given.
+
+    Raises:
+        KeyError: op is unknown.
+        ValueError: the op has no such backend, or it is the reference, which autograd differentiates outside of an op.
+    """
+    if backend == "reference":
+        raise ValueError(
+            "backend: expected one that has kernels, got 'reference', which is plain torch outside of this op"
+        )
+    return implementation(op, backend)
+
+
 def ops() -> tuple[str, ...]:
     """Names of all registered ops, sorted."""
     return tuple(sorted(_IMPLEMENTATIONS))

@@ -10,13 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.linear.triton import product
 from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 from rlhf_kernels.vocab.triton_kernels import RANK_TILE, load_operand, padded_rank
-
-__all__ = ["down", "down_kernel", "is_plain", "product", "tile_sizes"]
 
 # The defaults, by bytes per operand.
 ROWS = {2: 64, 4: 16}  # fp32 products take registers in place of tensor cores

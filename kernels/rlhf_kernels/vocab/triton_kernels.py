@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rlhf_kernels.runtime.triton_math import expm1
+from rlhf_kernels.vocab.cost import SHARE_FIELDS
 from rlhf_kernels.vocab.triton_logits import (
     difference,
     joined,
@@ -24,7 +25,7 @@ from rlhf_kernels.vocab.triton_logits import (
     transformed,
 )
 
-FIELDS = 12
+FIELDS = SHARE_FIELDS
 SAME_ROUNDING = {"enable_fp_fusion": False}
 """Launch options of kernels that sum a row: one binary fuses a product and a sum that another one rounds twice."""
 SCALE_BLOCK = tl.constexpr(1024)

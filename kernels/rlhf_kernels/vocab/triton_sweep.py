@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rlhf_kernels.linear.triton import product
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.runtime.tuning import Settings, Site
@@ -98,7 +99,7 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """out = a b, or out += a b: fp32 sums of operands in one dtype. In exact mode a row's bits are its own."""
     if registry.is_exact():
         made = torch.empty_like(out, memory_format=torch.contiguous_format) if add or not out.is_contiguous() else out
-        by_row.product(a, b, None, made)
+        product(a, b, None, made)
         if made is not out:
             _ = out.add_(made) if add else out.copy_(made)
         return

@@ -10,7 +10,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import registry, testing
 
 from tests.kernels import test_attention as definition
-from tests.kernels.test_attention import numbers, options_of
+from tests.kernels.test_attention import numbers, options_of, with_gradients
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
 NAN = float("nan")
@@ -28,10 +28,6 @@ def case(device, heads, lengths, dtype=torch.float32):
 
 def options_on(device, name, heads):
     return {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options_of(name, heads).items()}
-
-
-def with_gradients(tensors, lengths, d_out, dtype=None, **options):
-    return definition.with_gradients(tensors, lengths, d_out, dtype, **options)
 
 
 def decoded(q, k, v, lengths, parents, rows, **options):
