@@ -5,7 +5,7 @@ how they attend:
 
 * `PackedPlan`: every sequence attends causally to itself, and to a prompt that it shares with others. On a CPU, and on
   a GPU in exact mode, that is the op `attention`, whose rows have the bits of decoding's; elsewhere on a GPU `varlen`
-  chooses who serves it without padding.
+  chooses who serves it without padding, also with shared prompts.
   Elsewhere sequences of similar length go through one SDPA call, the shorter ones padded on the right; under a causal
   mask no real query sees that padding, so no mask tensor exists. With `new`, keys and values are also written into a
   cache (prefill).
@@ -96,7 +96,7 @@ class PackedPlan:
     @cached_property
     def sequences(self) -> Sequences:
         """Bounds of the sequences, for attention without padding."""
-        return Sequences(lengths=self.lengths, device=self.device)
+        return Sequences(lengths=self.lengths, device=self.device, parents=self.parents)
 
     @cached_property
     def layout(self) -> tuple[tuple[Bucket, ...], Grid | None]:
@@ -172,12 +172,21 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
     return buckets, Grid(rows=rows.to(device), places=places.to(device))
 
 
-def can_share(tokens_T: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether sequences with these tokens may go on from a prompt that they share, in a backbone of a dtype.
+def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether sequences may go on from a prompt that they share.
 
-    That is so with tokens at hand where a kernel serves `attention`: on a CPU, and on a GPU in exact mode.
+    That is so with tokens at hand where a kernel serves `attention` (on a CPU, and on a GPU in exact mode), and on a
+    GPU where FlexAttention serves the layers.
+
+    Args:
+        tokens_T: [T], of the sequences.
+        dtype: of the backbone.
+        head_size: least size of its heads.
     """
-    return eager(tokens_T) and _kernel(tokens_T.device.type, dtype) is not None
+    if not eager(tokens_T):
+        return False
+    device_type = tokens_T.device.type
+    return _kernel(device_type, dtype) is not None or varlen.can_share(device_type, dtype, head_size)
 
 
 def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
@@ -245,7 +254,7 @@ def packed_attention(
         return _decode(module, query, key, value, rule, plan), None
     if plan.new is not None:
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    packed = varlen.choose(query, value, rule) if plan.parents is None else None
+    packed = varlen.choose(query, value, rule, shared=plan.parents is not None)
     if packed is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None

@@ -107,8 +107,9 @@ class Backbone(nn.Module):
             fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
             give_positions(self.blocks)
-        self.hidden_size, self.cache_bytes_per_position = probe.check(self, own)
-        """Width of the hidden states that heads read, and bytes of the keys and values of one token in all layers."""
+        self.hidden_size, self.cache_bytes_per_position, self.head_size = probe.check(self, own)
+        """Width of the hidden states that heads read; bytes of one token's keys and values; width of an attention head
+        in the cache, the least of all layers."""
 
     def beside(self) -> Backbone:
         """The same base with slots of its own, none so far; both may run and train, one at a time or in two threads.

@@ -577,8 +577,9 @@ class HydraModel(nn.Module):
         Returns:
             The rows; None where the batch goes through as it is.
         """
-        dtype = next(iter(self.backbones.values())).dtype
-        return batch.shared if self.shares_prompts and can_share(batch.tokens_T, dtype) else None  # type: ignore[arg-type]
+        backbone = self.backbone(next(iter(self.backbones)))
+        served = self.shares_prompts and can_share(batch.tokens_T, backbone.dtype, backbone.head_size)
+        return batch.shared if served else None
 
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.

@@ -140,10 +140,11 @@ def _move_by_one_unit(module: nn.Module, arguments: object, out: torch.Tensor) -
 
 
 @torch.no_grad()
-def check(backbone: Backbone, own: OwnStates) -> tuple[int, int]:
+def check(backbone: Backbone, own: OwnStates) -> tuple[int, int, int]:
     """Raise UnsupportedModelError for a backbone that the engine would get wrong; see the module.
 
-    Returns the width of the hidden states, and the bytes of one token's keys and values in all layers.
+    Returns the width of the hidden states, the bytes of one token's keys and values in all layers, and the width of a
+    head in the cache, the least of all layers.
     """
     cache = KVCache(blocks=len(own.tokens))
     modes = [(module, module.training) for module in backbone.modules()]
@@ -151,7 +152,8 @@ def check(backbone: Backbone, own: OwnStates) -> tuple[int, int]:
         width = _check_packed_row(backbone, own, cache)
     for module, mode in modes:
         module.training = mode
-    return width, sum(x[0, :, 0].nbytes for layers in (cache.keys, cache.values) for x in layers.values())
+    kept = [x for layers in (cache.keys, cache.values) for x in layers.values()]
+    return width, sum(x[0, :, 0].nbytes for x in kept), min(x.shape[-1] for x in kept)
 
 
 def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int:

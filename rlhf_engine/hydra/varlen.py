@@ -4,7 +4,8 @@
 
     flash-attn 3    capability 9                     flash-attn 2   from capability 8 on
     flash-attn 4    capability 9, 10, 11             torch varlen   from capability 8 on, without a softcap
-    FlexAttention   what has a window, a softcap or sinks and none of the others serves; compiled on its first call
+    FlexAttention   prompts that sequences share; and what has a window, a softcap or sinks and none of the others
+                    serves; compiled on its first call
 
 Sinks go through FlexAttention alone: with ℓ the log-sum-exp of a row's scores, its output is scaled by σ(ℓ − sink).
 
@@ -62,6 +63,8 @@ class Sequences:
 
     lengths: tuple[int, ...]
     device: torch.device
+    parents: tuple[int, ...] | None = None
+    """For each sequence the number of the one whose keys come before its own, −1 for none; None: none has one."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """FlexAttention's block masks by window, made once for all layers."""
 
@@ -92,6 +95,12 @@ class Sequences:
         moved = (self.blocks - self.starts)[:-1].repeat_interleave(lengths, output_size=sum(self.lengths))
         return torch.arange(len(moved), device=self.device) + moved
 
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """int32 [N], the keys of each sequence's parent."""
+        found = [0 if parent < 0 else self.lengths[parent] for parent in self.parents or [-1] * len(self.lengths)]
+        return torch.tensor(found, dtype=torch.int32).to(self.device)
+
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
@@ -108,6 +117,8 @@ class Layer:
     windowed: bool
     softcapped: bool
     sinks: bool
+    shared: bool
+    """Whether sequences go on from a prompt that they share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +131,16 @@ class Path:
     load: Callable[[], Attend]
 
 
-def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> Attend | None:
-    """The function that serves such a layer, None where SDPA does. query [1, H, T, D], value [1, K, T, E]."""
-    if query.device.type != DEVICE_TYPE or query.dtype not in _HALF:
-        return None
-    if registry.is_exact() or registry.default_backend() == "reference":
+def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared: bool = False) -> Attend | None:
+    """Return the function that serves such a layer; None where SDPA or the op `attention` does.
+
+    Args:
+        query: [1, H, T, D].
+        value: [1, K, T, E].
+        rule: of the layer's scores.
+        shared: whether sequences go on from a prompt that they share.
+    """
+    if not _may_serve(query.device.type, query.dtype):
         return None
     layer = Layer(
         capability=capability(query.device),
@@ -134,8 +150,26 @@ def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> Attend 
         windowed=rule.window is not None,
         softcapped=rule.softcap is not None,
         sinks=rule.sinks is not None,
+        shared=shared,
     )
     return _chosen(layer)[1]
+
+
+def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether `choose` finds who serves layers of sequences that share prompts.
+
+    Args:
+        device_type: "cuda" for any answer but no.
+        dtype: of queries, keys and values.
+        head_size: least size of a head of a query or of a value.
+    """
+    return _may_serve(device_type, dtype) and head_size >= _FLEX_HEAD
+
+
+def _may_serve(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether attention without padding is to be used at all."""
+    in_order = registry.is_exact() or registry.default_backend() == "reference"
+    return device_type == DEVICE_TYPE and dtype in _HALF and not in_order
 
 
 @functools.cache
@@ -147,7 +181,9 @@ def _chosen(layer: Layer) -> tuple[str, Attend | None]:
 
 
 def report() -> dict[str, str]:
-    """Return who serves attention of 64-wide heads in bf16, plain, with a window, sinks or a softcap, and who does not.
+    """Return who serves attention of 64-wide heads in bf16, and who does not.
+
+    Of layers that are plain and of those with a window, sinks, shared prompts or a softcap.
 
     For `doctor`, `plan` and the records of runs.
     """
@@ -160,7 +196,7 @@ def report() -> dict[str, str]:
         return {"attention": IN_TRITON, "why": "exact mode: decoding's order in training, too"}
     found = {}
     at = capability(torch.device(DEVICE_TYPE))
-    for name in ("attention", "window", "sinks", "softcap"):
+    for name in ("attention", "window", "sinks", "shared prompts", "softcap"):
         layer = Layer(
             capability=at,
             dtype=torch.bfloat16,
@@ -169,6 +205,7 @@ def report() -> dict[str, str]:
             windowed=name == "window",
             softcapped=name == "softcap",
             sinks=name == "sinks",
+            shared=name == "shared prompts",
         )
         found[name] = _chosen(layer)[0]
     reasons = {path.name: path.unsupported(layer) for path in PATHS}
@@ -202,7 +239,7 @@ def _flash_2(layer: Layer) -> str | None:
         _absent("flash-attn", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'")
         or _needs_capability(layer, 8, 99)
         or _needs_equal_heads(layer)
-        or _needs_no_sinks(layer)
+        or _needs_plain_keys(layer)
     )
 
 
@@ -211,13 +248,13 @@ def _flash_3(layer: Layer) -> str | None:
         _absent("flash-attn-3", "flash_attn_interface", "built from its sources")
         or _needs_capability(layer, 9, 9)
         or _needs_equal_heads(layer)
-        or _needs_no_sinks(layer)
+        or _needs_plain_keys(layer)
     )
 
 
 def _flash_4(layer: Layer) -> str | None:
     found = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
-    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_no_sinks(layer)
+    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
     if found is None and layer.capability[0] > 9 and layer.head_size > 128:
         whole = layer.head_size == 256 and not layer.softcapped
         return None if whole else f"it does not serve heads of {layer.head_size} like these"
@@ -237,7 +274,9 @@ def _needs_equal_heads(layer: Layer) -> str | None:
     return f"it serves keys and values of one size, a multiple of 8 up to 256, not {sizes[0]} and {sizes[1]}"
 
 
-def _needs_no_sinks(layer: Layer) -> str | None:
+def _needs_plain_keys(layer: Layer) -> str | None:
+    if layer.shared:
+        return "it gives every sequence keys of its own"
     return "its gradient does not go through the log-sum-exp that sinks need" if layer.sinks else None
 
 
@@ -274,7 +313,7 @@ def _load_flash(module: str) -> Attend:
 def _varlen(layer: Layer) -> str | None:
     if layer.softcapped:
         return "it has no softcap"
-    return _needs_capability(layer, 8, 99) or _needs_equal_heads(layer) or _needs_no_sinks(layer)
+    return _needs_capability(layer, 8, 99) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
 
 
 def _load_varlen() -> Attend:
@@ -313,8 +352,8 @@ def _load_varlen() -> Attend:
 
 
 def _flex(layer: Layer) -> str | None:
-    if not (layer.windowed or layer.softcapped or layer.sinks):
-        return "SDPA serves what has no window, softcap or sinks"
+    if not (layer.windowed or layer.softcapped or layer.sinks or layer.shared):
+        return "SDPA serves what has no window, softcap, sinks or shared prompts"
     if min(layer.head_size, layer.value_size) < _FLEX_HEAD:
         return f"it serves heads of {_FLEX_HEAD} and more, not of {layer.head_size} and {layer.value_size}"
     return None
@@ -340,7 +379,7 @@ def _attend_flex(
     rows = sum(sequences.whole_blocks)
     padded = (x.new_zeros(rows, *x.shape[1:]).index_copy(0, sequences.places, x) for x in (query, key, value))
     if rule.window not in sequences.masks:
-        seen = _visible(sequences.blocks, rows, rule.window)
+        seen = _visible(sequences, rows, rule.window)
         sequences.masks[rule.window] = create_block_mask(seen, None, None, rows, rows, device=str(query.device))
     found = flex_attention(
         *(x.transpose(0, 1)[None] for x in padded),
@@ -364,15 +403,29 @@ def _log_sum_exp() -> Any:
     return AuxRequest(lse=True)
 
 
-def _visible(starts: torch.Tensor, T: int, window: int | None) -> Callable[..., torch.Tensor]:
-    """Whether row i sees row j: its own sequence, no later one, within the window."""
-    of_row = torch.bucketize(torch.arange(T, device=starts.device, dtype=starts.dtype), starts[1:], right=True)
+def _visible(sequences: Sequences, T: int, window: int | None) -> Callable[..., torch.Tensor]:
+    """Whether row i of T in blocks sees row j: its own sequence or its parent, no later one, within the window."""
+    starts = sequences.blocks
+    rows = torch.arange(T, device=starts.device, dtype=starts.dtype)
+    of_row = torch.bucketize(rows, starts[1:], right=True)
 
-    def seen(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def own(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         found = (of_row[i] == of_row[j]) & (j <= i)
         return found if window is None else found & (i - j < window)
 
-    return seen
+    if sequences.parents is None:
+        return own
+    parents = torch.tensor(sequences.parents, dtype=torch.int32).to(starts.device)[of_row]
+    before = sequences.before[of_row]
+    position = rows - starts[of_row] + before
+
+    def own_or_shared(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        # the rows that fill a parent's last block have positions from its length on
+        shared = (parents[i] == of_row[j]) & (position[j] < before[i])
+        found = shared | ((of_row[i] == of_row[j]) & (j <= i))
+        return found if window is None else found & (position[i] - position[j] < window)
+
+    return own_or_shared
 
 
 @functools.cache

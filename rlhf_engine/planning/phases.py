@@ -26,7 +26,6 @@ from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec
 from rlhf_engine.hydra.attention import can_share
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import SharedRows
-from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.loading import can_be_headless, context_length
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
@@ -164,9 +163,14 @@ class Planned(HydraModel):
 
 
 def shares_prompts(setting: Setting) -> bool:
-    """Whether answers to one prompt share its pass on the planned device, where no dropout keeps them apart."""
-    with stand_in(setting.device_type != "cpu"):
-        return setting.num_generations > 1 and can_share(torch.empty(0, dtype=torch.int64), setting.dtype)
+    """Whether answers to one prompt share its pass, where no dropout keeps them apart: on a CPU.
+
+    On a GPU copies of a prompt are planned for. FlexAttention, through which it is shared there, fills sequences up to
+    whole blocks, and no trace shows them.
+    """
+    if setting.device_type != "cpu" or setting.num_generations < 2:
+        return False
+    return can_share(torch.empty(0, dtype=torch.int64), setting.dtype, 0)  # on a CPU heads of all sizes
 
 
 def build_model(method: str, setting: Setting, n_layers: int, kind: type[HydraModel] = HydraModel) -> HydraModel:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from rlhf_kernels.runtime import registry
+from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.hydra.backbone import head_logits
@@ -53,6 +56,29 @@ def test_numbers_and_gradients_are_those_of_the_cpu(name):
         found.append([out.logprob.detach().cpu(), reference.logprob.cpu(), *gradients])
     for cpu, gpu in zip(*found, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=2e-3, atol=2e-3 * cpu.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_answers_that_share_a_prompt_are_those_of_copies(name):
+    """In bf16, whose attention FlexAttention serves; heads as wide as it takes."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.head_dim = 16
+    found = []
+    for shares in (True, False):
+        torch.manual_seed(0)
+        plain = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model = HydraModel.from_pretrained(plain, roles=ROLES, slots={"actor": SlotConfig(r=4)})
+        randomise(model, "actor")
+        model.to("cuda").shares_prompts = shares
+        prompt = list(range(3, 23))
+        batch = PackedBatch.from_lists([prompt] * 3 + [[7, 8]], [[3, 4], [5], [6, 7, 8], [9]], device="cuda")
+        assert (model.shared_rows(batch) is not None) == shares
+        out, reference = model(batch, (Logprobs(), Logprobs(role="reference")))
+        out.logprob.sum().backward()
+        gradients = [p.grad for p in model.backbone().slot("actor").parameters()]
+        found.append([out.logprob.detach(), reference.logprob, *gradients])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 0.07 * theirs.norm()
 
 
 @every

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rlhf_kernels.attention import reference
 from rlhf_kernels.runtime import native, registry
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen as torch_varlen
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, varlen
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, varlen
 from rlhf_engine.hydra.attention import packed_attention, plan_packed
 from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
 from rlhf_engine.hydra.varlen import Layer, ScoreRule, Sequences
@@ -59,7 +60,7 @@ def site(monkeypatch, tmp_path) -> Iterator[object]:
 
 def layer(**changes: object) -> Layer:
     found = {"dtype": torch.bfloat16, "head_size": 64, "value_size": 64}
-    kinds = dict.fromkeys(("windowed", "softcapped", "sinks"), False)
+    kinds = dict.fromkeys(("windowed", "softcapped", "sinks", "shared"), False)
     return Layer(**{"capability": HOPPER, **found, **kinds, **changes})
 
 
@@ -135,6 +136,23 @@ def test_sinks_go_through_flex_attention_alone(site):
     assert chosen(sinks=True) == chosen(sinks=True, windowed=True) == "FlexAttention"
     assert chosen(capability=AMPERE, sinks=True, softcapped=True) == "FlexAttention"
     assert varlen.report()["sinks"] == "FlexAttention"
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_shared_prompts_go_through_flex_attention_alone(site, name):
+    stand_ins.install(name, site)
+    importlib.invalidate_caches()
+    assert chosen(shared=True) == chosen(shared=True, windowed=True, softcapped=True) == "FlexAttention"
+    assert varlen.report()["shared prompts"] == "FlexAttention"
+    assert "it gives every sequence keys of its own" in str(varlen._varlen(layer(shared=True)))
+    assert varlen.can_share("cpu", torch.bfloat16, 16)
+    assert not varlen.can_share("cpu", torch.float32, 16)
+    assert not varlen.can_share("cpu", torch.bfloat16, 8), "FlexAttention compiles no such heads"
+    assert not varlen.can_share("meta", torch.bfloat16, 16)
+    with registry.use_backend("reference"):
+        assert not varlen.can_share("cpu", torch.bfloat16, 16)
+    with registry.use_exact():
+        assert not varlen.can_share("cpu", torch.bfloat16, 16)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -270,6 +288,42 @@ def test_flex_attention_with_sinks_is_the_definition(monkeypatch, window, softca
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
+FAMILIES = {"lengths": [130, 9, 1, 40, 64, 3], "parents": [-1, 0, 0, -1, 3, 0]}
+"""A prompt longer than a block, with three answers, and one of 40 tokens with one."""
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -2.0, 3.0, -torch.inf])])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (133, 1.5), (1, None)])
+def test_flex_attention_with_shared_prompts_is_the_definition(monkeypatch, window, softcap, sinks):
+    monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(sum(FAMILIES["lengths"]), h, 16, generator=generator) for h in (4, 2, 2)]
+    sequences = plan_packed(**FAMILIES, device=torch.device("cpu")).sequences
+    out = varlen._attend_flex(*rows, sequences, ScoreRule(scaling=0.3, window=window, softcap=softcap, sinks=sinks))
+    wide = [x.double() for x in rows]
+    exact = reference.attention(*wide, FAMILIES["lengths"], FAMILIES["parents"], 0.3, window, softcap, sinks)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_answers_share_a_prompt_where_flex_attention_serves(site, monkeypatch, window):
+    monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
+    monkeypatch.setattr(torch_varlen, "varlen_attn", stand_ins.varlen_of_torch_213)
+    torch.manual_seed(0)
+    config = MistralConfig(**_SHAPE, head_dim=16, sliding_window=window)
+    model = HydraModel.from_pretrained(
+        MistralForCausalLM(config).to(torch.bfloat16).eval(), roles=ROLES, slots={"actor": SlotConfig(r=4)}
+    ).eval()
+    randomise(model, "actor")
+    prompts = random_batch(((20, 1), (20, 1))).tokens_T.tolist()
+    batch = PackedBatch.from_lists([prompts[:20]] * 3 + [prompts[21:41]], [[3, 4], [5], [6, 7, 8], [9]])
+    assert len(model.shared_rows(batch).rows) == batch.n_tokens - 40
+    once = dict(model.score(batch, tuple(ROLES)).items())
+    model.shares_prompts = False
+    copied = dict(model.score(batch, tuple(ROLES)).items())
+    assert_same_function([once[name] for name in copied], list(copied.values()))
+
+
 def test_neighbours_do_not_change_a_sequence(site):
     """Rows of a packed call are cut by `starts` alone: a sequence alone and among others is the same call's row."""
     stand_ins.install("flash-attn 2", site)
@@ -365,3 +419,23 @@ def test_on_a_gpu_each_path_is_the_definition_and_keeps_a_sequence_s_bits(path, 
     alone = [x.detach()[starts[2] : starts[3]] for x in rows]
     only = Sequences(lengths=(lengths[2],), device=torch.device("cuda"))
     assert torch.equal(attend(*alone, only, rule), out[starts[2] : starts[3]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (None, 20.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_shared_prompts_are_the_definition(dtype, window, softcap):
+    lengths, parents = [700, 64, 1, 130, 300, 513], [-1, 0, 0, -1, 3, 0]
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    rows = [torch.randn(total, h, 64, generator=generator).to("cuda", dtype).requires_grad_() for h in (8, 2, 2)]
+    weight = torch.randn(total, 8, 64, generator=generator).to("cuda", dtype)
+    sequences = plan_packed(lengths, torch.device("cuda"), parents=parents).sequences
+    rule = ScoreRule(scaling=0.1, window=window, softcap=softcap, sinks=None)
+    out = varlen._attend_flex(*rows, sequences, rule)
+    gradients = torch.autograd.grad(out, rows, weight)
+    host = [x.detach().cpu().double().requires_grad_() for x in rows]
+    exact = reference.attention(*host, lengths, parents, 0.1, window, softcap, None)
+    expected = [exact, *torch.autograd.grad(exact, host, weight.cpu().double())]
+    for found, truth in zip([out, *gradients], expected, strict=True):
+        assert (found.cpu().double() - truth).norm() <= 0.02 * truth.norm()
