@@ -143,8 +143,9 @@ def _move_by_one_unit(module: nn.Module, arguments: object, out: torch.Tensor) -
 def check(backbone: Backbone, own: OwnStates) -> tuple[int, int, int]:
     """Raise UnsupportedModelError for a backbone that the engine would get wrong; see the module.
 
-    Returns the width of the hidden states, the bytes of one token's keys and values in all layers, and the width of a
-    head in the cache, the least of all layers.
+    Returns:
+        Width of the hidden states. Bytes of one token's keys and values in all layers. Width of a head in the cache,
+        the least of all layers.
     """
     cache = KVCache(blocks=len(own.tokens))
     modes = [(module, module.training) for module in backbone.modules()]
