@@ -175,8 +175,7 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
     """Whether sequences may go on from a prompt that they share.
 
-    That is so with tokens at hand where a kernel serves `attention` (on a CPU, and on a GPU in exact mode), and on a
-    GPU where FlexAttention serves the layers.
+    They need tokens at hand, and a kernel of `attention` (on a CPU, and on a GPU in exact mode) or FlexAttention.
 
     Args:
         tokens_T: [T], of the sequences.
