@@ -35,6 +35,10 @@ class Arm:
     """TRL's critic on LoRA instead of trained whole."""
     packed: bool = False
     """Products with weights that MKL has packed, instead of `torch.mm`; in fp32."""
+    exact: bool | None = None
+    """Exact mode of ours; None: what `rlhf-engine train` takes. Of products: True for the passes that it leaves."""
+    checks_all: bool = False
+    """Exact mode whose actor lane scores every answer, as a run without exact mode does."""
 
 
 # ---- workers: each runs in a process of its own ------------------------------------------------------------------
@@ -58,15 +62,19 @@ def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     from rlhf_engine.config import TrainConfig
     from rlhf_engine.devices import DTYPES, keep_freed_memory
     from rlhf_engine.runs.metrics import git_commit
+    from rlhf_engine.scoring import score
     from rlhf_engine.training.rl import RlTrainer
 
     keep_freed_memory()
+    if arm.checks_all:
+        score.CHECKED_EVERY = 1
     trainer = RlTrainer(
         TrainConfig(
             model_name_or_path=str(folder),
             dataset_name=str(folder / PROMPTS_FILE),
             output_dir=str(scratch),
             dtype=arm.dtype,
+            exact=arm.exact,
             device="cpu",
             lora_r=setting.lora_r,
             lora_alpha=float(setting.lora_alpha),
@@ -207,7 +215,8 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     """The bare matmuls of one step on one frozen backbone, in their order, every weight a tensor of its own.
 
     generate: the prompts through all linears, then one token per row and step; the LM head for one row per sequence.
-    score: three lanes (off, actor, critic) of all tokens; the LM head on the answers for actor and reference.
+    score: three lanes (off, actor, critic) of all tokens; the LM head on the answers for actor and reference. In exact
+        mode the actor's lane has one answer in eight.
     update: two lanes forward and, for the gradient of activations, backward; the LM head on the answers, both ways.
     No weight of the backbone has a gradient, and the input of the first q, k and v needs none. Packed weights are made
     in the first batch, which warms up.
@@ -248,9 +257,10 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
             multiply(head, setting.batch)
 
     def score() -> None:
-        multiply(base_model, 3 * setting.batch * setting.length)
-        for _ in range(2):
-            multiply(head, setting.batch * setting.answer_tokens)
+        by_actor = -(-setting.batch // 8) if arm.exact else setting.batch
+        multiply(base_model, (2 * setting.batch + by_actor) * setting.length)
+        multiply(head, setting.batch * setting.answer_tokens)
+        multiply(head, by_actor * setting.answer_tokens)
 
     def update() -> None:
         for _ in range(setting.epochs * setting.batch // setting.micro_batch):

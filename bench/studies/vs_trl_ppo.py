@@ -31,6 +31,8 @@ vocabulary, so neither side can draw one.
     gemm-*              floor: torch.mm on the shapes of this step on one frozen backbone (see `run_gemm`), and
                         nothing else: no attention, no LoRA, no vocabulary softmax, no sampling, no optimizer
     packed-*            the same with weights that MKL has packed beforehand
+    *-inexact           without exact mode; *-all-scored: with it, the actor's lane scoring every answer all the same
+    gemm-*-exact        the products of the passes that exact mode leaves
 
 What is not the same on both sides stands in DIFFERENCES and in results.json.
 """
@@ -66,7 +68,8 @@ DIFFERENCES = (
     "Critic and reward model: TRL takes two further models and trains the critic's whole backbone (peft_config reaches "
     "the policy only); ours are a LoRA slot and heads on the policy's backbone. Arms trl-*-lora-critic give TRL's "
     "critic the same LoRA.",
-    "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass.",
+    "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass, in exact mode "
+    "for one answer in eight, which must agree to the bit.",
     "Memory allocator: ours keeps what it frees, as `rlhf-engine train` does (mallopt); TRL runs on malloc's defaults.",
     "With --trl-rollout-batch, TRL generates and scores in groups; ours always takes the whole batch at once.",
     "Gradient norm: TRL's PPO does not clip, ours computes and clips it for each role.",
@@ -87,10 +90,17 @@ QUICK = {
 ARMS = {
     "trl-fp32": Arm(engine="trl"),
     "ours-fp32": Arm(engine="ours"),
+    "ours-fp32-all-scored": Arm(engine="ours", exact=True, checks_all=True),
+    "ours-fp32-inexact": Arm(engine="ours", exact=False),
     "ours-bf16": Arm(engine="ours", dtype="bfloat16"),
+    "ours-bf16-all-scored": Arm(engine="ours", dtype="bfloat16", exact=True, checks_all=True),
+    "ours-bf16-inexact": Arm(engine="ours", dtype="bfloat16", exact=False),
     "gemm-fp32": Arm(engine="gemm"),
+    "gemm-fp32-exact": Arm(engine="gemm", exact=True),
     "gemm-bf16": Arm(engine="gemm", dtype="bfloat16"),
+    "gemm-bf16-exact": Arm(engine="gemm", dtype="bfloat16", exact=True),
     "packed-fp32": Arm(engine="gemm", packed=True),
+    "packed-fp32-exact": Arm(engine="gemm", packed=True, exact=True),
     "trl-fp32-lora-critic": Arm(engine="trl", lora_critic=True),
     "trl-bf16": Arm(engine="trl", dtype="bfloat16"),
     "trl-bf16-lora-critic": Arm(engine="trl", dtype="bfloat16", lora_critic=True),
@@ -248,7 +258,12 @@ def targets(setting: Setting, found: dict[str, dict[str, float]], *, bf16_produc
         ("ours-fp32", "trl-fp32", "seconds_per_sample", 1 / 1.7),
         ("ours-fp32", "trl-fp32", "peak_rss_bytes", 0.5),
         ("ours-fp32", "gemm-fp32", "seconds_per_sample", 1.35),
+        ("ours-fp32", "gemm-fp32-exact", "seconds_per_sample", 1.27 if bf16_products else 1.3),
     ]
+    for dtype in ("fp32", "bf16"):
+        cost = 1.1 if bf16_products else 1.05
+        wanted.append((f"ours-{dtype}-all-scored", f"ours-{dtype}-inexact", "seconds_per_sample", cost))
+        wanted.append((f"ours-{dtype}", f"ours-{dtype}-inexact", "seconds_per_sample", 1.0))
     if bf16_products:
         wanted.append(("ours-bf16", "trl-bf16", "seconds_per_sample", 1 / 3.0))
     else:

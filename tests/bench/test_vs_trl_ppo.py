@@ -63,7 +63,7 @@ def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
     assert "round 1/1  ours-fp32: " in captured.err
 
 
-@pytest.mark.parametrize("arm", ["gemm-fp32", "packed-fp32"])
+@pytest.mark.parametrize("arm", ["gemm-fp32", "packed-fp32", "gemm-fp32-exact", "packed-fp32-exact"])
 def test_the_floor_multiplies_what_the_formula_says(script, arm):
     """Per sample and layer 2·(4H² + 3HI) flops per row of the backbone; 2HV per row of the LM head."""
     import trl_ppo_arms
@@ -71,8 +71,9 @@ def test_the_floor_multiplies_what_the_formula_says(script, arm):
     s = script.Setting(**script.QUICK)
     found = trl_ppo_arms.run_gemm(s, script.ARMS[arm], Path(), Path())
     block, first_qkv = 2 * (4 * 64**2 + 3 * 64 * 128), 2 * 3 * 64**2
-    rows = (8 + 7) + 3 * 16 + 2 * 2 * 16  # generate, score, update forward and backward
-    head_rows = 8 + 2 * 8 + 2 * 8
+    by_actor = 1 / 4 if arm.endswith("exact") else 1  # of a batch of four, one answer is checked
+    rows = (8 + 7) + (2 + by_actor) * 16 + 2 * 2 * 16  # generate, score, update forward and backward
+    head_rows = 8 + (1 + by_actor) * 8 + 2 * 8
     per_sample = rows * s.layers * block - 2 * 16 * first_qkv + head_rows * 2 * 64 * s.vocab
     assert found["flops"] == s.batch * per_sample
 
@@ -86,17 +87,21 @@ def test_medians_and_targets(script):
             ("trl-fp32", [9.0, 3.0, 1.0], 100),
             ("ours-fp32", [9.0, 1.0, [1.0, 0.9, 50.0][i]], 51),
             ("ours-bf16", [9.0, 0.5, 0.5], 40),
+            ("ours-fp32-inexact", [9.0, 1.1, 1.1], 60),
+            ("ours-fp32-all-scored", [9.0, 1.0, 1.3], 60),
             ("trl-bf16", [9.0, 2.0, 1.0], 60),
         )
     ]
     found = script.medians(runs)
     assert found["trl-fp32"]["seconds_per_sample"] == pytest.approx(4.0 / 32)
     assert found["ours-fp32"]["seconds_per_sample"] == pytest.approx(2.0 / 32), "one bad round does not move it"
-    faster, memory, bf16 = script.targets(setting, found, bf16_products=True)
+    faster, memory, cost, exact, bf16 = script.targets(setting, found, bf16_products=True)
+    assert (cost["wanted"], cost["got"], cost["met"]) == ("<= 1.1", pytest.approx(2.3 / 2.2), True)
+    assert (exact["wanted"], exact["got"], exact["met"]) == ("<= 1", pytest.approx(2.0 / 2.2), True)
     assert (faster["got"], faster["met"]) == (pytest.approx(2.0), True)
     assert (memory["got"], memory["met"]) == (pytest.approx(0.51), False)
     assert (bf16["got"], bf16["met"]) == (pytest.approx(3.0), True), "like with like"
-    as_fp32, saved = script.targets(setting, found, bf16_products=False)[2:]
+    as_fp32, saved = script.targets(setting, found, bf16_products=False)[4:]
     assert (as_fp32["wanted"], as_fp32["got"], as_fp32["met"]) == ("<= 1", pytest.approx(0.5), True)
     assert (saved["wanted"], saved["got"], saved["met"]) == ("<= 0.65", pytest.approx(40 / 51), False)
     with pytest.raises(RuntimeError, match="expected 3 batches, got 2"):
