@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import (
+    METHODS,
     HydraModel,
     Logprobs,
     PackedBatch,
@@ -40,7 +41,6 @@ from rlhf_engine.hydra import (
     SlotConfig,
     ValueLoss,
     Values,
-    hydra_roles,
 )
 from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 
@@ -49,8 +49,8 @@ BUDGETS = {"together": 2**62, "apart": 1}
 WORTH_IT = 0.98
 
 
-def make_model(arguments: argparse.Namespace, device: torch.device) -> HydraModel:
-    """A Hydra model on a random Llama with LoRA r 16 on every linear."""
+def make_model(arguments: argparse.Namespace, device: torch.device, method: str = "hydra_ppo") -> HydraModel:
+    """A method's model on a random Llama with LoRA r 16 on every linear."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=arguments.hidden,
@@ -63,8 +63,9 @@ def make_model(arguments: argparse.Namespace, device: torch.device) -> HydraMode
     )
     with device:
         plain = LlamaForCausalLM(config).to(DTYPES[arguments.dtype])
-    slots = {name: SlotConfig(r=16) for name in ("actor", "critic")}
-    return HydraModel.from_pretrained(plain, roles=hydra_roles(), slots=slots, device=device)
+    roles = METHODS[method]()
+    slots = {role.slot: SlotConfig(r=16) for role in roles.values() if role.slot is not None}
+    return HydraModel.from_pretrained(plain, roles=roles, slots=slots, device=device)
 
 
 def make_batch(n: int, arguments: argparse.Namespace, device: torch.device) -> PackedBatch:
@@ -82,13 +83,18 @@ def run_pass(model: HydraModel, batch: PackedBatch, name: str, budget: int) -> N
         with torch.no_grad():  # forward itself, because `HydraModel.score` would split the batch to fit the budget
             model(batch, (Logprobs(), Logprobs(role="reference"), Values(), Rewards()))
         return
+    update(model, batch)
+    model.zero_grad(set_to_none=True)
+
+
+def update(model: HydraModel, batch: PackedBatch) -> None:
+    """One forward and backward of policy and critic."""
     m = batch.n_completion_tokens
     zeros, mask = torch.zeros(m, device=batch.device), torch.ones(m, dtype=torch.bool, device=batch.device)
     policy = PolicyLoss(old_logprob_M=zeros - 10, advantage_M=zeros + 1, mask_M=mask, denom=float(m))
     value = ValueLoss(old_value_M=zeros, return_M=zeros + 1, mask_M=mask, denom=float(m))
     policy_out, value_out = model(batch, (policy, value))
     (policy_out.loss + value_out.loss).backward()
-    model.zero_grad(set_to_none=True)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

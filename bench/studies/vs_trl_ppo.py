@@ -68,8 +68,8 @@ DIFFERENCES = (
     "Critic and reward model: TRL takes two further models and trains the critic's whole backbone (peft_config reaches "
     "the policy only); ours are a LoRA slot and heads on the policy's backbone. Arms trl-*-lora-critic give TRL's "
     "critic the same LoRA.",
-    "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass, in exact mode "
-    "for one answer in eight, which must agree to the bit.",
+    "Old log-probs: TRL takes them from the logits of generation; ours recomputes them in the scoring pass, in exact "
+    "mode for one answer in eight, which must agree to the bit.",
     "Memory allocator: ours keeps what it frees, as `rlhf-engine train` does (mallopt); TRL runs on malloc's defaults.",
     "With --trl-rollout-batch, TRL generates and scores in groups; ours always takes the whole batch at once.",
     "Gradient norm: TRL's PPO does not clip, ours computes and clips it for each role.",

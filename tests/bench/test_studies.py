@@ -368,3 +368,21 @@ def test_exact_mode_over_runs(tmp_path):
     assert "2 steps, 1024 tokens, largest difference 0" in run("exact_runs.py", *options, "--json", path).stdout
     (record,) = map(json.loads, path.read_text().splitlines())
     assert (record["largest_difference"], record["staleness_max"], record["isa"]) == (0.0, 1.0, native.isa())
+
+
+@pytest.mark.long
+def test_learning_from_answers_that_share_a_prompt(tmp_path):
+    out = tmp_path / "records.jsonl"
+    size = ["--hidden", 64, "--layers", 2, "--vocab", 200, "--rounds", 1]
+    run("learning_cost.py", *size, "--dtypes", "float32", "--json", out)
+    record = json.loads(out.read_text())
+    assert list(record["ms"]) == ["K = 8, 256 + 64", "K = 4, 64 + 64", "K = 1, 256 + 64"]
+    assert record["ms"]["K = 8, 256 + 64"]["once"] < record["ms"]["K = 8, 256 + 64"]["copies"]
+    assert record["peak_bytes"]["K = 8, 256 + 64"]["once"] < 0.7 * record["peak_bytes"]["K = 8, 256 + 64"]["copies"]
+    # per row of 128 tokens: the head read by 64 (RL) or 127 (SFT) of them
+    block, first, head = 4 * 64**2 + 3 * 64 * 128, 3 * 64**2, 200 * 64
+    sft = 128 * (4 * block - first) + 2 * 127 * head
+    hydra = 128 * (14 * block - 2 * first) + 4 * 64 * head
+    assert record["roles"]["hydra_ppo"]["products"] == pytest.approx(hydra / sft)
+    for row in record["roles"].values():
+        assert row["ratio"] == pytest.approx(row["learn"] / row["sft"])
