@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
-from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime import native, registry
 
 from rlhf_bench import roofline
 from rlhf_bench.report import print_results, write_records
@@ -45,7 +45,7 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
         chosen = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
         n_cases, measured = len(chosen), run_cases(chosen, size=size, device=device, rounds=rounds)
     results: list[CaseResult] = []
-    with _as_request_error(), contextlib.ExitStack() as stack:
+    with _as_request_error(), registry.use_exact(config.exact), contextlib.ExitStack() as stack:
         files = _open_outputs(config, stack)
         console = Console(file=sys.stderr if config.json == "-" else None)
         console.print(

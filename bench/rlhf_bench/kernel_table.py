@@ -42,7 +42,8 @@ def from_records(records: Iterable[Mapping[str, Any]]) -> Made:
     """Entries of all cases that time one op with each candidate. Of several records of a case the last one counts.
 
     Args:
-        records: lines of `rlhf-engine bench --json`, in their order; those of other devices are passed over.
+        records: lines of `rlhf-engine bench --json`, in their order; those of other devices and of exact mode, where
+            there is nothing to choose, are passed over.
 
     Raises:
         ValueError: a record does not name its instruction set, holds its peers to another one, or is of a backend
@@ -51,7 +52,7 @@ def from_records(records: Iterable[Mapping[str, Any]]) -> Made:
     times: dict[Key, dict[str, dict[str, float]]] = {}
     machines: dict[str, str] = {}
     for r in records:
-        if r["device"] != "cpu" or r["backend"] not in CANDIDATES or len(r.get("kernels", ())) > 1:
+        if r["device"] != "cpu" or r["backend"] not in CANDIDATES or len(r.get("kernels", ())) > 1 or r.get("exact"):
             continue
         where = f"records: {r['op']} {r['case']} {r['dtype']}"
         isa = r.get("isa")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime import native, registry
 
 from rlhf_bench import OPS, accuracy, candidates, memory, timing
 from rlhf_bench.accuracy import Accuracy, Yardstick
@@ -77,6 +77,7 @@ class CaseResult:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "rounds": self.rounds,
+            "exact": registry.is_exact(),
             "code": git_commit(Path(__file__)),
         }
         about = {

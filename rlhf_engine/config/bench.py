@@ -29,6 +29,7 @@ class BenchConfig(Options):
     isa: str | None = option(
         None, "hold the CPU's kernels, and other libraries, to an instruction set such as avx2; none: the best"
     )
+    exact: bool = option(False, "with the kernels of exact mode, the default of runs on AVX2 and AVX-512")
     dtype: Literal["bf16", "fp16", "fp32"] = option(
         "bf16", "of weights and activations; numbers per token stay in fp32"
     )

@@ -360,6 +360,11 @@ def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, cap
     assert main([*argv[:-2], "--case", "single"]) == 0
     again = [json.loads(line)["case"] for line in lines.read_text().splitlines()[len(records) :]]
     assert set(again) == {"single/32x16x24_r4"}, "appended, one case only"
+    assert main([*argv[:-2], "--case", "decode_mixed", "--exact"]) == 0
+    exact = [json.loads(line)["exact"] for line in lines.read_text().splitlines()]
+    assert exact[0] is False
+    assert exact[-1] is True
+    assert not registry.is_exact()
 
 
 def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):

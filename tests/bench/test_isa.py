@@ -84,6 +84,7 @@ def test_a_table_from_records():
         record(ms=2.0),  # of several the last one counts
         record("reference", 1.0),
         record("triton", 0.1),
+        record(ms=0.5, exact=True),  # where there is nothing to choose
         record(case="backward/4x8", ms=1.0),
         record("reference", 1.5, case="backward/4x8"),
         record(case="forward/1x8", ms=1.0),  # has one candidate
