@@ -140,7 +140,9 @@ class AlgorithmOptions(Options):
     delta: float | None = option(
         None, "largest ratio that a token of negative advantage counts with; none: any (dual clip)", gt=1
     )
-    cliprange_value: float = option(0.2, "values are clipped to old value ± cliprange_value", gt=0)
+    cliprange_value: float | None = option(
+        0.2, "values are clipped to old value ± cliprange_value; none: no clipping", gt=0
+    )
     vf_coef: float = option(0.1, "weight of the value loss", ge=0)
     entropy_coef: float = option(
         0.0,

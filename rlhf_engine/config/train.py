@@ -7,6 +7,7 @@ Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,6 +86,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
 
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
+    num_train_epochs: float | None = option(None, "passes over the prompts, in place of max_steps", gt=0)
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
@@ -136,14 +138,36 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             method=self.method,
             rollout_backend=self.rollout_backend,
         )
-        if self.warmup_steps > self.max_steps:
-            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
-        if self.critic_warmup_steps >= self.max_steps:
-            raise ConfigError(
-                f"critic_warmup_steps: expected less than max_steps ({self.max_steps}), got {self.critic_warmup_steps}"
-            )
+        if self.num_train_epochs is None:
+            self.check_warm_up(self.max_steps)
         if self.eval_steps and self.eval_dataset_name is None:
             raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
+
+    def count_steps(self, n_prompts: int) -> int:
+        """Count the steps of the whole run.
+
+        Args:
+            n_prompts: number of prompts.
+
+        Returns:
+            Steps, at least 1.
+
+        Raises:
+            ConfigError: a warm-up that is longer.
+        """
+        if self.num_train_epochs is None:
+            return self.max_steps
+        steps = max(1, math.ceil(self.num_train_epochs * n_prompts / self.prompts_per_step))
+        self.check_warm_up(steps)
+        return steps
+
+    def check_warm_up(self, steps: int) -> None:
+        """Raise ConfigError for a warm-up that is longer than a run of so many steps."""
+        total = f"max_steps ({steps})" if self.num_train_epochs is None else f"the run's {steps} steps"
+        if self.warmup_steps > steps:
+            raise ConfigError(f"warmup_steps: expected at most {total}, got {self.warmup_steps}")
+        if self.critic_warmup_steps >= steps:
+            raise ConfigError(f"critic_warmup_steps: expected less than {total}, got {self.critic_warmup_steps}")
 
     @property
     def correction(self) -> Correction:

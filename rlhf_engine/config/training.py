@@ -69,7 +69,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
     )
-    lr_scheduler_type: Literal["constant", "cosine"] = option("constant", "learning rate after the warm-up")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
+        "constant", "learning rate after the warm-up; linear and cosine end at 0"
+    )
     warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
     optim: Optim = option("adamw", OPTIM_HELP)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)

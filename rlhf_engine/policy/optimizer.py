@@ -21,7 +21,7 @@ def require_warm_up(warmup_steps: int, total_steps: int) -> None:
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:
-    """Multiple of the learning rate at `step` (from 0): linear warm-up, then constant or cosine to 0.
+    """Multiple of the learning rate at `step` (from 0): linear warm-up, then constant, or to 0 by a line or a cosine.
 
     A function of the step alone: there is no schedule state to save or to lose.
     """
@@ -29,10 +29,12 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> f
         return (step + 1) / warmup_steps
     if kind == "constant":
         return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind == "linear":
+        return 1.0 - progress
     if kind == "cosine":
-        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    raise ValueError(f"lr_scheduler_type: expected 'constant' or 'cosine', got {kind!r}")
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    raise ValueError(f"lr_scheduler_type: expected 'constant', 'linear' or 'cosine', got {kind!r}")
 
 
 class RoleOptimizer:

@@ -70,7 +70,7 @@ class RlTrainer(Run[TrainerState]):
         require_served(config, world)
         self.world, self._connect = world, connect
         self.config = config if world.size == 1 else replace(config, device=str(world.device))
-        self.output, self.total_steps = Path(config.output_dir), config.max_steps
+        self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
             weights = fingerprint_of_all(model.parameters())
@@ -86,6 +86,8 @@ class RlTrainer(Run[TrainerState]):
     def _load(self, base: HydraModel | None) -> HydraModel:
         """Load the data, and the model as it is before any step."""
         self._inputs = load_inputs(self.config)
+        self.total_steps = self._inputs.total_steps
+        self.config = replace(self.config, max_steps=self.total_steps)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
         self.train_set, self.eval_set, self.reports = (
             self._inputs.train_set,

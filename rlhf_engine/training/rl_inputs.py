@@ -32,6 +32,8 @@ class RlInputs:
     """Checkpoint that the run goes on from."""
     resumed_step: int
     """Steps done by then."""
+    total_steps: int
+    """Steps of the whole run."""
     tokenizer: PreTrainedTokenizerBase
     scorer: AnswerScorer
     train_set: PromptSet
@@ -60,7 +62,7 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir)
     require_trackers(config.report_to)
     require_optim(config.optim)
-    resumed_step = 0 if resume is None else _check_resumed(config, resume, output)
+    resumed_step = 0 if resume is None else _check_resumed(config, resume)
     exact = config.exact
     if exact is None and resume is None:
         exact = config.rollout_backend == "local" and exactness.by_default(resolve_device(config.device).type)
@@ -95,6 +97,10 @@ def load_inputs(config: TrainConfig) -> RlInputs:
         return found
 
     train_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit)
+    total_steps = config.count_steps(len(train_set.rows))
+    if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
+        named = "max_steps" if config.num_train_epochs is None else "num_train_epochs"
+        raise ConfigError(f"{named}: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")
     eval_set = None
     if config.eval_dataset_name is not None:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
@@ -105,6 +111,7 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     inputs = RlInputs(
         resume=resume,
         resumed_step=resumed_step,
+        total_steps=total_steps,
         tokenizer=tokenizer,
         scorer=scorer,
         train_set=train_set,
@@ -115,7 +122,7 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     return replace(inputs, server=find_server(config, inputs.all_prompts()))
 
 
-def _check_resumed(config: TrainConfig, resume: Path, output: Path) -> int:
+def _check_resumed(config: TrainConfig, resume: Path) -> int:
     """Steps of the checkpoint. Raises ConfigError for one that this run cannot go on from."""
     counters: TrainerState = read_counters(resume)
     require_same(
@@ -126,10 +133,6 @@ def _check_resumed(config: TrainConfig, resume: Path, output: Path) -> int:
         generation_batch_size=config.generation_batch_size,
         num_generations=config.num_generations,
     )
-    if counters.step > config.max_steps and not (output / FINAL_FOLDER).is_dir():
-        raise ConfigError(
-            f"max_steps: expected at least {counters.step}, the steps of {resume}, got {config.max_steps}"
-        )
     return counters.step
 
 

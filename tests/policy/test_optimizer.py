@@ -39,11 +39,13 @@ def test_lr_factor_shapes():
     assert cosine[8] == pytest.approx(0.0, abs=1e-15)
     assert cosine == sorted(cosine, reverse=True)
     assert min(cosine[:8]) > 0  # no step of the run is wasted on a rate of 0
+    assert factors(kind="linear") == [1 - i / 8 for i in range(9)]
+    assert factors(kind="linear", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     both = factors(kind="cosine", warmup_steps=4)
     assert both[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert both[6] == pytest.approx(0.5)
     assert lr_factor(3, kind="cosine", warmup_steps=3, total_steps=3) == 1.0
-    with pytest.raises(ValueError, match="lr_scheduler_type: expected 'constant' or 'cosine', got 'step'"):
+    with pytest.raises(ValueError, match="lr_scheduler_type: expected 'constant', 'linear' or 'cosine', got 'step'"):
         factors(kind="step")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -213,6 +214,25 @@ def test_a_run_goes_on_with_what_it_began_with(model, tmp_path):
     later = trainer.save()
     with pytest.raises(ConfigError, match="max_steps: expected at least 2, the steps of"):
         RlTrainer(train_config(model, tmp_path / "other", max_steps=1, resume_from_checkpoint=str(later)))
+
+
+def test_epochs_in_place_of_steps(model, tmp_path):
+    """A run that goes on may have more of them, but no fewer steps than it has made."""
+    options = {"num_train_epochs": 2.1, "max_steps": 1, "lr_scheduler_type": "linear", "learning_rate": 0.3}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    prompts = len(trainer.train_set.rows)
+    assert trainer.total_steps == math.ceil(2.1 * prompts / 8) > 1
+    rates = [trainer.step()["learning_rate"] for _ in range(trainer.total_steps)]
+    assert rates == pytest.approx([0.3 * (1 - i / trainer.total_steps) for i in range(trainer.total_steps)])
+    resume = {**options, "resume_from_checkpoint": str(trainer.save())}
+    assert RlTrainer(train_config(model, tmp_path / "b", **{**resume, "num_train_epochs": 3})).total_steps == math.ceil(
+        3 * prompts / 8
+    )
+    with pytest.raises(ConfigError, match=r"num_train_epochs: expected at least .*, the steps of"):
+        RlTrainer(train_config(model, tmp_path / "b", **{**resume, "num_train_epochs": 0.1}))
+    for name, most in (("warmup_steps", "at most"), ("critic_warmup_steps", "less than")):
+        with pytest.raises(ConfigError, match=f"{name}: expected {most} the run's {trainer.total_steps} steps, got 99"):
+            RlTrainer(train_config(model, tmp_path / "b", **{**options, name: 99}))
 
 
 def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):

@@ -44,8 +44,8 @@ class HydraConfig(GRPOConfig):
     gamma: float = field(default=1.0, metadata={"help": "Discount factor of the return."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    cliprange_value: float = field(
-        default=0.2, metadata={"help": "Values are clipped to the old value plus or minus this."}
+    cliprange_value: float | None = field(
+        default=0.2, metadata={"help": "Values are clipped to the old value plus or minus this; none: no clipping."}
     )
     whiten_advantages: bool = field(default=True, metadata={"help": "Advantages with mean 0 and variance 1."})
     critic_learning_rate: float | None = field(
@@ -146,7 +146,7 @@ class HydraConfig(GRPOConfig):
             "epsilon_high": (self.epsilon_high is None or self.epsilon_high > 0, "None or a number > 0"),
             "delta": (self.delta is None or self.delta >= upper, "None or a number >= 1 + epsilon_high"),
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
-            "cliprange_value": (self.cliprange_value > 0, "a number > 0"),
+            "cliprange_value": (self.cliprange_value is None or self.cliprange_value > 0, "None or a number > 0"),
             "critic_learning_rate": (rate is None or rate >= 0, "None or a number >= 0"),
             "reward_clip_range": (bounds is None or _is_range(bounds), "None or two numbers, the lower one first"),
             "missing_eos_penalty": (
