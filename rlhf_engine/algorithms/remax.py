@@ -1,6 +1,6 @@
 """ReMax: REINFORCE whose baseline is the score of the policy's own greedy answer (arXiv 2310.10505).
 
-To a prompt x belong a drawn answer a and the greedy answer ā of the same policy:
+To a prompt x belong drawn answers a, one or more, and the greedy answer ā of the same policy:
 
     A_t = r(x, a) − r(x, ā) − KL penalty        L = −(1/n) Σ_i Σ_t A_{i,t} log π(a_{i,t} | x_i, a_{i,<t})
 
@@ -86,7 +86,6 @@ FACTS = AlgorithmFacts(
     generations=2,
     with_greedy=True,
     least_drawn=1,
-    one_unit_per_prompt=True,
     sums_per_answer=True,
     adapts_beta=True,
 )

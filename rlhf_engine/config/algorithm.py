@@ -26,7 +26,7 @@ class AlgorithmFacts:
     generations: int = 4
     """Default of `num_generations`, a greedy answer included."""
     with_greedy: bool = False
-    """Whether one answer to each prompt is the greedy one, and one is drawn."""
+    """Whether one answer to each prompt is the greedy one, which nothing is learned from."""
     least_drawn: int = 2
     """Scored answers that a prompt needs to be learned from."""
     one_unit_per_prompt: bool = False
@@ -120,7 +120,9 @@ class AlgorithmOptions(Options):
         + ", ".join(ALGORITHMS[name].summary for name in _named(lambda facts: not facts.has_critic)),
     )
     num_generations: int | None = option(
-        None, "answers per prompt; none: 1 for ppo and reinforce, 2 for remax (drawn, greedy), 4 for the others", ge=1
+        None,
+        "answers per prompt; none: 1 for ppo and reinforce, 2 for remax (the greedy one counts), 4 for others",
+        ge=1,
     )
     beta: float = option(
         0.05,
@@ -205,6 +207,11 @@ class AlgorithmOptions(Options):
         return self.num_generations or self.facts.generations
 
     @property
+    def drawn(self) -> int:
+        """Drawn answers per prompt, those that may be learned from."""
+        return self.generations - self.facts.with_greedy
+
+    @property
     def clip_high(self) -> float:
         """The ratio is clipped to at most 1 + this."""
         return self.cliprange if self.cliprange_high is None else self.cliprange_high
@@ -239,7 +246,7 @@ class AlgorithmOptions(Options):
     @property
     def units_per_step(self) -> int:
         """Number of units for minibatches: drawn answers, or prompts where an answer or a pair is chosen for each."""
-        return self.prompts_per_step if self.facts.one_unit_per_prompt else self.generation_batch_size
+        return self.prompts_per_step * (1 if self.facts.one_unit_per_prompt else self.drawn)
 
     @property
     def mini_batches(self) -> int:
@@ -266,10 +273,6 @@ class AlgorithmOptions(Options):
         least = 1 if self.has_critic else 2
         if self.generations < least:
             raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
-        if self.facts.with_greedy and self.generations != 2:
-            raise ConfigError(
-                f"num_generations: expected 2 for {name}, a drawn answer and the greedy one, got {self.generations}"
-            )
         if self.generation_batch_size % self.generations:
             raise ConfigError(
                 f"generation_batch_size: expected a multiple of num_generations ({self.generations}), "

@@ -339,7 +339,7 @@ class _RlTrial:
         """Micro-batches of an epoch, as far as rows bound them."""
         config, found = self.config, []
         k = config.facts.answers_together
-        learned = k if config.facts.one_unit_per_prompt else config.generations
+        learned = k if config.facts.one_unit_per_prompt else config.drawn
         answers = self._batch(len(self.prompts))
         answers = answers.select([i for i in range(answers.n_sequences) if i % config.generations < learned])
         for minibatch in answers_by_minibatch(answers, k, config.mini_batches, torch.Generator().manual_seed(0)):

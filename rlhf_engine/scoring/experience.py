@@ -318,7 +318,7 @@ def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
     missing = sum(total is None for total in totals)
     if missing == len(totals):
         return "reward_funcs: expected a reward for at least one answer of the batch, got None for all"
-    needed = "both of its answers" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
+    needed = "a drawn answer and the greedy one" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
     return (
         f"reward_funcs: expected for {config.algorithm} rewards of at least one prompt for {needed}, got None for "
         f"{missing} of {len(totals)} answers and no such prompt"

@@ -55,15 +55,17 @@ def remax_loss(model, places, *, divide_by_own_length=False, estimator="k1", bet
     scores = model.rewards_N[list(places)]
     gains = remax.advantages(scores, greedy, kl(model, places, estimator), batch, beta=beta, **options)
     logprobs = model.logprobs_M(places)
-    loss = policy_gradient_loss(logprobs, gains, batch, n_answers=1, divide_by_own_length=divide_by_own_length)
+    n, own = len(places), divide_by_own_length
+    loss = policy_gradient_loss(logprobs, gains, batch, n_answers=n, divide_by_own_length=own)
     if options.get("kl_in") == "loss":
         loss = loss + beta * k3(logprobs, model.ref_logprobs_M(places)).sum()
     return loss
 
 
-def test_remax_is_unbiased(model):
+@pytest.mark.parametrize("draws", [1, 2])
+def test_remax_is_unbiased(model, draws):
     exact = -model.gradient(model.objective(model.rewards_N, BETA))
-    assert off_by(model.expected_gradient(lambda places: remax_loss(model, places), draws=1), exact) < EXACT
+    assert off_by(model.expected_gradient(lambda places: remax_loss(model, places), draws=draws), exact) < EXACT
 
 
 @pytest.mark.parametrize(

@@ -163,14 +163,17 @@ def test_without_a_critic_there_is_no_storage_for_one(name, model, reward, tmp_p
     assert not any("critic" in key or "value" in key for key in states)
 
 
-def test_remax_pairs_a_drawn_answer_with_the_greedy_one(model, reward, tmp_path):
-    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0))
+@pytest.mark.parametrize("k", [2, 4])
+def test_remax_pairs_drawn_answers_with_the_greedy_one(model, reward, tmp_path, k):
+    trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="remax", beta=0.0, num_generations=k))
     made, scored, rollout = first_step(trainer)
     assert rollout.batch.n_sequences == 16
-    assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 8
-    assert rollout.stats.prompts <= 8  # both answers share the prompt's prefill
-    for i in range(8):
-        assert scored.batch.completion_tokens(i) == rollout.batch.completion_tokens(2 * i)
+    assert scored.batch.n_sequences == len(scored.greedy_scores_N) == 16 // k * (k - 1)
+    assert rollout.stats.prompts <= 16 // k  # all answers share the prompt's prefill
+    drawn = [i for i in range(16) if i % k < k - 1]
+    for i, place in enumerate(drawn):
+        assert scored.batch.completion_tokens(i) == rollout.batch.completion_tokens(place)
+    assert all(len(set(scores)) == 1 for scores in scored.greedy_scores_N.view(-1, k - 1).tolist())
     again, other, _ = first_step(trainer)
     assert torch.equal(other.greedy_scores_N, scored.greedy_scores_N)
     expected = (scored.scores_N - scored.greedy_scores_N)[scored.batch.sequence_of_M]
@@ -217,7 +220,9 @@ def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp
     assert 1.0 in distinct.tolist()
 
 
-@pytest.mark.parametrize(("name", "left"), [("remax", "both of its answers"), ("rloo", "2 of its answers")])
+@pytest.mark.parametrize(
+    ("name", "left"), [("remax", "a drawn answer and the greedy one"), ("rloo", "2 of its answers")]
+)
 def test_a_batch_in_which_nothing_can_be_compared_says_so(name, left, model, tmp_path):
     spec = write_reward(tmp_path, "return [None if i % 4 else 1.0 for i, _ in enumerate(completion_ids)]")
     trainer = RlTrainer(config(model, tmp_path / "run", spec, algorithm=name))
@@ -361,7 +366,11 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
     ("options", "message"),
     [
         ({"algorithm": "rloo", "num_generations": 1}, "num_generations: expected at least 2 for rloo, got 1"),
-        ({"algorithm": "remax", "num_generations": 3}, "num_generations: expected 2 for remax, .* got 3"),
+        ({"algorithm": "remax", "num_generations": 1}, "num_generations: expected at least 2 for remax, got 1"),
+        (
+            {"algorithm": "remax", "num_generations": 4, "num_mini_batches": 5},
+            r"generation_batch_size: expected a multiple of num_mini_batches \(5\), got 16, 12 to learn from",
+        ),
         (
             {"algorithm": "grpo", "num_generations": 3},
             r"generation_batch_size: expected a multiple of num_generations \(3\)",
