@@ -98,7 +98,7 @@ def calls_of_shared(model: HydraModel, batch: PackedBatch) -> dict[str, Callable
 
 
 def measure_shared(arguments: argparse.Namespace, kind: str) -> dict[str, dict[str, float]]:
-    """By case: milliseconds or peak bytes of both ways."""
+    """Milliseconds or peak bytes of both ways, by case."""
     model, found = make_model(arguments, torch.device("cpu")).train(), {}
     for case in SHARED:
         calls = calls_of_shared(model, make_batch(arguments.vocab, *case))
@@ -113,7 +113,7 @@ def measure_shared(arguments: argparse.Namespace, kind: str) -> dict[str, dict[s
 
 
 def measure_roles(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """By method: milliseconds of learning and of a step of SFT, their ratio, and that of their products."""
+    """Milliseconds of learning and of a step of SFT by method, their ratio, and that of their products."""
     answer, found = LENGTH - PROMPT, {}
     batch = make_batch(arguments.vocab, 1, PROMPT, answer)
     by_sft = products(arguments, 0, 1, of_head=2 * (LENGTH - 1))

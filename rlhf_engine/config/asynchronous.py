@@ -59,8 +59,8 @@ class AsyncOptions(Options):
         None,
         "for answers of an older policy. behaviour: ratios are to the policy that drew them; decoupled: to the present "
         "one, and advantages weighted by present over drawing policy; token_truncate, sequence_truncate: the same with "
-        "weights truncated; none. Default: behaviour where the loss has a ratio, else token_truncate; online_dpo and "
-        "best_of_n need none",
+        "weights truncated; none. Default: behaviour where the loss has a ratio, else token_truncate; copg, "
+        "online_dpo and best_of_n need none",
     )
     off_policy_clip_max: float = option(2.0, "largest weight with token_truncate and sequence_truncate", ge=1)
 

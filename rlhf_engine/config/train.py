@@ -92,8 +92,8 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
     max_grad_norm: float | None = option(
         None,
-        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for remax, "
-        "rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
+        "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
         ge=0,
     )
     token_budget: int | None = option(
@@ -139,7 +139,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
             rollout_backend=self.rollout_backend,
         )
         if self.num_train_epochs is None:
-            self.check_warm_up(self.max_steps)
+            self._check_warm_up(self.max_steps)
         if self.eval_steps and self.eval_dataset_name is None:
             raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
 
@@ -158,10 +158,10 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         if self.num_train_epochs is None:
             return self.max_steps
         steps = max(1, math.ceil(self.num_train_epochs * n_prompts / self.prompts_per_step))
-        self.check_warm_up(steps)
+        self._check_warm_up(steps)
         return steps
 
-    def check_warm_up(self, steps: int) -> None:
+    def _check_warm_up(self, steps: int) -> None:
         """Raise ConfigError for a warm-up that is longer than a run of so many steps."""
         total = f"max_steps ({steps})" if self.num_train_epochs is None else f"the run's {steps} steps"
         if self.warmup_steps > steps:

@@ -99,8 +99,11 @@ def load_inputs(config: TrainConfig) -> RlInputs:
     train_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit)
     total_steps = config.count_steps(len(train_set.rows))
     if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
-        named = "max_steps" if config.num_train_epochs is None else "num_train_epochs"
-        raise ConfigError(f"{named}: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")
+        if config.num_train_epochs is None:
+            raise ConfigError(f"max_steps: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")
+        raise ConfigError(
+            f"num_train_epochs: expected at least {resumed_step} steps, those of {resume}, got {total_steps}"
+        )
     eval_set = None
     if config.eval_dataset_name is not None:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)

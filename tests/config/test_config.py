@@ -428,7 +428,7 @@ def test_configs_do_not_share_lists() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_that_are_sums_per_answer_are_not_scaled_down_unless_wanted(algorithm: str) -> None:
-    is_sum = algorithm in ("remax", "rloo", "reinforce")
+    is_sum = algorithm in ("copg", "remax", "rloo", "reinforce")
     assert parse("--algorithm", algorithm).largest_grad_norm == (None if is_sum else 1.0)
     assert parse("--algorithm", algorithm, "--max_grad_norm", "0.5").largest_grad_norm == 0.5
     assert parse("--algorithm", algorithm, "--max_grad_norm", "0").largest_grad_norm is None

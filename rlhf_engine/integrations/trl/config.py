@@ -92,7 +92,7 @@ class HydraConfig(GRPOConfig):
             default = next(option.default for option in dataclasses.fields(self) if option.name == "algorithm")
             return self.algorithm == default, f"{default!r} for {type(self).__name__}; HydraConfig takes others"
         single = self.facts.answers_together == 1
-        return single, f"an algorithm that learns from single answers; {self.algorithm} has a config of its own"
+        return single, "an algorithm that learns from single answers; online_dpo has a config of its own"
 
     def _fill_in(self) -> None:
         """Set what depends on the algorithm."""
