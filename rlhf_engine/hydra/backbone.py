@@ -325,7 +325,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("base_path", "cache_bytes_per_position", "_hash", "_decoder_hash"),
+    *("base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 
