@@ -15,10 +15,13 @@ from rlhf_engine.errors import ConfigError
 
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
-Optim = Literal["adamw", "adamw_8bit", "adamw_stochastic", "adamw_8bit_stochastic"]
+Optim = Literal["adamw", "adamw_8bit", "adamw_stochastic", "adamw_8bit_stochastic", "adafactor"]
+FLOAT32_GRADIENTS: tuple[Optim, ...] = ("adamw", "adafactor")
+"""Kinds of `optim` that accumulate gradients of half-precision parameters in float32."""
 OPTIM_HELP = (
     "AdamW's state: adamw: float32 moments, and float32 master weights of what is trained in bfloat16; 8bit: moments "
-    "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random"
+    "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random. adafactor: "
+    "second moments by row and column in place of moments, masters as in adamw"
 )
 LARGEST_SEED = 2**32 - 1
 """As NumPy has it. Seeds of steps are made of the run's, and have to stay within 64 bits."""
@@ -98,6 +101,13 @@ class TrainingOptions(DataOptions, ModelOptions):
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
         not_empty("lora_target_modules", self.lora_target_modules)
+        if self.optim == "adafactor":
+            for field in dataclasses.fields(self):
+                if field.name.startswith("adam_") and getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"{field.name}: expected it unset with optim adafactor, which does not read it, got "
+                        f"{getattr(self, field.name)}"
+                    )
         unknown = [name for name in self.report_to if name not in TRACKERS]
         if unknown:
             raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlhf_engine.config import PlanConfig
+from rlhf_engine.config.training import FLOAT32_GRADIENTS
 from rlhf_engine.planning import table
 from rlhf_engine.planning.fit import FULL_SFT, PHASES, Fit, Prediction
 
@@ -154,7 +155,7 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
         f"Every prompt has {config.max_prompt_length} tokens and every answer {config.max_completion_length}; the "
         "learned reward (lane), KL by k1, no evaluation.",
         f"Whole backbones train in {config.dtype}, adapters in {config.adapter_dtype}, scalar heads in float32. "
-        f"AdamW (optim {config.optim}) has {_moments(config)}.",
+        f"The optimizer ({config.optim}) has {_moments(config)}.",
         "Largest batch: answers per step whose rollout and scoring fit. Largest micro-batch: sequences per forward and "
         f"backward that fit. Both in {config.gpu} less {config.reserve} for driver, libraries and fragmentation. Where "
         "lanes of one backbone share a forward (up to token_budget), a smaller micro-batch can need more than a larger "
@@ -208,9 +209,11 @@ def _moments(config: PlanConfig) -> str:
     """State of the optimizer beside the parameters, in words."""
     moments = "8 bits, in float32 for small parameters" if config.optim.startswith("adamw_8bit") else "float32"
     found = f"two moments in {moments}"
+    if config.optim == "adafactor":
+        found = "second moments by row and column in float32"
     if "bfloat16" not in (config.dtype, config.adapter_dtype):
         return found
-    gradients = "float32" if config.optim == "adamw" else "bfloat16"
+    gradients = "float32" if config.optim in FLOAT32_GRADIENTS else "bfloat16"
     stochastic = config.optim.endswith("stochastic")
     masters = "stochastic rounding in place of masters" if stochastic else "float32 master weights"
     return f"{found}; for what is trained in bfloat16, {masters} and gradients in {gradients}"

@@ -107,7 +107,9 @@ def fits(config: PlanConfig, methods: list[str]) -> list[TabledFit] | None:
     """Methods of a preset with options that the table has, or None."""
     part = read()["presets"].get(f"{config.model} {config.dtype}")
     default = {field.name: field.default for field in dataclasses.fields(PlanConfig)}
-    if part is None or config.gpu == "cpu" or any(getattr(config, name) != default[name] for name in _ALIKE):
+    if part is None or config.gpu == "cpu" or config.optim == "adafactor":  # the last is traced
+        return None
+    if any(getattr(config, name) != default[name] for name in _ALIKE):
         return None
     step = Step(
         prompt_length=config.max_prompt_length,

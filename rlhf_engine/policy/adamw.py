@@ -5,13 +5,19 @@
     adamw_8bit               float32 masters, rounded to nearest         8 bits, in blocks of 256
     adamw_stochastic         no masters, rounded up or down at random    float32
     adamw_8bit_stochastic    no masters, rounded up or down at random    8 bits, in blocks of 256
+    adafactor                float32 masters, rounded to nearest         float32, second ones by row and by column
 
 bfloat16 has 8 significant bits, so rounding to nearest loses every step below |w| / 512. Masters keep such steps.
 Stochastic rounding keeps them in the mean: with fraction f ∈ [0, 1) of the gap between two bfloat16 numbers it rounds
 away from zero with probability f, so E[round(w)] = w. Its random numbers are a function of seed, name and step.
 
-Gradients: `adamw` accumulates those of half-precision parameters in float32, the others in the parameter's dtype.
-Moments in 8 bits are bitsandbytes' (arXiv 2110.02861); parameters of less than 4096 elements keep float32 ones.
+Gradients: `adamw` and `adafactor` accumulate those of half-precision parameters in float32, the others in the
+parameter's dtype. Moments in 8 bits are bitsandbytes' (arXiv 2110.02861); parameters of less than 4096 elements keep
+float32 ones.
+
+Adafactor (arXiv 1804.04235) is torch's: no first moment, second moments that forget as 1 − t^−0.8, steps whose root
+mean square is bounded by 1 before they are scaled by min(learning rate, t^−½). The paper scales by a parameter's root
+mean square as well. Here that counts above 1 alone: an adapter's B begins at 0.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_engine.config.training import Optim
+from rlhf_engine.config.training import FLOAT32_GRADIENTS, Optim
 from rlhf_engine.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -45,7 +51,7 @@ def has_masters(optim: Optim) -> bool:
 
 def gradient_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
     """Dtype that gradients of a parameter of `dtype` are accumulated in."""
-    return torch.float32 if optim == "adamw" and dtype in HALF else dtype
+    return torch.float32 if optim in FLOAT32_GRADIENTS and dtype in HALF else dtype
 
 
 def state_layout(optim: Optim, shape: torch.Size, dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -54,6 +60,11 @@ def state_layout(optim: Optim, shape: torch.Size, dtype: torch.dtype) -> dict[st
     found = {"step": (torch.Size(), torch.float32)}
     if dtype in HALF and has_masters(optim):
         found["master"] = whole
+    if optim == "adafactor":
+        if len(shape) < 2:
+            return {**found, "variance": whole}
+        row, column = torch.Size([*shape[:-1], 1]), torch.Size([*shape[:-2], 1, shape[-1]])
+        return {**found, "row_var": (row, whole[1]), "col_var": (column, whole[1])}
     if not has_8bit_moments(optim):
         return {**found, "exp_avg": whole, "exp_avg_sq": whole}
     if shape.numel() < MIN_8BIT_SIZE:
@@ -67,10 +78,11 @@ def temporary_bytes(optim: Optim, shape: torch.Size, dtype: torch.dtype, device_
     """Most bytes that a step allocates for a parameter beside its gradient and state."""
     copies = 0
     if dtype in HALF:
-        copies += optim != "adamw"  # the gradient in float32
+        copies += optim not in FLOAT32_GRADIENTS  # the gradient in float32
         copies += 2 * (not has_masters(optim))  # the weights in float32 and the random numbers
     if has_8bit_moments(optim) and device_type == "cpu" and shape.numel() >= MIN_8BIT_SIZE:
         copies += 5  # bitsandbytes has no fused kernel there: both moments, the gradient, the denominator and its root
+    copies += optim == "adafactor"  # the step itself, which AdamW's kernel does not hold
     return 4 * copies * shape.numel()
 
 
@@ -137,6 +149,9 @@ class AdamW:
             from bitsandbytes.optim import AdamW8bit
 
             self._inner = AdamW8bit(own, min_8bit_size=MIN_8BIT_SIZE, **options)
+        elif optim == "adafactor":
+            # one parameter at a time: all together would hold the steps of all
+            self._inner = torch.optim.Adafactor(own, lr=0.0, eps=(None, 1.0), weight_decay=weight_decay, foreach=False)
         else:
             self._inner = torch.optim.AdamW(own, fused=True, **options)
 
@@ -149,8 +164,8 @@ class AdamW:
     def step(self) -> None:
         """Apply the gradients of all parameters and clear them."""
         half = [name for name in self._float32 if self.parameters[name].grad is not None]
-        # `adamw` holds float32 masters and gradients anyway; the others make temporary ones, of one parameter at a time
-        calls = [half] if self.optim == "adamw" else [[], *([name] for name in half)]
+        # some hold float32 masters and gradients anyway; the others make temporary ones, of one parameter at a time
+        calls = [half] if self.optim in FLOAT32_GRADIENTS else [[], *([name] for name in half)]
         for names in calls:  # the first also steps the parameters in full precision
             for name in names:
                 self._hand_over_gradient(name)

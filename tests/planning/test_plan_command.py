@@ -58,7 +58,7 @@ def test_table_and_chart(capsys, folder, tmp_path):
     assert len(err.splitlines()) == 1
     assert "largest micro-batch in 2MB" in out
     assert "Every prompt has 8 tokens and every answer 8" in out
-    assert "AdamW (optim adamw) has two moments in float32." in out.replace("\n", " ")
+    assert "The optimizer (adamw) has two moments in float32." in out.replace("\n", " ")
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 

@@ -25,6 +25,7 @@ every_optim = pytest.mark.parametrize(
     [
         "adamw",
         "adamw_stochastic",
+        "adafactor",
         pytest.param("adamw_8bit", marks=WITH_8BIT),
         pytest.param("adamw_8bit_stochastic", marks=WITH_8BIT),
     ],
@@ -69,12 +70,37 @@ def displacement(gradients, dtype: torch.dtype, rate: float, **options) -> torch
 @pytest.mark.parametrize("rate", [1e-5, 5e-7])
 def test_small_steps_move_half_precision_as_far_as_float32(gradients, optim, rate):
     """A plain AdamW in bfloat16 moves weights 12 % as far at 1e-5 and 0.6 % as far at 5e-7."""
-    full = displacement(gradients, torch.float32, rate)
+    full = displacement(gradients, torch.float32, rate, optim="adafactor" if optim == "adafactor" else "adamw")
     half = displacement(gradients, torch.bfloat16, rate, optim=optim)
     along = (half * full.sign()).mean() / full.abs().mean()
     assert along.item() == pytest.approx(1, abs=0.02)
     if has_masters(optim):
         assert (half.norm() / full.norm()).item() == pytest.approx(1, abs=0.02)
+
+
+def test_adafactor_is_the_paper_s_without_the_size_of_a_parameter(gradients):
+    """Three steps of two tensors by hand, in float64: a matrix, and a vector that is not factorised."""
+    rate, model = 0.01, whole(torch.float32, width=8)
+    optimizer = RoleOptimizer(model, {"sft": rate}, max_grad_norm=None, optim="adafactor")
+    tensors = list(model.parameters())
+    places = [next(i for i, p in enumerate(tensors) if p.dim() == n) for n in (2, 1)]
+    expected = [tensors[i].detach().double() for i in places]
+    factors: list = [None, None]
+    for t, step in enumerate(gradients[:3], 1):
+        keep = 1 - t**-0.8
+        for n, i in enumerate(places):
+            square = step[i].double().square()
+            means = [square.mean(1, keepdim=True), square.mean(0, keepdim=True)] if n == 0 else [square]
+            old = factors[n] or [torch.zeros_like(mean) for mean in means]
+            factors[n] = [keep * a + (1 - keep) * b for a, b in zip(old, means, strict=True)]
+            second = factors[n][0] if n else factors[0][0] @ factors[0][1] / factors[0][0].mean()
+            update = step[i].double() / second.sqrt()
+            expected[n] -= rate * update / max(1.0, float(update.square().mean().sqrt()))
+        for p, gradient in zip(tensors, step, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+    for n, i in enumerate(places):
+        torch.testing.assert_close(tensors[i].detach().double(), expected[n], rtol=1e-5, atol=1e-6)
 
 
 def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_nothing_is_cut_off():
@@ -138,8 +164,9 @@ def test_a_resumed_run_makes_the_same_floats(tmp_path, optim):
     [
         {"method": "full_ppo", "dtype": "bfloat16", "optim": "adamw_stochastic"},
         {"method": "hydra_ppo", "adapter_dtype": "bfloat16"},
+        {"method": "hydra_ppo", "adapter_dtype": "bfloat16", "optim": "adafactor"},
     ],
-    ids=["full", "adapters"],
+    ids=["full", "adapters", "adafactor"],
 )
 def test_a_resumed_run_of_rl_makes_the_same_floats(tmp_path, options):
     base = write_model(tmp_path / "base")
@@ -206,6 +233,8 @@ def test_what_cannot_be_served_is_refused(tmp_path, monkeypatch):
         RoleOptimizer(whole(torch.float32), {"sft": 1e-3}, optim="adamw_stochastic")
     with pytest.raises(ConfigError, match=r"optim: expected 'adamw' where nothing .* for parameters in float16"):
         RoleOptimizer(whole(torch.float16), {"sft": 1e-3}, optim="adamw_stochastic")
+    with pytest.raises(ConfigError, match=r"adam_beta1: expected it unset with optim adafactor, .* got 0\.8"):
+        sft_config(tmp_path / "not_read", tmp_path / "out", optim="adafactor", adam_beta1=0.8)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     require_optim("adamw_stochastic")
     with pytest.raises(ConfigError, match=r"bitsandbytes is not installed .*rlhf-engine\[bnb\].*, got 'adamw_8bit'"):
