@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_bench import OPS
 from rlhf_bench.candidates import find
@@ -133,6 +134,7 @@ class MemoryServer:
             "case": case,
             "candidate": candidate,
             "threads": torch.get_num_threads(),
+            "exact": registry.is_exact(),
         }
         self._stdin.write(json.dumps(request) + "\n")
         self._stdin.flush()
@@ -189,8 +191,9 @@ def _measure(request: dict[str, Any]) -> int:
     inputs = case.make(torch.device("cpu"))
     found = find(case, inputs, "cpu", compiling=True, only=request["candidate"])
     function = (found.backends | found.baselines)[request["candidate"]]
-    function()
-    return peak_of_process(function)
+    with registry.use_exact(request["exact"]):
+        function()
+        return peak_of_process(function)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch
+from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import exactness
 from rlhf_engine.runs.metrics import cpu_name, git_commit
 
@@ -45,6 +46,7 @@ SHARED = ((8, 256, 64), (4, 64, 64), (1, 256, 64))
 """(answers to a prompt, tokens of a prompt, tokens of an answer); sixteen answers each."""
 ANSWERS, PROMPT, LENGTH = 16, 64, 128
 METHODS = ("hydra_ppo", "j_hydra_ppo")
+ROLES = ("actor", "reference", "critic", "reward")
 
 
 def make_batch(vocab: int, answers_per_prompt: int, prompt: int, answer: int) -> PackedBatch:
@@ -65,7 +67,7 @@ def in_parts(batch: PackedBatch) -> list[PackedBatch]:
 
 def learn(model: HydraModel, batch: PackedBatch) -> None:
     """Score a batch by all roles, then update policy and critic."""
-    model.score(batch, ("actor", "reference", "critic", "reward"))
+    model.score(batch, ROLES)
     for part in in_parts(batch):
         update(model, part)
     model.zero_grad(set_to_none=True)
@@ -123,8 +125,8 @@ def measure_roles(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         for call in calls.values():
             call()
         ms = medians(interleaved(calls, arguments.rounds, torch.device("cpu")))
-        updated = 2 if method == "hydra_ppo" else 1
-        ratio = products(arguments, 3, updated, of_head=4 * answer) / by_sft
+        scored, updated = (len(fold_lanes(model.roles, roles)) for roles in (ROLES, ("actor", "critic")))
+        ratio = products(arguments, scored, updated, of_head=4 * answer) / by_sft
         found[method] = {**ms, "ratio": ms["learn"] / ms["sft"], "products": ratio}
     return found
 

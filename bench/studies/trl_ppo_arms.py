@@ -224,6 +224,8 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     import torch
     from rlhf_bench.floor import packed_by_mkl
 
+    from rlhf_engine.scoring.score import CHECKED_EVERY
+
     dtype, width = getattr(torch, arm.dtype), setting.intermediate
     shapes = [(setting.hidden,) * 2] * 4 + [(width, setting.hidden)] * 2 + [(setting.hidden, width)]
     blocks = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(setting.layers)]
@@ -257,7 +259,7 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
             multiply(head, setting.batch)
 
     def score() -> None:
-        by_actor = -(-setting.batch // 8) if arm.exact else setting.batch
+        by_actor = -(-setting.batch // CHECKED_EVERY) if arm.exact else setting.batch
         multiply(base_model, (2 * setting.batch + by_actor) * setting.length)
         multiply(head, setting.batch * setting.answer_tokens)
         multiply(head, by_actor * setting.answer_tokens)

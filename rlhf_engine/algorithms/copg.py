@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_engine.algorithms import sequences
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
-from rlhf_engine.algorithms.sequences import sequence_sums, spread
+from rlhf_engine.algorithms.sequences import group_sizes, sequence_sums, spread
 from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
 
@@ -33,15 +34,9 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
 
     Raises ValueError for an answer that is alone in its group.
     """
-    scores = scores_N.tolist()
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups_N.tolist()):
-        members.setdefault(group, []).append(i)
-    if min(map(len, members.values())) < 2:
+    if (group_sizes(groups_N) < 2).any():
         raise ValueError("groups_N: expected at least two answers per prompt, got one")
-    return [
-        (max(group, key=scores.__getitem__), min(reversed(group), key=scores.__getitem__)) for group in members.values()
-    ]
+    return sequences.best_and_worst(scores_N, groups_N)
 
 
 class CopgOutputs(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch.nn import functional as F
 
+from rlhf_engine.algorithms import sequences
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.sequences import sequence_sums
@@ -31,12 +32,8 @@ DpoLoss = Literal["sigmoid", "ipo"]
 
 def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple[int, int]]:
     """(best, worst) answer of each prompt, the first among equals; without prompts whose answers all score the same."""
-    scores = scores_N.tolist()
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups_N.tolist()):
-        members.setdefault(group, []).append(i)
-    pairs = [(max(g, key=scores.__getitem__), min(g, key=scores.__getitem__)) for g in members.values()]
-    return [(best, worst) for best, worst in pairs if scores[best] > scores[worst]]
+    pairs = sequences.best_and_worst(scores_N, groups_N)
+    return [(best, worst) for best, worst in pairs if scores_N[best] > scores_N[worst]]
 
 
 class DpoOutputs(NamedTuple):

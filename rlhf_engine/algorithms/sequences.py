@@ -44,6 +44,19 @@ def group_sums(x_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
     return (_same(x_N, groups_N) * x_N).sum(1)
 
 
+def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple[int, int]]:
+    """(best, worst) answer of each prompt, the first among equals; the first and the last where all score the same."""
+    scores = scores_N.tolist()
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups_N.tolist()):
+        members.setdefault(group, []).append(i)
+    found = []
+    for group in members.values():
+        best, worst = max(group, key=scores.__getitem__), min(group, key=scores.__getitem__)
+        found.append((best, worst if worst != best else group[-1]))
+    return found
+
+
 def group_sizes(groups_N: torch.Tensor) -> torch.Tensor:
     """Number of answers in an answer's group, int64 [N]."""
     return (groups_N[:, None] == groups_N[None, :]).sum(1)

@@ -383,6 +383,8 @@ def test_learning_from_answers_that_share_a_prompt(tmp_path):
     block, first, head = 4 * 64**2 + 3 * 64 * 128, 3 * 64**2, 200 * 64
     sft = 128 * (4 * block - first) + 2 * 127 * head
     hydra = 128 * (14 * block - 2 * first) + 4 * 64 * head
+    joint = 128 * (8 * block - first) + 4 * 64 * head  # actor and critic are one lane: two scored, one updated
     assert record["roles"]["hydra_ppo"]["products"] == pytest.approx(hydra / sft)
+    assert record["roles"]["j_hydra_ppo"]["products"] == pytest.approx(joint / sft)
     for row in record["roles"].values():
         assert row["ratio"] == pytest.approx(row["learn"] / row["sft"])
