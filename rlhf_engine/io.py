@@ -1,12 +1,14 @@
-"""Folders that appear under their final name, and disappear from it, whole or not at all."""
+"""Folders that appear under their final name, and disappear from it, whole or not at all; files that grow by lines."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -156,3 +158,36 @@ def _flush_directory(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LineFile:
+    """JSONL file that grows by a line at a time; a line that was cut short is left out and written again."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file, which need not be there."""
+        self.path = path
+
+    def read(self) -> Iterator[tuple[int, Any]]:
+        """Read the whole lines; once all are read, cut off what is left of one that was not finished.
+
+        Returns:
+            Iterator of (number from 1 on, value). A line that is no JSON raises ValueError when it is reached.
+        """
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}:{number}: expected a line of JSON, got {error}") from error
+            yield number, value
+        if whole < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add one line, which is in the file when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")

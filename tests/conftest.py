@@ -147,9 +147,9 @@ def curves_drawn_once() -> Iterator[None]:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
-    from rlhf_engine.rollout.vllm import http as vllm_http
+    from rlhf_engine import http
 
-    monkeypatch.setattr(vllm_http, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(http, "PAUSES", (0.01, 0.01))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

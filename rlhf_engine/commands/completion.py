@@ -17,6 +17,7 @@ from rlhf_engine.commands.main import _COMMANDS
 from rlhf_engine.config import (
     BenchConfig,
     DemoConfig,
+    EvaluateConfig,
     GenerateConfig,
     InitConfig,
     PlanConfig,
@@ -33,6 +34,7 @@ SHELLS = ("bash", "zsh")
 CONFIGS: dict[str, type[Options]] = {
     "bench": BenchConfig,
     "demo": DemoConfig,
+    "evaluate": EvaluateConfig,
     "export": ExportConfig,
     "generate": GenerateConfig,
     "init": InitConfig,

@@ -32,6 +32,7 @@ first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine tr
   reward     a reward model: --lora on a slot of the frozen base, --full for comparison
   train      RL: actor, critic, reference and reward on one frozen backbone
   generate   answers of a model, with or without an adapter
+  evaluate   several models on the same prompts: rewards, win rates, KL, texts, and a page to compare and rate
   export     a trained adapter or reward model for other libraries: export RUN --to merged --output_dir OUT
   report     a page of one run or several, for a browser: report RUN… [--out report.html]
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
@@ -136,6 +137,7 @@ _COMMANDS = {
     "reward": "rlhf_engine.commands.reward",
     "train": "rlhf_engine.commands.train",
     "generate": "rlhf_engine.commands.generate",
+    "evaluate": "rlhf_engine.commands.evaluate",
     "export": "rlhf_engine.commands.export",
     "report": "rlhf_engine.commands.report",
     "plan": "rlhf_engine.commands.plan",
@@ -146,7 +148,7 @@ _COMMANDS = {
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 
 
-_ALONE = ("init", "sft", "reward", "generate", "export", "demo", "bench")
+_ALONE = ("init", "sft", "reward", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 
 

@@ -4,6 +4,7 @@
     SFTConfig       rlhf-engine sft        joint language-model and reward training
     RewardConfig    rlhf-engine reward     a reward model on an adapter slot and a head, or whole
     GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
+    EvaluateConfig  rlhf-engine evaluate   several models on the same prompts, side by side
     InitConfig      rlhf-engine init       a folder to begin with
     DemoConfig      rlhf-engine demo       everything on a small built-in task
     BenchConfig     rlhf-engine bench      how fast, how large, how exact the kernels are
@@ -15,6 +16,7 @@
 
 from rlhf_engine.config.bench import BenchConfig
 from rlhf_engine.config.demo import DemoConfig
+from rlhf_engine.config.evaluate import EvaluateConfig
 from rlhf_engine.config.generate import GenerateConfig
 from rlhf_engine.config.init import InitConfig
 from rlhf_engine.config.parser import parse_config, parse_size
@@ -29,6 +31,7 @@ __all__ = [
     "CARDS",
     "BenchConfig",
     "DemoConfig",
+    "EvaluateConfig",
     "GenerateConfig",
     "InitConfig",
     "Kernels",

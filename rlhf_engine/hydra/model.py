@@ -544,13 +544,34 @@ class HydraModel(nn.Module):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
-        parts = []
+        outputs = tuple(requests.values())
+        parts = [
+            _scores(dict(zip(requests, found, strict=True)))
+            for _, found in self.in_parts(batch, outputs, token_budget=budget)
+        ]
+        return join_scores(parts)
+
+    def in_parts(
+        self, batch: PackedBatch, outputs: Sequence[Output], *, token_budget: int | None = None
+    ) -> Iterator[tuple[PackedBatch, tuple[Any, ...]]]:
+        """Run outputs over groups of consecutive sequences within the token budget.
+
+        Args:
+            batch: N sequences.
+            outputs: requests, as of `forward`.
+            token_budget: most tokens of a group, those of a shared prompt once; None: the model's.
+
+        Returns:
+            Iterator of (group, the results of its forward), in the order of the batch.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        budget = self.token_budget if token_budget is None else token_budget
         once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
         for indices in split_by_tokens(batch.lengths, budget, once):
             part = batch if len(indices) == batch.n_sequences else batch.select(indices)
-            found = self(part, tuple(requests.values()), token_budget=budget)
-            parts.append(_scores(dict(zip(requests, found, strict=True))))
-        return join_scores(parts)
+            yield part, self(part, outputs, token_budget=budget)
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
         """Whether one backbone forward serves all the named roles for a batch, within the token budget.

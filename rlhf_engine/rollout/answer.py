@@ -15,6 +15,7 @@ from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prom
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.io import LineFile
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
@@ -61,7 +62,8 @@ class AnswerSession:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
         self.done = set() if self._out is None else self._out.done
         """Places of answers that `out` held already."""
-        self.model = build_answer_model(config)
+        adapters = {"actor": config.adapter}
+        self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
@@ -195,39 +197,31 @@ class _AnswerFile:
             raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
         if path.exists() and not resume:
             raise ConfigError(f"out: expected a file that does not exist, got {str(path)!r}; --resume goes on with it")
-        whole = 0
-        if path.exists():
-            data = path.read_bytes()
-            whole = data.rfind(b"\n") + 1  # a line that was cut short is written again
-            for number, line in enumerate(data[:whole].splitlines(), start=1):
-                self.done.add(self._index_of(number, line, texts))
-            with path.open("r+b") as file:
-                file.truncate(whole)
-
-    def _index_of(self, number: int, line: bytes, texts: list[str]) -> int:
+        self._lines = LineFile(path)
         try:
-            row = json.loads(line)
+            for number, row in self._lines.read():
+                self.done.add(self._index_of(number, row, texts))
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"out: {error}, where an answer written here before should be") from error
+
+    def _index_of(self, number: int, row: Any, texts: list[str]) -> int:
+        place = f"out: {self.path}:{number}: expected an answer"
+        try:
             index = row["index"]
             known = isinstance(index, int) and 0 <= index < len(texts) and texts[index] == row["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"out: {self.path}:{number}: expected an answer written here before, got {error}"
-            ) from error
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{place} written here before, got {error}") from error
         if row.get("settings") != self._settings:
-            raise ConfigError(
-                f"out: {self.path}:{number}: expected an answer of this model with these options, got one of others"
-            )
+            raise ConfigError(f"{place} of this model with these options, got one of others")
         if not known:
-            raise ConfigError(
-                f"out: {self.path}:{number}: expected an answer to one of these prompts, got one to {row['prompt']!r} "
-                f"at place {index}"
-            )
+            raise ConfigError(f"{place} to one of these prompts, got one to {row['prompt']!r} at place {index}")
         return index
 
     def add(self, row: dict[str, Any]) -> None:
         """One line more, on disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "settings": self._settings}, ensure_ascii=False) + "\n")
+        self._lines.add({**row, "settings": self._settings})
 
 
 _PROMPTS = {"prompt", "prompt_file", "dataset_name", "max_bad_rows"}

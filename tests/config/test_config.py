@@ -12,6 +12,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import (
     DemoConfig,
+    EvaluateConfig,
     GenerateConfig,
     Kernels,
     RewardConfig,
@@ -236,7 +237,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--full" in text
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig, EvaluateConfig])
 def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
     with pytest.raises(SystemExit) as stop:
         parse_config(cls, ["--help"], prog="x")

@@ -19,8 +19,7 @@ from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
 from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm.canary import Canary
-from rlhf_engine.rollout.vllm.client import RUNTIME_LORA, VllmClient
-from rlhf_engine.rollout.vllm.http import KEY_VARIABLE
+from rlhf_engine.rollout.vllm.client import RUNTIME_LORA, VLLM, VllmClient
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
 
@@ -174,11 +173,11 @@ def test_an_api_key_goes_along_and_no_proxy_is_asked(model, server, tmp_path, mo
         handler, "_reply", lambda self, body: seen.append(self.headers["Authorization"]) or reply(self, body)
     )
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    monkeypatch.setenv(VLLM.key_variable, "secret")
     connect(model, server, tmp_path)
     assert seen == ["Bearer secret"] * 2
     monkeypatch.setattr(server, "answer", lambda *a: (401, {"error": "Unauthorized"}))
-    with pytest.raises(RolloutServerError, match=f"environment variable {KEY_VARIABLE}, got 401"):
+    with pytest.raises(RolloutServerError, match=f"environment variable {VLLM.key_variable}, got 401"):
         VllmClient(server.url, timeout=5).health()
     assert original is not None
 

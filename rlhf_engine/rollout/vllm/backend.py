@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from rlhf_engine.errors import ConfigError, RolloutServerError
+from rlhf_engine.http import RequestGroup
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
@@ -44,7 +45,6 @@ from rlhf_engine.rollout.request import (
 )
 from rlhf_engine.rollout.vllm.canary import Canary
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
-from rlhf_engine.rollout.vllm.http import RequestGroup
 
 CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""

@@ -20,9 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_engine.http import RequestGroup, Server, Transport
 from rlhf_engine.rollout.request import SamplingConfig
-from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
 
+VLLM = Server(
+    kind="a vLLM server",
+    option="vllm_server_base_url",
+    timeout_option="vllm_server_timeout",
+    key_variable="VLLM_API_KEY",  # as the server itself reads it
+)
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _LOWEST = -9999.0
@@ -95,7 +101,7 @@ class VllmClient:
     def __init__(self, base_url: str, *, timeout: float) -> None:
         """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which all of an answer comes."""
         self.url, self.timeout = base_url, timeout
-        self._http = Transport(base_url, timeout=timeout)
+        self._http = Transport(base_url, VLLM, timeout=timeout)
 
     # ---- endpoints -------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_engine import http
 from rlhf_engine.errors import RolloutServerError
+from rlhf_engine.http import RequestGroup, Transport
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.rollout.vllm import http as vllm_http
-from rlhf_engine.rollout.vllm.client import VllmClient
-from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
+from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
 from tests.conftest import build, tiny_llama
 from tests.rollout.stand_in import StandIn
 from tests.rollout.test_vllm import PROMPTS, connect, sampling
@@ -62,7 +62,7 @@ def answering(send: Callable[[socket.socket], None]) -> Iterator[tuple[str, list
 
 
 def get(url: str, *, timeout: float, again: bool = True) -> tuple[int, bytes]:
-    return Transport(url, timeout=timeout).exchange("GET", "/x", again=again)
+    return Transport(url, VLLM, timeout=timeout).exchange("GET", "/x", again=again)
 
 
 # ---- a deadline for the whole answer ---------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_byte_now_and_then_is_no_answer_in_time(start):
 
 
 def test_attempts_share_one_deadline(monkeypatch):
-    monkeypatch.setattr(vllm_http, "PAUSES", (0.2, 30.0))
+    monkeypatch.setattr(http, "PAUSES", (0.2, 30.0))
     with answering(lambda connection: None) as (url, came):
         began = time.monotonic()
         with pytest.raises(RolloutServerError, match=r"got RemoteDisconnected: .*, after 2 attempts"):
@@ -103,8 +103,8 @@ def test_attempts_share_one_deadline(monkeypatch):
 
 @pytest.mark.parametrize("head", ["Content-Length: 1001", "X: y", "Transfer-Encoding: chunked"])
 def test_an_endless_body_is_not_read(head, monkeypatch):
-    monkeypatch.setattr(vllm_http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(vllm_http, "_CHUNK", 100)
+    monkeypatch.setattr(http, "MOST_BYTES", 1000)
+    monkeypatch.setattr(http, "_CHUNK", 100)
     chunk = b"a\r\n0123456789\r\n" if "chunked" in head else b"0123456789"
     sent = 0
 
@@ -126,8 +126,8 @@ def test_an_endless_body_is_not_read(head, monkeypatch):
 @pytest.mark.parametrize("length", [0, 1, 99, 100, 101, 1000])
 @pytest.mark.parametrize("kind", ["length", "end", "chunked"])
 def test_whole_bodies_come_back_whole(kind, length, monkeypatch):
-    monkeypatch.setattr(vllm_http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(vllm_http, "_CHUNK", 100)
+    monkeypatch.setattr(http, "MOST_BYTES", 1000)
+    monkeypatch.setattr(http, "_CHUNK", 100)
     body = bytes(i % 251 for i in range(length))
     raw = {
         "length": f"Content-Length: {length}\r\n\r\n".encode() + body,
@@ -275,5 +275,5 @@ def test_what_has_ended_sends_nothing_more(server):
     group = RequestGroup()
     group.end()
     with pytest.raises(RolloutServerError, match="ConnectionAbortedError: the requests beside it have ended"):
-        Transport(server.url, timeout=20).exchange("POST", COMPLETIONS, {}, again=True, group=group)
+        Transport(server.url, VLLM, timeout=20).exchange("POST", COMPLETIONS, {}, again=True, group=group)
     assert server.log == []

@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: the whole of an answer by a deadline, once more after what passes by itself, ended together.
+"""HTTP to a server that draws or judges: a whole answer by a deadline, again after what passes, ended together.
 
 The timeout of `http.client` is one of each read, so a server that sends a byte now and then never meets it. Here every
 read has the time that is left of the request's. Only connecting is looser: each address of a host has that time.
@@ -18,15 +18,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from rlhf_engine.errors import ConfigError, RolloutServerError
 
-OPTION = "vllm_server_base_url"
-"""Option that the user has given the server by; messages begin with it."""
-KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the server's key, as the server itself reads it: a flag would be kept in the run record."""
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Names of a server in messages, and the place of its key."""
+
+    kind: str
+    """Such as `a vLLM server`."""
+    option: str
+    """Option that the user has given the server by; messages begin with it."""
+    timeout_option: str
+    """Option that the timeout comes from."""
+    key_variable: str
+    """Environment variable with the server's key: a flag would be kept in the run record."""
+
 
 PAUSES = (0.25, 1.0)
 """Seconds before a request is sent again, once for each."""
@@ -78,20 +89,25 @@ class RequestGroup:
 class Transport:
     """Requests to one server; may be used by several threads."""
 
-    def __init__(self, base_url: str, *, timeout: float) -> None:
+    def __init__(self, base_url: str, server: Server, *, timeout: float) -> None:
         """Make a client of a server; nothing is sent yet.
 
         Args:
             base_url: http(s)://host:port, with or without /v1.
+            server: what the server is called.
             timeout: seconds within which a whole answer has to be there, attempts that failed included.
+
+        Raises:
+            ConfigError: an address of another form.
         """
+        self.server = server
         parts = urlsplit(base_url)
         try:
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"{OPTION}: expected a port number, got {base_url!r}") from error
+            raise ConfigError(f"{server.option}: expected a port number, got {base_url!r}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"{OPTION}: expected an address such as http://localhost:8000, got {base_url!r}")
+            raise ConfigError(f"{server.option}: expected an address such as http://localhost:8000, got {base_url!r}")
         self.url = base_url
         self.timeout = timeout
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -129,27 +145,28 @@ class Transport:
                         raise
         except TimeoutError as error:
             raise self.error(
-                f"expected an answer from {path} within {self.timeout:g} s (vllm_server_timeout), got none, or not the "
-                "whole of it"
+                f"expected an answer from {path} within {self.timeout:g} s ({self.server.timeout_option}), got "
+                "none, or not the whole of it"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             times = f", after {attempts} attempts" if attempts > 1 else ""
             raise self.error(
-                f"expected a vLLM server that answers {path}, got {type(error).__name__}: {error}{times}"
+                f"expected {self.server.kind} that answers {path}, got {type(error).__name__}: {error}{times}"
             ) from error
         if status in (401, 403):
-            raise self.error(f"expected the server's key in the environment variable {KEY_VARIABLE}, got {status}")
+            variable = self.server.key_variable
+            raise self.error(f"expected the server's key in the environment variable {variable}, got {status}")
         return status, raw
 
     def error(self, text: str) -> RolloutServerError:
         """Error to raise about this server: "expected …, got …"."""
-        return RolloutServerError(f"{OPTION} {self.url}: {text}")
+        return RolloutServerError(f"{self.server.option} {self.url}: {text}")
 
     def _attempt(
         self, method: str, path: str, content: bytes | None, deadline: float, group: RequestGroup
     ) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(self.server.key_variable)
         if key:
             headers["Authorization"] = f"Bearer {key}"
         connection = self._kind(self._host, self._port, timeout=_left(deadline))

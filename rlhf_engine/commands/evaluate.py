@@ -1,0 +1,63 @@
+"""`rlhf-engine evaluate`: several models on the same prompts, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rlhf_engine.commands.common import as_request_errors, check_kernels, prepare, print_what_was_left_out
+from rlhf_engine.config import EvaluateConfig, parse_config
+
+_INTERRUPTED = 130
+
+
+def run(argv: Sequence[str]) -> int:
+    config = parse_config(EvaluateConfig, argv, prog="rlhf-engine evaluate")
+    prepare(config.kernels)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rlhf_kernels.runtime import registry, tuning
+
+    from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.evaluation.answers import PAGE_FILE, RESULTS_FILE
+    from rlhf_engine.evaluation.evaluate import Evaluation
+    from rlhf_engine.evaluation.page import write_page
+    from rlhf_engine.evaluation.results import summarise, table
+    from rlhf_engine.rollout import exactness
+    from rlhf_engine.runs.metrics import run_record, write_json_atomic
+
+    with as_request_errors():
+        device_type = resolve_device(config.device).type
+        check_kernels(config.kernels, device_type, DTYPES[config.dtype])
+        registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
+        tuning.begin_run()
+        evaluation = Evaluation(config)
+    print_what_was_left_out([evaluation.report])
+    record = run_record(
+        config=config,
+        command=["rlhf-engine", "evaluate", *argv],
+        backends=registry.report(device_type, DTYPES[config.dtype]),
+        device=resolve_device(config.device),
+    )
+    errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as bar:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done)
+
+        try:
+            found = evaluation.run(show)
+        except KeyboardInterrupt:
+            errors.print(f"rlhf-engine evaluate: stopped; answers are kept in {evaluation.output}, --resume goes on")
+            return _INTERRUPTED
+    results = summarise(evaluation, found)
+    write_json_atomic(evaluation.output / RESULTS_FILE, {**results, "record": record})
+    name = evaluation.output.resolve().name
+    page = write_page(evaluation, found, results, evaluation.output / PAGE_FILE, title=f"Evaluation {name}")
+    Console(highlight=False).print(table(results))
+    print(f"results {evaluation.output / RESULTS_FILE}\npage {page}")
+    return 0

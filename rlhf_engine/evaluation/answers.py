@@ -1,0 +1,123 @@
+"""Answers and verdicts of an evaluation on disk: each is kept as it is made, so that an evaluation goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_engine.config.evaluate import EvaluateConfig
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.evaluation.candidates import Candidate
+from rlhf_engine.io import LineFile
+
+ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
+_DRAWN_BY = (
+    "model_name_or_path", "dtype", "seed", "dataset_name", "max_prompts", "max_prompt_length", "truncation",
+    "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "greedy", "stop",
+)  # fmt: skip
+"""Options that an answer depends on."""
+_JUDGED_BY = ("judge", "judge_model", "judge_template", "against")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer of one candidate."""
+
+    text: str
+    """Text, without special tokens and stop texts."""
+    ids: tuple[int, ...]
+    """Token ids by the tokenizer of `model_name_or_path`, the ending one included."""
+    finished: bool
+    """Whether it ended by itself."""
+
+
+class Kept:
+    """Lines of a file that belong to this evaluation, by key."""
+
+    def __init__(self, path: Path, digests: Mapping[str, str], *, resume: bool) -> None:
+        """Read what is there.
+
+        Args:
+            path: the file.
+            digests: candidate → digest of the options that its lines depend on.
+            resume: whether lines that are there are gone on with.
+
+        Raises:
+            ConfigError: a file that is there without `resume`, or a line of another evaluation.
+        """
+        self._file = LineFile(path)
+        self._digests = digests
+        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}
+        """(candidate, prompt, draw, order) → line."""
+        if path.exists() and not resume:
+            raise ConfigError(
+                f"output_dir: expected a folder without {path.name}, got {str(path.parent)!r}; --resume goes on with it"
+            )
+        try:
+            for number, row in self._file.read():
+                place = f"output_dir: {path}:{number}: expected a line of this evaluation"
+                try:
+                    key, digest = (row["model"], row["prompt"], row["draw"], row.get("order", 0)), row["settings"]
+                except (KeyError, TypeError) as error:
+                    raise ConfigError(f"{place}, got {error}") from error
+                if digests.get(key[0]) != digest:
+                    raise ConfigError(f"{place}, got one of another model or with other options ({key[0]!r})")
+                self.rows[key] = row
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"output_dir: {error}") from error
+
+    def add(self, model: str, prompt: int, draw: int, order: int = 0, **values: Any) -> None:
+        """Keep one line, on disk when this returns.
+
+        Args:
+            model: name of the candidate.
+            prompt: place of the prompt.
+            draw: place of the answer among those to the prompt.
+            order: of a verdict: 0 where the candidate's answer stood first, else 1.
+            **values: what the line holds.
+        """
+        row = {"model": model, "prompt": prompt, "draw": draw, "order": order, **values}
+        row["settings"] = self._digests[model]
+        self._file.add(row)
+        self.rows[model, prompt, draw, order] = row
+
+
+def answer_digests(config: EvaluateConfig, candidates: list[Candidate]) -> dict[str, str]:
+    """Digests of what the answers of each candidate depend on.
+
+    Args:
+        config: the options.
+        candidates: what is evaluated.
+
+    Returns:
+        Name → digest.
+    """
+    options = config.to_dict()
+    kept = {name: options[name] for name in _DRAWN_BY}
+    return {c.name: _digest([kept, c.kind, c.place]) for c in candidates}
+
+
+def verdict_digests(config: EvaluateConfig, candidates: list[Candidate]) -> dict[str, str]:
+    """Digests of what the verdicts on each candidate depend on.
+
+    Args:
+        config: the options.
+        candidates: what is evaluated.
+
+    Returns:
+        Name → digest.
+    """
+    options = config.to_dict()
+    of_answers = answer_digests(config, candidates)
+    judged = {name: options[name] for name in _JUDGED_BY}
+    return {c.name: _digest([judged, of_answers[c.name], of_answers[config.against]]) for c in candidates}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,469 @@
+"""Several models on the same prompts: answers drawn, scored and judged, then one table of all.
+
+Adapters of one base are slots of one backbone and draw in one batch; adapter off is the base. A whole model is loaded
+by itself, one after the other. Answers draw from the same random numbers, whichever model draws them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_engine.config import EvaluateConfig
+from rlhf_engine.config.evaluate import BASE, REWARD
+from rlhf_engine.data import (
+    Preference,
+    PromptCompletion,
+    PromptSet,
+    Row,
+    RowError,
+    Tally,
+    UnpairedPreference,
+    load_rows,
+    tokenize_prompts,
+    tokenize_row,
+)
+from rlhf_engine.data.types import Kind, Text
+from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.evaluation import measure
+from rlhf_engine.evaluation.answers import (
+    ANSWERS_FILE,
+    VERDICTS_FILE,
+    Answer,
+    Kept,
+    answer_digests,
+    verdict_digests,
+)
+from rlhf_engine.evaluation.candidates import Candidate, find_candidates
+from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
+from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
+from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.rollout import exactness
+from rlhf_engine.rollout.answer_model import build_answer_model
+from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.request import Request, SamplingConfig
+from rlhf_engine.rollout.stopping import StopTexts
+from rlhf_engine.scoring.rewards import AnswerScorer
+from rlhf_engine.scoring.verifiable import text_of
+from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is done, how many are, of how many)."""
+KINDS: tuple[Kind, ...] = (
+    "prompt_completion",
+    "preference",
+    "implicit_preference",
+    "unpaired_preference",
+    "prompt_only",
+)
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Answers of one candidate and their numbers. Lists are by prompt and draw unless said otherwise."""
+
+    candidate: Candidate
+    answers: list[list[Answer]] = field(default_factory=list)
+    rewards: list[list[float | None]] | None = None
+    """Weighted rewards; None for an answer that a source left out."""
+    sources: dict[str, list[list[float | None]]] = field(default_factory=dict)
+    """Rewards by source."""
+    kl: list[list[float]] | None = None
+    """Exact KL from the base in nats, summed over an answer's tokens."""
+    surprise: list[float] | None = None
+    """−log-prob of the reference answers in nats, by prompt."""
+    reference_tokens: list[int] | None = None
+    """Tokens of the reference answers by this candidate's tokenizer, by prompt."""
+    preferences: list[list[float | None]] | None = None
+    """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Metric → why it is not there."""
+
+
+class Evaluation:
+    """One evaluation. Construction finds all that can be wrong with the request before anything is drawn."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        """Read the prompts, find the candidates, and open the files.
+
+        Args:
+            config: the options.
+
+        Raises:
+            ConfigError: whatever cannot be served.
+            RewardError: a reward function that fails on two rows.
+        """
+        self.config = config
+        self.candidates = find_candidates(config)
+        tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
+        rows = load_rows(config.dataset_name, tally, kinds=KINDS, limit=config.max_prompts)
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        if config.reward_model_path is not None:
+            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
+        self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
+        self.prompts: PromptSet = tokenize_prompts(
+            [_prompt_of(row) for row in rows],
+            self.tokenizer,
+            tally,
+            context_length=self._context,
+            max_completion_length=config.max_completion_length,
+            max_prompt_length=config.max_prompt_length,
+            truncation=config.truncation,
+            vocabulary=read_vocabulary(config.model_name_or_path),
+        )
+        self.report = tally.report()
+        """Report on the rows of prompts."""
+        by_place = {row.place: row for row in rows}
+        self.references = [_reference(by_place[row.place]) for row in self.prompts.rows]
+        """Reference answers; None of a row without one."""
+        self.scorer = AnswerScorer(config.sources, config.reward_weights) if config.sources else None
+        if self.scorer is not None:
+            n = range(min(2, len(self.prompts.ids)))
+            self.scorer.dry_run(self.prompts.texts(list(n)), self.prompts.columns(list(n)))
+        self.judge: Judge | None = make_judge(config) if config.judged_by not in (None, REWARD) else None
+        self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
+        self.output = Path(config.output_dir)
+        self.output.mkdir(parents=True, exist_ok=True)
+        digests = answer_digests(config, self.candidates)
+        self._answers = Kept(self.output / ANSWERS_FILE, digests, resume=config.resume)
+        self._verdicts = Kept(
+            self.output / VERDICTS_FILE, verdict_digests(config, self.candidates), resume=config.resume
+        )
+        self._sampling = SamplingConfig(
+            max_completion_length=config.max_completion_length,
+            eos_token_ids=(),
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            stop=tuple(config.stop),
+            seed=config.seed,
+        )
+
+    @property
+    def n_prompts(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts.ids)
+
+    def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
+        """Draw what is missing, score and judge.
+
+        Args:
+            progress: see `Progress`.
+
+        Returns:
+            Name → what is known, in the order of the candidates.
+
+        Raises:
+            EngineError: a judge that fails, or that says nothing usable too often.
+        """
+        found = {c.name: Measured(candidate=c) for c in self.candidates}
+        for candidate in self.candidates:
+            if candidate.kind == "model":
+                self._run_other(found[candidate.name], progress)
+        self._run_on_base(found, progress)
+        self._judge_all(found, progress)
+        return found
+
+    # ---- drawing -----------------------------------------------------------------------------------------------------
+
+    def _run_on_base(self, found: Mapping[str, Measured], progress: Progress) -> None:
+        """The base, its adapters, answers that are written already, and every reward."""
+        config = self.config
+        on_base = [c for c in self.candidates if c.kind in ("base", "adapter")]
+        adapters: dict[str, str | None] = {c.role: c.place or None for c in on_base}
+        wants_reward = self.scorer is not None and self.scorer.uses_reward_model
+        if on_base or wants_reward:
+            model = build_answer_model(
+                config, {**adapters, "reference": None}, reward_for="reward_funcs" if wants_reward else None
+            )
+            exactness.settle(config.exact, model.role_backbone("reference"))
+        if on_base:
+            self._draw(model, on_base, self.tokenizer, self.prompts.ids, progress)
+        for candidate in self.candidates:
+            of = found[candidate.name]
+            if not of.answers:
+                of.answers = self._answers_of(candidate)
+        for candidate in on_base:
+            self._measure_lm(model, found[candidate.name], candidate.role, self.tokenizer)
+        for candidate in self.candidates:
+            if not candidate.is_drawn:
+                why = "no model is here"
+                found[candidate.name].missing |= {"kl": why, "perplexity": why}
+        if self.scorer is not None:
+            for i, of in enumerate(found.values()):
+                self._reward(of, model if wants_reward else None)
+                progress("scoring", i + 1, len(found))
+
+    def _run_other(self, of: Measured, progress: Progress) -> None:
+        """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
+        config, candidate = self.config, of.candidate
+        tokenizer = load_tokenizer(candidate.place)
+        same = tokenizer.get_vocab() == self.tokenizer.get_vocab()
+        roles = {candidate.role: RoleSpec(slot=OFF)}
+        others = {}
+        if same:
+            roles["reference"] = RoleSpec(backbone="reference", slot=OFF)
+            others["reference"] = config.model_name_or_path
+        else:
+            of.missing["kl"] = f"its tokens are not those of {BASE}"
+        dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+        model = HydraModel.from_pretrained(candidate.place, roles=roles, backbones=others, dtype=dtype, device=device)
+        exactness.settle(config.exact, model.role_backbone(candidate.role))
+        ids = self.prompts.ids
+        if not same:
+            tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
+            ids = tokenize_prompts(
+                self.prompts.rows,
+                tokenizer,
+                tally,
+                context_length=read_context_length(candidate.place),
+                max_completion_length=config.max_completion_length,
+            ).ids
+        self._draw(model, [candidate], tokenizer, ids, progress)
+        of.answers = self._answers_of(candidate)
+        self._measure_lm(model, of, candidate.role, tokenizer)
+
+    def _draw(
+        self,
+        model: HydraModel,
+        candidates: Sequence[Candidate],
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress,
+    ) -> None:
+        """Answers that are missing, of candidates on one backbone; each is kept as it finishes."""
+        each = self.config.num_generations
+        total = len(candidates) * self.n_prompts * each
+        missing = [
+            (candidate, i, draw)
+            for i in range(self.n_prompts)
+            for candidate in candidates
+            for draw in range(each)
+            if (candidate.name, i, draw, 0) not in self._answers.rows
+        ]
+        if not missing:
+            return
+        requests = [
+            Request(prompt=tuple(prompts[i]), sample_id=i * each + draw, role=c.role, greedy=self.config.greedy)
+            for c, i, draw in missing
+        ]
+        ends = eos_token_ids(tokenizer, model.role_backbone(candidates[0].role).model)
+        sampling = dataclasses.replace(self._sampling, eos_token_ids=ends)
+
+        def decode(tokens: Any) -> str:
+            return str(tokenizer.decode(tokens))
+
+        stops = StopTexts(sampling.stop, decode)
+        engine = RolloutEngine(model, sampling, requests, options=EngineOptions.of(self.config), decode=decode)
+        own = tokenizer.get_vocab() == self.tokenizer.get_vocab()
+        what = "answers" if len(candidates) > 1 else f"answers of {candidates[0].name}"
+        done = total - len(missing)
+        for answer in engine.run():
+            candidate, i, draw = missing[answer.index]
+            text = stops.cut(str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
+            self._answers.add(
+                candidate.name,
+                i,
+                draw,
+                text=text,
+                ids=list(answer.tokens) if own else list(self._encode(i, text, answer.finish_reason != "length")),
+                finished=answer.finish_reason != "length",
+            )
+            done += 1
+            progress(what, done, total)
+
+    def _answers_of(self, candidate: Candidate) -> list[list[Answer]]:
+        if not candidate.is_drawn:
+            return [[answer] for answer in self._written[candidate.name]]
+        rows = self._answers.rows
+        return [
+            [
+                Answer(text=row["text"], ids=tuple(row["ids"]), finished=row["finished"])
+                for row in (rows[candidate.name, i, draw, 0] for draw in range(self.config.num_generations))
+            ]
+            for i in range(self.n_prompts)
+        ]
+
+    # ---- answers that are written already ---------------------------------------------------------------------------
+
+    def _written_answers(self, candidate: Candidate) -> list[Answer]:
+        """One answer per prompt, of the data or of a file. Raises ConfigError where some are missing."""
+        if candidate.kind == "references":
+            texts: list[str | None] = list(self.references)
+            where = f"{candidate.name}: expected an answer (completion or chosen) for every row of dataset_name"
+        else:
+            tally = Tally(source=candidate.place, argument="models")
+            rows = load_rows(candidate.place, tally, kinds=("prompt_completion",))
+            by_prompt: dict[str, str] = {}
+            for row in rows:
+                assert isinstance(row, PromptCompletion)
+                by_prompt.setdefault(_key(row.prompt), text_of(row.completion))
+            # `generate --out` writes the text of the chat template as the prompt
+            texts = [
+                by_prompt.get(_key(row.prompt), by_prompt.get(text))
+                for row, text in zip(self.prompts.rows, self.prompts.prompts, strict=True)
+            ]
+            where = f"models: expected an answer to every prompt in {candidate.place!r}"
+        lacking = [row.place for row, text in zip(self.prompts.rows, texts, strict=True) if text is None]
+        if lacking:
+            raise ConfigError(f"{where}, got none for {len(lacking)} of {len(texts)}, such as {lacking[0]}")
+        return [
+            Answer(text=text, ids=tuple(self._encode(i, text, True)), finished=True)
+            for i, text in enumerate(texts)
+            if text is not None
+        ]
+
+    def _encode(self, i: int, text: str, finished: bool) -> list[int]:
+        """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
+        row = self.prompts.rows[i]
+        ids = _answer_ids(row, text, self.tokenizer)
+        if not finished:
+            ids = ids[:-1]
+        return ids[: self._context - len(self.prompts.ids[i])]
+
+    # ---- scores -----------------------------------------------------------------------------------------------------
+
+    def _measure_lm(self, model: HydraModel, of: Measured, role: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Exact KL of the answers, and surprise of the references."""
+        if "kl" not in of.missing:
+            flat = [(i, answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
+            kl = iter(
+                measure.divergences(model, role, [self.prompts.ids[i] for i, _ in flat], [ids for _, ids in flat])
+            )
+            of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
+        texts = self.references
+        if any(text is None for text in texts):
+            of.missing["perplexity"] = "the data have no answers of their own"
+            return
+        encoded = [
+            (self.prompts.ids[i] if tokenizer is self.tokenizer else tokenize_row(row, tokenizer).prompt,
+             _answer_ids(row, text or "", tokenizer))
+            for i, (row, text) in enumerate(zip(self.prompts.rows, texts, strict=True))
+        ]  # fmt: skip
+        limit = read_context_length(
+            self.config.model_name_or_path if of.candidate.kind != "model" else of.candidate.place
+        )
+        encoded = [(prompt, ids[: limit - len(prompt)]) for prompt, ids in encoded]
+        of.surprise = measure.surprises(model, role, [p for p, _ in encoded], [ids for _, ids in encoded])
+        of.reference_tokens = [len(ids) for _, ids in encoded]
+
+    def _reward(self, of: Measured, model: HydraModel | None) -> None:
+        """Rewards of all answers of a candidate, by every source."""
+        assert self.scorer is not None
+        places = [i for i, row in enumerate(of.answers) for _ in row]
+        flat = [answer for row in of.answers for answer in row]
+        prompts = [self.prompts.ids[i] for i in places]
+        learned = None if model is None else measure.rewards(model, prompts, [answer.ids for answer in flat])
+        scored = self.scorer(
+            self.prompts.texts(places),
+            [answer.text for answer in flat],
+            [list(answer.ids) for answer in flat],
+            self.prompts.columns(places),
+            [True] * len(flat),  # scores of what did not end are as they are: the EOS rule is one of training
+            learned,
+        )
+
+        def grouped(values: Sequence[float | None]) -> list[list[float | None]]:
+            left = iter(values)
+            return [[next(left) for _ in row] for row in of.answers]
+
+        of.rewards = grouped(scored.totals)
+        of.sources = {name: grouped(values) for name, values in scored.sources.items()}
+
+    # ---- verdicts ---------------------------------------------------------------------------------------------------
+
+    def _judge_all(self, found: Mapping[str, Measured], progress: Progress) -> None:
+        """Preferences of each candidate's answers over those of `against`, draw by draw."""
+        against = found[self.config.against]
+        for of in found.values():
+            if of is against or self.config.judged_by is None:
+                continue
+            if self.judge is None:
+                assert of.rewards is not None
+                assert against.rewards is not None
+                of.preferences = [
+                    [by_reward(mine, _cycled(theirs, k)) for k, mine in enumerate(row)]
+                    for row, theirs in zip(of.rewards, against.rewards, strict=True)
+                ]
+            else:
+                of.preferences = self._judged(of, against, progress)
+
+    def _judged(self, of: Measured, against: Measured, progress: Progress) -> list[list[float | None]]:
+        assert self.judge is not None
+        name = of.candidate.name
+        keys = [
+            (name, i, draw, order) for i, row in enumerate(of.answers) for draw in range(len(row)) for order in (0, 1)
+        ]
+        missing = [key for key in keys if key not in self._verdicts.rows]
+        pairs = []
+        for _, i, draw, order in missing:
+            mine, theirs = of.answers[i][draw].text, _cycled(against.answers[i], draw).text
+            pairs.append(Pair(self.prompts.prompts[i], *((mine, theirs) if order == 0 else (theirs, mine))))
+        allowed = self.config.max_bad_verdicts * len(keys)
+        bad = sum(self._verdicts.rows[key]["preference"] is None for key in keys if key in self._verdicts.rows)
+        done = len(keys) - len(missing)
+        for place, verdict in self.judge.verdicts(pairs):
+            _, i, draw, order = missing[place]
+            first = verdict.preference
+            preference = first if order == 0 or first is None else 1.0 - first
+            self._verdicts.add(name, i, draw, order, preference=preference, reply=verdict.reply)
+            bad += preference is None
+            done += 1
+            progress(f"verdicts on {name}", done, len(keys))
+            if bad > allowed:
+                raise EngineError(
+                    f"judge: expected A, B or TIE in the last line of a reply (max_bad_verdicts "
+                    f"{self.config.max_bad_verdicts:g}), got {bad} verdicts without it, such as {verdict.reply!r}; "
+                    f"{done} of {len(keys)} verdicts are kept, --resume goes on"
+                )
+        rows = self._verdicts.rows
+        return [
+            [_mean_of_both(*(rows[name, i, draw, order]["preference"] for order in (0, 1))) for draw in range(len(row))]
+            for i, row in enumerate(of.answers)
+        ]
+
+
+def _cycled(row: Sequence[Any], k: int) -> Any:
+    """Entry k of a row that may be shorter: a file has one answer for several draws."""
+    return row[k % len(row)]
+
+
+def _mean_of_both(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else (first + second) / 2
+
+
+def _prompt_of(row: Row) -> Row:
+    """The row as a prompt alone, with its other columns."""
+    from rlhf_engine.data import PromptOnly
+
+    return PromptOnly(prompt=row.prompt, group=row.group, place=row.place, columns=row.columns)
+
+
+def _reference(row: Row) -> str | None:
+    """The answer that the data have: a completion, the chosen one, or one that was liked."""
+    if isinstance(row, PromptCompletion) or (isinstance(row, UnpairedPreference) and row.label):
+        return text_of(row.completion)
+    return text_of(row.chosen) if isinstance(row, Preference) else None
+
+
+def _answer_ids(row: Row, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of an answer in text, with its end; [end] of an empty one."""
+    completion: Text = text if isinstance(row.prompt, str) else ({"role": "assistant", "content": text},)
+    whole = PromptCompletion(prompt=row.prompt, completion=completion, group=row.group, place=row.place)
+    try:
+        return tokenize_row(whole, tokenizer).answers[0]
+    except RowError as error:
+        raise ConfigError(f"dataset_name: {row.place}: {error}") from error
+
+
+def _key(prompt: Text) -> str:
+    import json
+
+    return prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)

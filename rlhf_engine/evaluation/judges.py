@@ -1,0 +1,299 @@
+"""Judges of two answers to one prompt: rewards, a function, or a server with OpenAI's chat completions.
+
+A function or a server sees every pair in both orders; a preference is the mean of both, so that a judge who prefers the
+first answer whatever it says prefers nobody. A judge who says nothing usable in either order has given no verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rlhf_engine.config.evaluate import EvaluateConfig
+from rlhf_engine.errors import ConfigError, RewardError
+from rlhf_engine.http import RequestGroup, Server, Transport
+from rlhf_engine.scoring.reward_functions import load_reward
+
+SERVER = Server(
+    kind="a server with OpenAI's chat completions",
+    option="judge",
+    timeout_option="judge_timeout",
+    key_variable="OPENAI_API_KEY",
+)
+TEMPLATE = """Two assistants have answered the same prompt. Which answer is better?
+
+[Prompt]
+{prompt}
+
+[Answer A]
+{first}
+
+[Answer B]
+{second}
+
+Judge by how well the answer serves the prompt. Neither the order nor the length is a merit. Write one line: A if \
+answer A is better, B if answer B is better, TIE if they are equally good."""
+"""Question to a server; {prompt}, {first} and {second} are replaced."""
+_FIELDS = ("{prompt}", "{first}", "{second}")
+_MOST_TOKENS = 1024
+"""Tokens of a judge's reply, some of which think first."""
+_SAID = {"A": 1.0, "B": 0.0, "TIE": 0.5, "C": 0.5}
+_BUSY = (429, 500)
+"""Statuses after which a server is given time, up to the timeout."""
+_FIRST_PAUSE = 1.0
+"""Seconds; doubled each time."""
+_AT_ONCE = 64
+"""Pairs that a function sees in one call."""
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt, in the order in which a judge sees them."""
+
+    prompt: str
+    first: str
+    second: str
+
+
+class Verdict(NamedTuple):
+    """Reply to one pair."""
+
+    preference: float | None
+    """1: the first is better, 0: the second, 0.5: neither; None: the judge has said nothing usable."""
+    reply: str
+    """Reply in the judge's words, cut short; "" of a function."""
+
+
+class Judge(Protocol):
+    """Judge of which of two answers is better."""
+
+    def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
+        """Judge pairs.
+
+        Args:
+            pairs: what is judged.
+
+        Returns:
+            Iterator of (place of the pair, verdict), in any order.
+
+        Raises:
+            EngineError: the judge cannot be had.
+        """
+
+
+def make_judge(config: EvaluateConfig) -> Judge:
+    """Build the function or the client of a server that the options name.
+
+    Args:
+        config: options whose `judge` is a function or an address.
+
+    Returns:
+        The judge.
+
+    Raises:
+        ConfigError: no such function, an address of another form, or a template without a place for an answer.
+    """
+    assert config.judge is not None
+    if not config.judge_is_server:
+        return FunctionJudge(config.judge)
+    template = TEMPLATE
+    if config.judge_template is not None:
+        path = Path(config.judge_template)
+        if not path.is_file():
+            raise ConfigError(f"judge_template: expected a text file, got {config.judge_template!r}, which is not one")
+        template = path.read_text(encoding="utf-8")
+    assert config.judge_model is not None
+    return ServerJudge(
+        config.judge,
+        model=config.judge_model,
+        template=template,
+        timeout=config.judge_timeout,
+        requests=config.judge_requests,
+    )
+
+
+class FunctionJudge:
+    """Judge by a function `f(prompts, completions)` or an object with a method `judge` of that kind, as in TRL.
+
+    completions holds [first, second] for each prompt. A result is 0 where the first is better, 1 where the second is,
+    0.5 where neither is, and −1 or None without a verdict.
+    """
+
+    def __init__(self, spec: str) -> None:
+        """Load the function.
+
+        Args:
+            spec: package.module:function or file.py:function.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        try:
+            found: Any = load_reward(spec)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("reward_funcs", "judge")) from error
+        if isinstance(found, type):
+            found = found()
+        self._judge: Callable[..., Any] = getattr(found, "judge", found)
+        self._spec = spec
+
+    def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
+        """Judge pairs. See `Judge.verdicts`.
+
+        Args:
+            pairs: what is judged.
+
+        Returns:
+            Iterator of (place of the pair, verdict).
+
+        Raises:
+            RewardError: the function raised, or returned something else.
+        """
+        for start in range(0, len(pairs), _AT_ONCE):
+            some = pairs[start : start + _AT_ONCE]
+            prompts = [pair.prompt for pair in some]
+            completions = [[pair.first, pair.second] for pair in some]
+            try:
+                # TRL's judges may shuffle the order themselves; both orders are given here
+                options = {"shuffle_order": False} if _takes_order(self._judge) else {}
+                found = self._judge(prompts, completions, **options)
+            except Exception as error:  # a user's function may raise anything; it is named and passed on
+                raise RewardError(f"judge {self._spec!r} raised {type(error).__name__}: {error}") from error
+            if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(some):
+                raise RewardError(f"judge {self._spec!r}: expected a list of {len(some)} results, got {found!r:.200}")
+            for i, value in enumerate(found):
+                yield start + i, Verdict(self._preference(value), "")
+
+    def _preference(self, value: Any) -> float | None:
+        if value is None or value == -1:
+            return None
+        if isinstance(value, (int, float)) and value in (0, 0.5, 1):
+            return 1.0 - float(value)
+        raise RewardError(f"judge {self._spec!r}: expected 0, 1, 0.5, -1 or None for each prompt, got {value!r}")
+
+
+def _takes_order(function: Callable[..., Any]) -> bool:
+    import inspect
+
+    return "shuffle_order" in inspect.signature(function).parameters
+
+
+class ServerJudge:
+    """Judge by a model behind `POST /v1/chat/completions`."""
+
+    def __init__(self, url: str, *, model: str, template: str, timeout: float, requests: int) -> None:
+        """Make a client; nothing is sent yet.
+
+        Args:
+            url: http(s)://host:port, with or without /v1.
+            model: name that the server has for its model.
+            template: question with {prompt}, {first} and {second}.
+            timeout: seconds within which one reply has to be there.
+            requests: requests at once.
+
+        Raises:
+            ConfigError: an address of another form, or a template that lacks a field.
+        """
+        for field in _FIELDS:
+            if field not in template:
+                raise ConfigError(f"judge_template: expected a text with {', '.join(_FIELDS)}, got none of {field}")
+        self._http = Transport(url, SERVER, timeout=timeout)
+        self._model, self._template, self._requests = model, template, requests
+
+    def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
+        """Judge pairs, several at once. See `Judge.verdicts`.
+
+        Args:
+            pairs: what is judged.
+
+        Returns:
+            Iterator of (place of the pair, verdict), as replies come.
+
+        Raises:
+            RolloutServerError: a server that fails, or does not answer in time.
+        """
+        group = RequestGroup()
+        stopped = threading.Event()
+        waiting: dict[Future[Verdict], int] = {}
+        todo = iter(enumerate(pairs))
+        with ThreadPoolExecutor(self._requests) as pool:
+            try:
+                while True:
+                    for i, pair in _first(todo, self._requests - len(waiting)):
+                        waiting[pool.submit(self._ask, pair, group, stopped)] = i
+                    if not waiting:
+                        return
+                    done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        yield waiting.pop(future), future.result()
+            finally:
+                stopped.set()
+                group.end()
+
+    def _ask(self, pair: Pair, group: RequestGroup, stopped: threading.Event) -> Verdict:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": _filled(self._template, pair)}],
+            "temperature": 0.0,
+            "max_tokens": _MOST_TOKENS,
+        }
+        deadline, pause = time.monotonic() + self._http.timeout, _FIRST_PAUSE
+        while True:
+            status, raw = self._http.exchange("POST", "/v1/chat/completions", body, again=True, group=group)
+            if status not in _BUSY or time.monotonic() + pause >= deadline or stopped.wait(pause):
+                break
+            pause *= 2
+        if status != 200:
+            text = raw.decode(errors="replace")[:200]
+            raise self._http.error(f"expected a verdict from /v1/chat/completions, got status {status}: {text}")
+        return _verdict(_content(raw, self._http))
+
+
+def _first(items: Iterable[tuple[int, Pair]], n: int) -> Iterator[tuple[int, Pair]]:
+    for _, item in zip(range(n), items, strict=False):
+        yield item
+
+
+def _filled(template: str, pair: Pair) -> str:
+    """The question. What an answer says is not looked at for fields."""
+    values = dict(zip(_FIELDS, pair, strict=True))
+    return re.sub("|".join(map(re.escape, _FIELDS)), lambda found: values[found[0]], template)
+
+
+def _content(raw: bytes, http: Transport) -> str:
+    try:
+        found = json.loads(raw)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        text = raw.decode(errors="replace")[:200]
+        raise http.error(f"expected choices[0].message.content from /v1/chat/completions, got {text!r}") from error
+    if found is not None and not isinstance(found, str):
+        raise http.error(f"expected text as choices[0].message.content, got {type(found).__name__}")
+    return found or ""
+
+
+def _verdict(reply: str) -> Verdict:
+    """Verdict of the last line that is not empty: A, B or TIE, in whatever marks."""
+    lines = [line for line in reply.splitlines() if line.strip()]
+    word = re.sub(r"[^A-Za-z]", "", lines[-1]).upper() if lines else ""
+    return Verdict(_SAID.get(word.removeprefix("ANSWER").removeprefix("VERDICT")), reply[-200:])
+
+
+def by_reward(first: float | None, second: float | None) -> float | None:
+    """Preference of the reward judge.
+
+    Args:
+        first: reward of the first answer; None: it has none.
+        second: reward of the second answer; None likewise.
+
+    Returns:
+        1, 0 or 0.5 for equal rewards; None where one is missing.
+    """
+    if first is None or second is None or math.isnan(first) or math.isnan(second):
+        return None
+    return 0.5 if first == second else float(first > second)

@@ -1,0 +1,86 @@
+"""Numbers that need a model's forward pass: rewards, exact KL, and log-probs of texts that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_engine.errors import NonFiniteError
+from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output, Rewards
+
+Tokens = Sequence[Sequence[int]]
+
+
+def rewards(model: HydraModel, prompts: Tokens, completions: Tokens) -> torch.Tensor:
+    """Rewards of answers by the role `reward`.
+
+    Args:
+        model: a model with that role.
+        prompts: N lists of token ids.
+        completions: N lists of token ids.
+
+    Returns:
+        fp32 [N] on the host.
+
+    Raises:
+        NonFiniteError: a reward that is not finite.
+    """
+    found = [part.float().cpu() for _, part in _in_parts(model, prompts, completions, Rewards(role="reward"))]
+    rewards_N = torch.cat(found)
+    bad = ~rewards_N.isfinite()
+    if bad.any():
+        place = int(bad.int().argmax())
+        raise NonFiniteError(f"reward of answer {place} is {float(rewards_N[place])}")
+    return rewards_N
+
+
+def divergences(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
+    """KL(role ‖ reference) over the whole vocabulary at each token of an answer, summed per answer, at temperature 1.
+
+    Args:
+        model: a model with both roles.
+        role: role with an LM head.
+        prompts: N lists of token ids.
+        completions: N lists of token ids.
+
+    Returns:
+        N numbers in nats.
+    """
+    found: list[float] = []
+    for batch, pair in _in_parts(model, prompts, completions, LogprobPair(role=role, reference="reference")):
+        found += _sums(batch, pair.kl)
+    return found
+
+
+def surprises(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
+    """−Σ log p(token) of texts under a role, at temperature 1.
+
+    Args:
+        model: a model with the role.
+        role: role with an LM head.
+        prompts: N lists of token ids.
+        completions: N lists of token ids.
+
+    Returns:
+        N numbers in nats.
+    """
+    found: list[float] = []
+    for batch, scored in _in_parts(model, prompts, completions, Logprobs(role=role)):
+        found += [-value for value in _sums(batch, scored.logprob)]
+    return found
+
+
+@torch.no_grad()
+def _in_parts(model: HydraModel, prompts: Tokens, completions: Tokens, output: Output) -> list[tuple[PackedBatch, Any]]:
+    """An output of groups of consecutive sequences within the model's token budget."""
+    batch = PackedBatch.from_lists(prompts, completions, device=model.device)
+    return [(part, found) for part, (found,) in model.in_parts(batch, (output,))]
+
+
+def _sums(batch: PackedBatch, values_M: torch.Tensor) -> list[float]:
+    lengths = [length - prompt for length, prompt in zip(batch.lengths, batch.prompt_lens, strict=True)]
+    return [float(part.sum(dtype=torch.float64)) for part in values_M.split(lengths)]

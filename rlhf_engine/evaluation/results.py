@@ -1,0 +1,248 @@
+"""Results of an evaluation: figures with intervals by prompt, as JSON and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from rlhf_engine.evaluation.evaluate import Evaluation, Measured
+from rlhf_engine.evaluation.statistics import (
+    Interval,
+    best_of_n_curve,
+    length_controlled_win_rate,
+    mean_by_prompt,
+    ratio_by_prompt,
+)
+from rlhf_engine.evaluation.texts import ROUGE, distinct, has_rouge, repetition, rouge
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    key: str
+    label: str
+    form: str
+    better: int
+    """1: more is better, −1: less is, 0: neither."""
+
+
+ROWS = (
+    Row("reward", "reward", ".3f", 1),
+    Row("win_rate", "win rate", ".1%", 1),
+    Row("length_controlled_win_rate", "win rate at equal lengths", ".1%", 1),
+    Row("kl", "KL from the base, nats", ".3f", 0),
+    Row("kl_per_token", "… per token", ".4f", 0),
+    Row("perplexity", "perplexity of references", ".2f", -1),
+    Row("bits_per_byte", "bits per byte of references", ".3f", -1),
+    Row("tokens", "tokens per answer", ".1f", 0),
+    Row("characters", "characters per answer", ".1f", 0),
+    Row("finished", "ended by themselves", ".1%", 0),
+    Row("repetition", "three words said again", ".1%", -1),
+    Row("distinct_1", "distinct words", ".3f", 0),
+    Row("distinct_2", "distinct pairs of words", ".3f", 0),
+    *(Row(name, name.replace("rouge", "ROUGE-"), ".3f", 1) for name in ROUGE),
+)
+"""Lines of the table, beside one for each reward source where there are several."""
+
+
+def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str, Any]:
+    """Compute every figure of an evaluation.
+
+    Args:
+        evaluation: the evaluation.
+        found: what it has measured.
+
+    Returns:
+        Plain values for JSON: prompts, judge, against, and for each model its figures. A figure with an interval is
+        [value, low, high].
+    """
+    config = evaluation.config
+    against = found[config.against]
+    return {
+        "prompts": evaluation.n_prompts,
+        "answers_per_prompt": config.num_generations,
+        "against": config.against,
+        "judge": config.judged_by,
+        "interval": "95 %, percentile bootstrap over prompts",
+        "models": {name: _figures(evaluation, of, against) for name, of in found.items()},
+    }
+
+
+def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[str, Any]:
+    config, seed = evaluation.config, evaluation.config.seed
+    answers = [answer for row in of.answers for answer in row]
+    texts = [answer.text for answer in answers]
+    missing = dict(of.missing)
+    figures: dict[str, Any] = {
+        "kind": of.candidate.kind,
+        "answers": len(answers),
+        "tokens": _mean([[float(len(a.ids)) for a in row] for row in of.answers], seed),
+        "characters": _mean([[float(len(a.text)) for a in row] for row in of.answers], seed),
+        "finished": _mean([[float(a.finished) for a in row] for row in of.answers], seed),
+        "repetition": _mean(_like(of, repetition(texts)), seed),
+        "distinct_1": distinct(texts, 1),
+        "distinct_2": distinct(texts, 2),
+    }
+    if of.rewards is not None:
+        figures["reward"] = _mean(of.rewards, seed)
+        figures["sources"] = {name: _mean(values, seed) for name, values in of.sources.items()}
+        complete = [[r for r in row if r is not None] for row in of.rewards]
+        if config.num_generations > 1 and all(len(row) == config.num_generations for row in complete):
+            figures["best_of_n"] = [
+                {"n": best.n, "kl": best.kl, "reward": list(best.reward)}
+                for best in best_of_n_curve(complete, seed=seed)
+            ]
+    else:
+        missing["reward"] = "no reward model and no reward_funcs"
+    if of.kl is not None:
+        figures["kl"] = _mean([list(row) for row in of.kl], seed)
+        lengths = [max(1, sum(len(a.ids) for a in row)) for row in of.answers]
+        figures["kl_per_token"] = list(ratio_by_prompt([sum(row) for row in of.kl], lengths, seed=seed))
+    if of.surprise is not None and of.reference_tokens is not None:
+        nats = ratio_by_prompt(of.surprise, of.reference_tokens, seed=seed)
+        figures["perplexity"] = [math.exp(value) for value in nats]
+        n_bytes = [max(1, len((text or "").encode())) for text in evaluation.references]
+        per_byte = ratio_by_prompt(of.surprise, n_bytes, seed=seed)
+        figures["bits_per_byte"] = [value / math.log(2) for value in per_byte]
+    _add_rouge(evaluation, of, figures, missing)
+    if of.preferences is not None:
+        figures |= _win_rates(of, against, seed)
+    elif of is not against:
+        missing["win_rate"] = "no judge"
+    return {**figures, "missing": missing}
+
+
+def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], missing: dict[str, str]) -> None:
+    if any(text is None for text in evaluation.references):
+        missing["rouge"] = "the data have no answers of their own"
+    elif of.candidate.kind == "references":
+        missing["rouge"] = "these are the references"
+    elif not has_rouge():
+        missing["rouge"] = "pip install 'rlhf-engine[evaluate]' has it"
+    else:
+        flat = [answer.text for row in of.answers for answer in row]
+        references = [text or "" for row, text in zip(of.answers, evaluation.references, strict=True) for _ in row]
+        figures |= {
+            name: _mean(_like(of, values), evaluation.config.seed) for name, values in rouge(flat, references).items()
+        }
+
+
+def _win_rates(of: Measured, against: Measured, seed: int) -> dict[str, Any]:
+    """Wins, ties and losses; win rates plain and at equal lengths. Draws without a verdict are left out."""
+    assert of.preferences is not None
+    judged: list[tuple[int, float, float]] = []
+    for i, row in enumerate(of.preferences):
+        for draw, preference in enumerate(row):
+            if preference is not None:
+                other = against.answers[i][draw % len(against.answers[i])]
+                judged.append((i, preference, float(len(of.answers[i][draw].text) - len(other.text))))
+    unjudged = sum(preference is None for row in of.preferences for preference in row)
+    if not judged:
+        return {"win_rate": None, "unjudged": unjudged}
+    places = {i: k for k, i in enumerate(dict.fromkeys(i for i, _, _ in judged))}
+    preferences = [preference for _, preference, _ in judged]
+    return {
+        "win_rate": _mean(of.preferences, seed),
+        "length_controlled_win_rate": list(
+            length_controlled_win_rate(
+                preferences, [gap for *_, gap in judged], [places[i] for i, *_ in judged], len(places), seed=seed
+            )
+        ),
+        "won": fmean(p > 0.5 for p in preferences),
+        "tied": fmean(p == 0.5 for p in preferences),
+        "lost": fmean(p < 0.5 for p in preferences),
+        "unjudged": unjudged,
+    }
+
+
+def _like(of: Measured, values: Sequence[float]) -> list[list[float]]:
+    left = iter(values)
+    return [[next(left) for _ in row] for row in of.answers]
+
+
+def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | None:
+    """[mean over prompts of the mean over draws, low, high]; None where nothing is there."""
+    means = [fmean(present) for row in rows if (present := [v for v in row if v is not None])]
+    return list(mean_by_prompt(means, seed=seed)) if means else None
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    """Draw the figures of all models, a column for each.
+
+    Args:
+        results: as `summarise` returns them.
+
+    Returns:
+        The table.
+    """
+    models = results["models"]
+    shown = Table(
+        title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
+        caption=escape("[low, high]: 95 % by prompt. –: see missing in results.json"),
+        title_justify="left",
+        caption_justify="left",
+    )
+    shown.add_column("")
+    for name in models:
+        shown.add_column(escape(name), justify="right")
+    for row in lines(results):
+        cells = (shown_figure(figure_of(figures, row.key), row.form) for figures in models.values())
+        shown.add_row(row.label, *(escape(cell.replace(" [", "\n[")) for cell in cells))
+    return shown
+
+
+def lines(results: Mapping[str, Any]) -> list[Row]:
+    """Lines of a table of results: those that some model has, and the reward sources where there are several.
+
+    Args:
+        results: as `summarise` returns them.
+
+    Returns:
+        The lines.
+    """
+    models = results["models"].values()
+    names = list(dict.fromkeys(name for figures in models for name in figures.get("sources", {})))
+    sources = [Row(f"sources.{name}", f"reward: {name}", ".3f", 1) for name in names] if len(names) > 1 else []
+    rows = [ROWS[0], *sources, *ROWS[1:]]
+    return [row for row in rows if any(figure_of(figures, row.key) is not None for figures in models)]
+
+
+def figure_of(figures: Mapping[str, Any], key: str) -> Any:
+    """Figure of a model by the key of a line.
+
+    Args:
+        figures: figures of one model.
+        key: key of a `Row`.
+
+    Returns:
+        A number, [value, low, high], or None.
+    """
+    if key.startswith("sources."):
+        return figures.get("sources", {}).get(key.removeprefix("sources."))
+    return figures.get(key)
+
+
+def shown_figure(value: Any, form: str) -> str:
+    """A figure as text, with its interval.
+
+    Args:
+        value: a number, [value, low, high], or None.
+        form: format of each number.
+
+    Returns:
+        The text; – of None.
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, (list, tuple, Interval)):
+        middle, low, high = value
+        return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{value:{form}}"
