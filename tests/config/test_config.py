@@ -71,6 +71,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
     values = parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()
     assert values == dict(
         REQUIRED, mode="lora", objective="auto", pos_weight="none", center_rewards_coefficient=None,
+        gold_model_path=None, gold_adapter=None,
         eval_dataset_name=None, eval_share=None, group_column=None, per_device_eval_batch_size=16, eval_steps=50,
         metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
         max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,

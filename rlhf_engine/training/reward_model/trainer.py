@@ -24,7 +24,7 @@ import torch
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.data import Report, Tally, require_room, split_by_group
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
-from rlhf_engine.hydra import PackedBatch, reward_model
+from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.policy.adamw import require_optim
@@ -48,6 +48,7 @@ from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, load_examples
+from rlhf_engine.training.reward_model.gold import GoldLabels, label_pairs, load_gold
 from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
 from rlhf_engine.training.run import SupervisedRun
 
@@ -103,6 +104,8 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.reports: dict[str, Report] = {}
         """Report on the rows of each source, by the option that names it."""
+        self.gold: dict[str, GoldLabels] = {}
+        """Labels of each source by the gold reward model, where there is one; by the option that names the source."""
         self.rows, self.eval_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -260,14 +263,26 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample]]:
         """Training rows and held-out rows (none where none are asked for), of one kind."""
         config = self.config
-        train = self._load_examples("dataset_name", config.dataset_name, config.objective)
+        model = load_gold(config) if config.has_gold else None
+        train = self._labelled(model, "dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
             split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
             return split.train, split.held_out
         if config.eval_dataset_name is None:
             return train, []
         objective = "pairwise" if train[0].label is None else "pointwise"
-        return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective)
+        return train, self._labelled(model, "eval_dataset_name", config.eval_dataset_name, objective)
+
+    def _labelled(self, model: HydraModel | None, argument: str, path: str, objective: str) -> list[RewardExample]:
+        """Rows of a data file, as the data or the gold model label them."""
+        found = self._load_examples(argument, path, objective)
+        if model is None:
+            return found
+        labels = label_pairs(model, found)
+        if not labels.examples:
+            raise ConfigError(f"{argument}: expected pairs that gold prefers one answer of, got {labels.ties} ties")
+        self.gold[argument] = labels
+        return labels.examples
 
     def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
         """Tokenized rows of a data file."""
@@ -320,9 +335,9 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return asked or ("accuracy" if pairs else "auc")
 
     def _notes(self) -> list[str]:
+        found = [labels.text(argument) for argument, labels in self.gold.items()]
         if not self.eval_set:
-            return ["no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
-        found = []
+            return [*found, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
         if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
             positives, negatives = count_labels(self.eval_set)
             found.append(
