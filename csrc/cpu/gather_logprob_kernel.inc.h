@@ -78,14 +78,16 @@ struct TileSums {
     V exp = {}, weighted = {}, squares = {}, logits = {};
 };
 
-// x: logits; shift: the maximum so far; y = (x - shift) / temperature.
+// x: logits; shift: the maximum so far; y = (x - shift) / temperature, at most 0. inverse2: of the temperature times ln2.
 template <typename T, typename V = typename Lanes<T>::V>
-RLHF_INLINE void add(V x, V shift, V inverse, int wants, TileSums<V>& sums) {
+RLHF_INLINE void add(V x, V shift, V inverse, V inverse2, int wants, TileSums<V>& sums) {
     using L = Lanes<T>;
-    const V y = (x - shift) * inverse;
-    const V e = L::exp(y);
+    const V gap = x - shift;
+    const V e = L::exp2_of_negative(gap * inverse2);
     sums.exp += e;
-    if (wants & kWantEntropy) sums.weighted = L::fma(L::at_least(y, L::splat(kNoChance<T>)), e, sums.weighted);
+    if (wants & kWantEntropy) {
+        sums.weighted = L::fma(L::at_least(gap * inverse, L::splat(kNoChance<T>)), e, sums.weighted);
+    }
     if (wants & kWantSquares) sums.squares = L::fma(e, e, sums.squares);
 }
 
@@ -105,6 +107,7 @@ RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double tem
     using L = Lanes<T>;
     using V = typename L::V;
     const V inverse = L::splat(T(1 / temperature));
+    const V inverse2 = L::splat(T(1.4426950408889634 / temperature));
     const double infinity = __builtin_inf();
     double top = -infinity, before_target = -infinity;
     double total = 0, weighted = 0, squares = 0, sum = 0;
@@ -132,11 +135,11 @@ RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double tem
         for (; i + L::count <= n; i += L::count) {
             __builtin_prefetch(tile + kTile<T> + i);  // or the next maximum would wait for memory, with nothing to compute
             const V x = Storage<S>::load(tile + i);
-            add<T>(x, shift, inverse, wants, sums);
+            add<T>(x, shift, inverse, inverse2, wants, sums);
             sums.logits += x;
         }
         if (i < n) {
-            add<T>(load_some(tile + i, n - i, T(-infinity)), shift, inverse, wants, sums);
+            add<T>(load_some(tile + i, n - i, T(-infinity)), shift, inverse, inverse2, wants, sums);
             sums.logits += load_some(tile + i, n - i, T(0));
         }
         total += lane_sum<T>(sums.exp);

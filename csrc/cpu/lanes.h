@@ -171,6 +171,38 @@ struct Lanes<float> {
         return scale_by_power(p, n);
     }
 
+    // 2^y for y of at most 0, as a term of a sum beside 1: relative error 1e-7 of the polynomial, beside that of y. 1 at 0;
+    // 0 below 2^-126 and of -inf; NaN stays. It has no second constant, which keeps the digits of large |y| in `exp`.
+    RLHF_INLINE V exp2_of_negative(V y) {
+#if defined(RLHF_AVX512)
+        const V r = (V)_mm512_reduce_ps((__m512)y, 0x09);  // y - floor(y); of -inf 0
+        V p = splat(1.865033758804202e-3f);
+        p = fma(p, r, splat(9.022697806358337e-3f));
+        p = fma(p, r, splat(5.579448491334915e-2f));
+        p = fma(p, r, splat(0.24016660451889038f));
+        p = fma(p, r, splat(0.69315105676651f));
+        p = fma(p, r, splat(1.0f));
+        return (V)_mm512_scalef_ps((__m512)p, (__m512)y);  // times 2^floor(y)
+#else
+        const float magic = 12582912.0f, least = -126.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+        const V held = at_least(y, splat(least));
+        const V rounded = held + magic;
+        const V r = held - (rounded - magic);  // in [-1/2, 1/2]
+        V p = splat(1.3202981790527701e-3f);
+        p = fma(p, r, splat(9.674952365458012e-3f));
+        p = fma(p, r, splat(5.5510472506284714e-2f));
+        p = fma(p, r, splat(0.24022166430950165f));
+        p = fma(p, r, splat(0.6931465864181519f));
+        p = fma(p, r, splat(1.0f));
+        Ints bits;
+        std::memcpy(&bits, &rounded, sizeof bits);
+        bits = (bits << 23) + (127 << 23);  // the low bits of `rounded` are the whole number
+        V power;
+        std::memcpy(&power, &bits, sizeof power);
+        return select(lt(y, splat(least)), splat(0.0f), p * power);
+#endif
+    }
+
     // r in [-ln2 / 2, ln2 / 2] and whole n with x = n ln2 + r, for x cut to where e^x is neither 0 nor infinite; NaN
     // stays in r.
     RLHF_INLINE V reduce(V x, V& n) {
@@ -271,6 +303,11 @@ struct Lanes<double> {
     RLHF_INLINE V exp(V x) {
         for (int i = 0; i < count; ++i) x[i] = __builtin_exp(x[i]);
         return x;
+    }
+
+    RLHF_INLINE V exp2_of_negative(V y) {
+        for (int i = 0; i < count; ++i) y[i] = __builtin_exp2(y[i]);
+        return y;
     }
 };
 

@@ -135,10 +135,15 @@ class AsyncOptions(Options):
             raise ConfigError(
                 f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
             )
-        if rollout_backend != "local":
+        if rollout_backend != "local" and self.async_mode == "ray":
             raise ConfigError(
-                f"rollout_backend: expected 'local' with {needed}, which draws by past policies, got "
+                f"rollout_backend: expected 'local' with async 'ray', whose generators draw by themselves, got "
                 f"{rollout_backend!r}"
+            )
+        if rollout_backend != "local" and self.async_policy == "in_flight":
+            raise ConfigError(
+                "async_policy: expected 'fixed' or 'newest' with rollout_backend 'vllm', whose answers are of the "
+                "policy that they were begun with, got 'in_flight'"
             )
         served = self.corrections(algorithm, loss_type)
         if self.off_policy_correction is not None and self.off_policy_correction not in served:

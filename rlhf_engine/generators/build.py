@@ -12,6 +12,7 @@ from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
+from rlhf_engine.generators.served import ServedWorker
 from rlhf_engine.generators.sources import Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker, Source
 from rlhf_engine.generators.staleness import StalenessRule
 from rlhf_engine.generators.thread import GeneratorThread
@@ -22,10 +23,13 @@ from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR, PAST
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.scoring.score import FrozenRoles
 
 Connect = Callable[[HydraModel], Transport]
 """Starts generators in other processes, for the learner's model."""
+Serve = Callable[[Callable[[], bool]], VllmRollouts]
+"""Makes the backend by which a server draws for the role `behaviour`; it is given what says whether to stop."""
 
 
 def make_source(
@@ -40,11 +44,13 @@ def make_source(
     reward: bool,
     world: World = ALONE,
     connect: Connect | None = None,
+    serve: Serve | None = None,
 ) -> Source:
     """Make the source of a run's answers.
 
     Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
     reward role scores, and each rank of `world` draws a share. `connect` serves async_mode 'ray'.
+    `serve` is given where a server draws.
 
     Raises:
         ConfigError: 'ray' without `connect`.
@@ -67,14 +73,20 @@ def make_source(
     options = EngineOptions.of(config)
     device = model.role_backbone(BEHAVIOUR).device
     threads = _generator_threads(config, device)
+    hurry, stop = threading.Event(), threading.Event()
     if config.async_mode in ("off", "replay"):
+        if serve is not None:
+            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+            return PastPolicies(served, store, tracker, prompts, rule, world, hold=hold, end=served.close)
         worker = Worker(model, store, options, score=score)
         return PastPolicies(worker, store, tracker, prompts, rule, world, hold=hold, threads=threads)
-    hurry, stop = threading.Event(), threading.Event()
 
     def start() -> Transport:
         if config.async_mode == "ray" and connect is not None:
             return connect(model)
+        if serve is not None:  # the learner scores: nothing of this process waits for the server
+            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+            return GeneratorThread(served, store, stop=stop, device=device, beat=lambda: served.beat, end=served.close)
         # who asks the frozen lanes must not show in their bits
         alike = threads is None or torch.get_num_threads() in (1, 2 * threads)
         worker = Worker(
@@ -109,6 +121,6 @@ def make_source(
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
     """Threads of the CPU that are a generator's; None where it takes none from the learner."""
-    if device.type != "cpu" or config.async_mode not in ("replay", "overlap"):
+    if device.type != "cpu" or config.async_mode not in ("replay", "overlap") or config.rollout_backend != "local":
         return None
     return config.generator_threads or max(1, torch.get_num_threads() // 2)

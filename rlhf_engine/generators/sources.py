@@ -19,6 +19,7 @@ import torch
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, take
 from rlhf_engine.generators.scheduler import Scheduler
+from rlhf_engine.generators.served import ServedWorker
 from rlhf_engine.generators.staleness import StalenessRule, newest_after
 from rlhf_engine.generators.work import StepPrompts
 from rlhf_engine.generators.worker import Worker
@@ -176,7 +177,7 @@ class PastPolicies:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Worker | ServedWorker,
         store: VersionStore,
         tracker: PolicyTracker,
         prompts: StepPrompts,
@@ -185,6 +186,7 @@ class PastPolicies:
         *,
         hold: Hold,
         threads: int | None = None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         """Take what draws.
 
@@ -198,7 +200,9 @@ class PastPolicies:
             hold: puts the policy that drew where the learner scores by it.
             threads: threads of the CPU that a generator would take from the learner; None: all. Each side has its own
                 number here as well, because the bits of a product may depend on it.
+            end: lets go of what draws.
         """
+        self._end = end
         self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
         self._world, self._hold = world, hold
         self._threads = threads
@@ -252,7 +256,8 @@ class PastPolicies:
         return PastState(policies=dict(self._after))
 
     def close(self) -> None:
-        """Give the learner all threads back."""
+        """Give the learner all threads back, and let go of what draws."""
+        self._end()
         if self._all_threads is not None:
             torch.set_num_threads(self._all_threads)
             self._all_threads = None

@@ -36,17 +36,19 @@ class GeneratorThread:
         device: torch.device | str = "cpu",
         beat: Callable[[], float] = lambda: 0.0,
         threads: int | None = None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         """Make a generator; its thread starts with the first work item.
 
         `draw` answers a work item and ends with StoppedError soon after `stop` is set. `beat` says when it was last at
-        work. `threads` is how many of this process's CPU threads the generator takes from the learner.
+        work. `threads` is how many of this process's CPU threads the generator takes from the learner. `close` calls
+        `end` once the thread has ended.
         """
         self._learner_threads = torch.get_num_threads() if threads is not None else None
         if threads is not None:
             torch.set_num_threads(max(1, torch.get_num_threads() - threads))
         self._threads = threads
-        self._draw, self._store, self._stop, self._beat = draw, store, stop, beat
+        self._draw, self._store, self._stop, self._beat, self._end = draw, store, stop, beat, end
         self._device = torch.device(device)
         self._items: queue.SimpleQueue[WorkItem | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -98,6 +100,7 @@ class GeneratorThread:
         self._items.put(None)
         if not self._given_up:
             self._thread.join()
+        self._end()
         if self._learner_threads is not None:
             torch.set_num_threads(self._learner_threads)
 

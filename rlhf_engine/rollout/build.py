@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +46,28 @@ def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]]) -> Server
 def make_rollouts(
     config: TrainConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
 ) -> Rollouts:
-    """Backend that draws the run's answers. prompts: of the training data; a few of them become canaries."""
+    """Backend that draws the actor's answers. prompts: of the training data; a few of them become canaries."""
     if server is None:
         options = EngineOptions.of(config)
         most = max(len(prompt) for prompt in prompts) + config.max_completion_length
         check_options(options, model.role_backbone("actor"), most)
         return LocalRollouts(model, options)
+    return serve(config, model, server, prompts)
+
+
+def serve(
+    config: TrainConfig,
+    model: HydraModel,
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    *,
+    role: str = "actor",
+    stopped: Callable[[], bool] = lambda: False,
+) -> VllmRollouts:
+    """Backend by which a server draws the answers of one role. Roles have adapters of their own there.
+
+    role: `actor`, or `behaviour` of a run whose answers past policies draw. stopped: see `VllmRollouts`.
+    """
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,
@@ -61,10 +77,13 @@ def make_rollouts(
         max_tokens=config.max_completion_length,
         bound=config.vllm_canary_bound,
         seed=config.seed,
+        role=role,
     )
     output = Path(config.output_dir).resolve()
     # folders of the same name are different runs
     run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+    if role != "actor":
+        run = f"{run}-{role}"
     return VllmRollouts(
         model,
         server.client,
@@ -73,4 +92,6 @@ def make_rollouts(
         run=run,
         folder=Path(config.vllm_adapter_dir) if config.vllm_adapter_dir else output / ADAPTER_FOLDER,
         server_folder=config.vllm_server_adapter_dir,
+        role=role,
+        stopped=stopped,
     )

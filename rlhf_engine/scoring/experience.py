@@ -21,7 +21,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.gather import gather_answers, gather_scores
-from rlhf_engine.scoring.off_policy import Corrected, correct_age, correct_engine
+from rlhf_engine.scoring.off_policy import Corrected, both, correct_age, correct_engine
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
 from rlhf_engine.scoring.score import FrozenRoles, score, score_some
 
@@ -133,8 +133,9 @@ class Scoring:
             corrected = correct_engine(
                 corrected.old_logprobs_M, log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config
             )
-        elif is_behind:
-            corrected = correct_age(corrected.old_logprobs_M, past_logprobs_M[kept_rows_M], batch, config)
+        if is_behind:
+            aged = correct_age(corrected.old_logprobs_M, past_logprobs_M[kept_rows_M], batch, config)
+            corrected = both(corrected, aged)
         made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
         return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
 

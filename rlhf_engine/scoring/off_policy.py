@@ -77,6 +77,17 @@ def correct_age(
     return Corrected(logprobs_M, importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics)
 
 
+def both(engine: Corrected, age: Corrected) -> Corrected:
+    """Corrections of answers that another engine drew by an older policy: π_old of the age, and the product of weights.
+
+    The engine's ratio is between two engines at the weights that drew, the age's between two policies on one engine.
+    """
+    weights_M = engine.weights_M
+    if age.weights_M is not None:
+        weights_M = age.weights_M if weights_M is None else weights_M * age.weights_M
+    return Corrected(age.old_logprobs_M, weights_M, {**engine.metrics, **age.metrics})
+
+
 def _require_finite(log_ratio_M: torch.Tensor, what: str) -> None:
     finite_M = log_ratio_M.isfinite() & log_ratio_M.exp().isfinite()
     if not finite_M.all():

@@ -19,9 +19,10 @@ from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import build_policy_model, shard_base
+from rlhf_engine.policy.build import BEHAVIOUR, build_policy_model, shard_base
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
-from rlhf_engine.rollout.build import make_rollouts
+from rlhf_engine.rollout.build import make_rollouts, serve
+from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
@@ -306,6 +307,12 @@ class RlTrainer(Run[TrainerState]):
             seed=seed,
         )
 
+    def _serve(self, stopped: Callable[[], bool]) -> VllmRollouts:
+        """Backend by which a server draws for past policies."""
+        server = self._inputs.server
+        assert server is not None
+        return serve(self.config, self.model, server, self._inputs.all_prompts(), role=BEHAVIOUR, stopped=stopped)
+
     def _make_source(self, resume: Path | None) -> Source:
         state = self.state
         held = {} if resume is None else load_policies(resume)
@@ -324,4 +331,5 @@ class RlTrainer(Run[TrainerState]):
             reward=self.scorer.uses_reward_model,
             world=self.world,
             connect=self._connect,
+            serve=self._serve if self.config.rollout_backend != "local" else None,
         )

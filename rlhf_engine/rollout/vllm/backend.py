@@ -12,14 +12,15 @@ vllm.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,6 +51,8 @@ CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
 _HIGHEST_RANK = 512
 """The largest --max-lora-rank that vLLM knows."""
+_LOOK_SECONDS = 0.2
+"""Seconds between two looks at whether the run has stopped."""
 _PARTING_SECONDS = 10.0
 """Longest wait for a server at a run's end, where it may be what has ended the run."""
 _DIGEST = 8
@@ -86,15 +89,15 @@ def _last_part(name: str) -> str:
     return PurePosixPath(name).name
 
 
-def require_servable(model: HydraModel) -> None:
-    """Raise ConfigError for an actor that vLLM's LoRA cannot serve."""
-    spec = require_role(model.roles, "actor")
+def require_servable(model: HydraModel, role: str = "actor") -> None:
+    """Raise ConfigError for a policy that vLLM's LoRA cannot serve. role: the policy's."""
+    spec = require_role(model.roles, role)
     if spec.slot is OFF:
         raise ConfigError(
             "method: expected an actor on an adapter for rollout_backend 'vllm', to which only adapters are sent, got "
             "one that trains its whole backbone"
         )
-    backbone = model.role_backbone("actor")
+    backbone = model.role_backbone(role)
     slot = backbone.slot(spec.slot)
     heads = [path for path, _ in slot.items() if isinstance(backbone.linears[path], GatedHead)]
     if heads:
@@ -124,16 +127,20 @@ class VllmRollouts:
         run: str,
         folder: Path,
         server_folder: str | None = None,
+        role: str = "actor",
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make a backend of one run.
 
         `run` names its adapters, which are written into `folder`. `server_folder` is the same folder as the server sees
-        it; None stands for the same path.
+        it; None stands for the same path. `role` is the policy that is served. `stopped` is asked while answers are
+        waited for; where it is true, the requests under way are ended.
 
         Raises:
             ConfigError: an actor that vLLM cannot serve.
         """
-        require_servable(model)
+        require_servable(model, role)
+        self.role, self.stopped = role, stopped
         self.model, self.client, self.base, self.canary = model, client, base, canary
         self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
         self.folder = folder.resolve()
@@ -158,7 +165,7 @@ class VllmRollouts:
         served = {model.name for model in self.client.models()}
         if name not in served:  # a run that was killed may have left the very same weights there
             self.client.load_adapter(name, f"{self.server_folder}/{name}")
-        measured = self.canary.check(name)
+        measured = self.canary.check(name, functools.partial(self._complete, prompt_logprobs=True))
         self._forget_others(name, served, self.client)
         self.policy_version, self.name = policy_version, name
         self._metrics = {
@@ -167,10 +174,28 @@ class VllmRollouts:
         }
         return self._metrics
 
+    def forget(self) -> None:
+        """Take nothing for served any more: a server that has started again holds no adapters."""
+        self.policy_version, self.name = None, ""
+
+    def wait_for_server(self) -> None:
+        """Wait until the server is up, as long as an answer may take.
+
+        Raises RolloutServerError where it does not come, or where the run stops meanwhile.
+        """
+        until = time.monotonic() + self.client.timeout
+        while True:
+            try:
+                return self.client.health()
+            except RolloutServerError:
+                if self.stopped() or time.monotonic() >= until:
+                    raise
+            time.sleep(_LOOK_SECONDS)
+
     def _write(self, policy_version: int) -> str:
         """Write the actor's slot as a PEFT folder, whole or not at all; its name."""
-        backbone = self.model.role_backbone("actor")
-        slot = self.model.roles["actor"].slot
+        backbone = self.model.role_backbone(self.role)
+        slot = self.model.roles[self.role].slot
         assert slot is not OFF
         temporary = self.folder / f".{self.run}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -265,7 +290,13 @@ class VllmRollouts:
         )
 
     def _complete(
-        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]], vocabulary: int
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        bodies: Sequence[dict[str, Any]],
+        vocabulary: int,
+        *,
+        prompt_logprobs: bool = False,
     ) -> list[Completion]:
         """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
         group = RequestGroup()
@@ -273,11 +304,24 @@ class VllmRollouts:
         pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS), thread_name_prefix="vllm")
         try:
             futures = [
-                pool.submit(self.client.complete, name, prompt, body, vocabulary=vocabulary, group=group)
+                pool.submit(
+                    self.client.complete,
+                    name,
+                    prompt,
+                    body,
+                    vocabulary=vocabulary,
+                    prompt_logprobs=prompt_logprobs,
+                    group=group,
+                )
                 for prompt, body in zip(prompts, bodies, strict=True)
             ]
-            for future in as_completed(futures):
-                future.result()
+            waiting = set(futures)
+            while waiting:
+                done, waiting = wait(waiting, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                if self.stopped():
+                    raise RolloutServerError("the run has stopped; its answers were not waited for")
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -285,13 +329,15 @@ class VllmRollouts:
 
     def _served_name(self, role: str) -> str:
         """Name of a role's policy on the server."""
-        spec, actor = require_role(self.model.roles, role), self.model.roles["actor"]
+        spec, served = require_role(self.model.roles, role), self.model.roles[self.role]
         if spec.head != LM_HEAD:
             raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
         if spec.slot is OFF and self.model.role_backbone(role).frozen:
             return self.base.name
-        if (spec.backbone, spec.slot) != (actor.backbone, actor.slot):
-            raise ValueError(f"role: expected the actor's adapter or none for a vLLM server, got slot {spec.slot!r}")
+        if (spec.backbone, spec.slot) != (served.backbone, served.slot):
+            raise ValueError(
+                f"role: expected the adapter of {self.role!r} or none for a vLLM server, got slot {spec.slot!r}"
+            )
         if not self.name:
             raise ValueError("sync: expected one before the actor's answers, got none so far")
         return self.name

@@ -11,8 +11,9 @@ to the last bit, those of the version before, although ours have moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from rlhf_engine.errors import MismatchError
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.rollout.request import SamplingConfig, row_seed
-from rlhf_engine.rollout.vllm.client import VllmClient, sampling_body
+from rlhf_engine.rollout.vllm.client import Completion, VllmClient, sampling_body
 
 CANARY_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean |log-prob difference| per token, by the backbone's dtype. Another engine rounds in other places: on a
@@ -30,6 +31,10 @@ _DRAWN = 16
 """Most tokens drawn after each prompt."""
 _MOVED = 0.02
 """Share of the bound by which our own log-probs must have moved for equal ones of the server to count as stale."""
+
+
+Complete = Callable[[str, Sequence[Sequence[int]], Sequence[dict[str, Any]], int], list[Completion]]
+"""(name, prompts, bodies, size of the vocabulary) → answers with log-probs of prompts and drawn tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +58,16 @@ class Canary:
         max_tokens: int,
         bound: float | None = None,
         seed: int = 0,
+        role: str = "actor",
     ) -> None:
-        """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype."""
+        """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype.
+
+        role: the role that is served, `actor` or `behaviour`.
+        """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one canary prompt, got none")
-        base = model.role_backbone("actor")
+        self.role = role
+        base = model.role_backbone(role)
         self.bound = CANARY_BOUND[torch.bfloat16 if base.quantized else base.dtype] if bound is None else bound
         self.model, self.client, self.seed = model, client, seed
         self.prompts = [list(prompt) for prompt in prompts]
@@ -66,21 +76,21 @@ class Canary:
         )
         self._last: _Given | None = None
 
-    def check(self, name: str) -> dict[str, float]:
+    def check(self, name: str, complete: Complete | None = None) -> dict[str, float]:
         """Compare the adapter served under a name; mean and largest |difference|.
 
+        complete: draws the answer to a prompt with its log-probs; None: the client does.
         Raises MismatchError if it is not the actor, RolloutServerError if the server does not say.
         """
-        found = [
-            self.client.complete(
-                name,
-                prompt,
-                sampling_body(self.sampling, seed=row_seed(self.seed, i)),
-                vocabulary=self.model.role_backbone("actor").vocabulary,
-                prompt_logprobs=True,
-            )
-            for i, prompt in enumerate(self.prompts)
-        ]
+        vocabulary = self.model.role_backbone(self.role).vocabulary
+        bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
+        if complete is not None:
+            found = [complete(name, [p], [body], vocabulary)[0] for p, body in zip(self.prompts, bodies, strict=True)]
+        else:
+            found = [
+                self.client.complete(name, prompt, body, vocabulary=vocabulary, prompt_logprobs=True)
+                for prompt, body in zip(self.prompts, bodies, strict=True)
+            ]
         drawn = torch.tensor([x for answer in found for x in answer.logprobs])
         tokens = [answer.tokens for answer in found]
         gap = (drawn - self._score(self.prompts, tokens, self.sampling.temperature)).abs()
@@ -103,7 +113,8 @@ class Canary:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
     ) -> torch.Tensor:
         batch = PackedBatch.from_lists(prompts, completions, device=self.model.device)
-        logprobs_M = self.model.score(batch, ("actor",), temperature=temperature).logprobs_M
+        scored = self.model.score(batch, (self.role,), temperature=temperature)
+        logprobs_M = scored.logprobs_M if self.role == "actor" else scored.past_logprobs_M
         assert logprobs_M is not None
         return logprobs_M.float().cpu()
 

@@ -1,0 +1,54 @@
+"""Win rates beside the preference that many more answers show: two policies of a real model, and the demo's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_engine.commands.main import main
+from tests.evaluation.test_evaluate import write_adapter
+from tests.training.test_data import write_rows
+
+JUDGE = """
+def score(completions, **columns):
+    return [float(text.lower().count(" she") + text.lower().count(" he")) for text in completions]
+"""
+PROMPTS = [f"Once upon a time there was {what} who liked to {verb}" for what in (
+    "a girl", "a boy", "a dog", "a cat", "a bird", "a king", "a fish", "a bear",
+) for verb in ("play", "sing", "run", "eat", "sleep", "swim")]  # fmt: skip
+
+
+def evaluate(base: Path, folder: Path, draws: int, name: str) -> dict:
+    argv = ["evaluate", "--model_name_or_path", str(base), "--models", f"other={folder / 'adapter'}", "--dataset_name",
+            str(folder / "prompts.jsonl"), "--reward_funcs", f"{folder / 'judge.py'}:score", "--output_dir",
+            str(folder / name), "--num_generations", str(draws), "--max_completion_length", "40",
+            "--temperature", "0.7", "--seed", str(draws)]  # fmt: skip
+    assert main(argv) == 0
+    return json.loads((folder / name / "results.json").read_text())
+
+
+@pytest.mark.long
+def test_two_policies_of_a_real_model(stories, tmp_path):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
+    (tmp_path / "judge.py").write_text(JUDGE)
+    write_adapter(stories, tmp_path / "adapter", seed=5, scale=0.15)
+    few = evaluate(stories, tmp_path, 1, "few")["models"]["other"]
+    evaluate(stories, tmp_path, 24, "many")
+    rewards: dict[tuple[str, int], list[float]] = {}
+    names: dict = {}
+    exec(JUDGE, names)
+    for line in (tmp_path / "many" / "answers.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rewards.setdefault((row["model"], row["prompt"]), []).append(names["score"]([row["text"]])[0])
+    shares = []
+    for i in range(len(PROMPTS)):  # every answer of one against every answer of the other
+        pairs = list(itertools.product(rewards["other", i], rewards["base", i]))
+        shares.append(sum(0.5 if a == b else float(a > b) for a, b in pairs) / len(pairs))
+    truth = sum(shares) / len(shares)
+    assert abs(truth - 0.5) > 0.02, "the two policies are alike"
+    _, low, high = few["win_rate"]
+    assert low <= truth <= high
+    assert high - low < 0.35
