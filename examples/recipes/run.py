@@ -110,8 +110,8 @@ def small_base(out: Path, data: Path) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = (
-        "{% for m in messages %}{{ '<s>' if loop.first }}{{ m['role'] }}: {{ m['content'] }}"
-        "{{ '</s>' if m['role'] == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ '<s>' if loop.first }}{{ m['role'] }}:\n{{ m['content'] }}"
+        "{{ '</s>' if m['role'] == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     torch.manual_seed(0)
     config = LlamaConfig(

