@@ -12,6 +12,7 @@ from rlhf_engine.distributed.launch import launched_rank
 from rlhf_engine.errors import ConfigError, RewardError, RunStopped
 
 if TYPE_CHECKING:
+    from rlhf_engine.config import EvaluateConfig, GenerateConfig
     from rlhf_engine.training.run import Run
 
 
@@ -61,6 +62,20 @@ def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
         raise ConfigError(
             f"kernels: expected a backend that serves every op on {device_type}, {kernels!r} has no {missing}"
         )
+
+
+def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
+    """Check the device and the kernels of a command that draws answers, and settle exact mode; the device's type."""
+    from rlhf_kernels.runtime import registry, tuning
+
+    from rlhf_engine.devices import DTYPES, resolve_device
+    from rlhf_engine.rollout import exactness
+
+    device_type = resolve_device(config.device).type
+    check_kernels(config.kernels, device_type, DTYPES[config.dtype])
+    registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
+    tuning.begin_run()
+    return device_type
 
 
 def run_trainer(

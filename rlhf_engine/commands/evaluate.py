@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlhf_engine.commands.common import as_request_errors, check_kernels, prepare, print_what_was_left_out
+from rlhf_engine.commands.common import as_request_errors, begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import EvaluateConfig, parse_config
 
 _INTERRUPTED = 130
@@ -16,21 +16,17 @@ def run(argv: Sequence[str]) -> int:
     prepare(config.kernels)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-    from rlhf_kernels.runtime import registry, tuning
+    from rlhf_kernels.runtime import registry
 
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.evaluation.answers import PAGE_FILE, RESULTS_FILE
     from rlhf_engine.evaluation.evaluate import Evaluation
     from rlhf_engine.evaluation.page import write_page
     from rlhf_engine.evaluation.results import summarise, table
-    from rlhf_engine.rollout import exactness
     from rlhf_engine.runs.metrics import run_record, write_json_atomic
 
     with as_request_errors():
-        device_type = resolve_device(config.device).type
-        check_kernels(config.kernels, device_type, DTYPES[config.dtype])
-        registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
-        tuning.begin_run()
+        device_type = begin_drawing(config)
         evaluation = Evaluation(config)
     print_what_was_left_out([evaluation.report])
     record = run_record(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_engine.config.data import SOURCES, RowOptions
 from rlhf_engine.config.parser import option, required
-from rlhf_engine.config.rollout import EngineConfig
+from rlhf_engine.config.rollout import EngineConfig, SamplingOptions
 from rlhf_engine.config.training import ModelOptions, not_empty
 from rlhf_engine.errors import ConfigError
 
@@ -19,7 +19,7 @@ REWARD = "reward"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(EngineConfig, RowOptions, ModelOptions):
+class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, perplexity, texts, and a page with their answers."""
 
     FIRST = ("model_name_or_path", "models", "dataset_name", "reward_model_path", "output_dir")
@@ -41,14 +41,6 @@ class EvaluateConfig(EngineConfig, RowOptions, ModelOptions):
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt of each model; from 2 on, rewards of best-of-n as well", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
-    temperature: float = option(1.0, "sampling temperature; 0.01 is nearly greedy", gt=0)
-    top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
-    top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
-    min_p: float | None = option(
-        None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
-    )
-    greedy: bool = option(False, "take the likeliest token instead of sampling")
-    stop: list[str] = option([], "texts that end an answer; it is judged without them", is_text=True)
     reward_funcs: list[str] = option(
         [],
         "what answers are worth, as of train: reward_model, a built-in such as math, package.module:function, or "
@@ -85,8 +77,6 @@ class EvaluateConfig(EngineConfig, RowOptions, ModelOptions):
             raise ConfigError(
                 f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
             )
-        if not all(self.stop):
-            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
         self._check_rewards()
         self._check_judge()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_engine.config.data import SOURCES, SUFFIXES, RowOptions
 from rlhf_engine.config.parser import option
-from rlhf_engine.config.rollout import EngineConfig
+from rlhf_engine.config.rollout import EngineConfig, SamplingOptions
 from rlhf_engine.config.training import (
     ModelOptions,
     not_empty,
@@ -17,7 +17,7 @@ from rlhf_engine.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
+class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     FIRST = ("model_name_or_path", "adapter", "prompt", "num_generations", "max_completion_length")
@@ -40,15 +40,7 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
     )
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
-    temperature: float = option(1.0, "sampling temperature", gt=0)
-    top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
-    top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
-    min_p: float | None = option(
-        None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
-    )
-    stop: list[str] = option([], "texts that end an answer; it is printed without them", is_text=True)
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
-    greedy: bool = option(False, "take the likeliest token instead of sampling")
     verify_rollout: bool = option(
         False, "compare log-probs with those of the training forward, and say how they differ"
     )
@@ -67,8 +59,6 @@ class GenerateConfig(EngineConfig, RowOptions, ModelOptions):
             )
         if self.out is not None:
             not_empty("out", self.out)
-        if not all(self.stop):
-            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
         self._check_prompts()
         for name in ("reward_adapter", "reward_model_path"):
             if getattr(self, name) is not None and self.best_of is None:

@@ -45,6 +45,25 @@ class EngineConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingOptions(Options):
+    """Options of how answers are drawn that nobody learns from."""
+
+    temperature: float = option(1.0, "sampling temperature; 0.01 is nearly greedy", gt=0)
+    top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
+    top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
+    min_p: float | None = option(
+        None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
+    )
+    greedy: bool = option(False, "take the likeliest token instead of sampling")
+    stop: list[str] = option([], "texts that end an answer; it is shown and judged without them", is_text=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.stop):
+            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutOptions(EngineConfig):
     """Options of what draws answers, how far that may be from the training forward, and what is done about it."""
 

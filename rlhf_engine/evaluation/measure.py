@@ -50,10 +50,7 @@ def divergences(model: HydraModel, role: str, prompts: Tokens, completions: Toke
     Returns:
         N numbers in nats.
     """
-    found: list[float] = []
-    for batch, pair in _in_parts(model, prompts, completions, LogprobPair(role=role, reference="reference")):
-        found += _sums(batch, pair.kl)
-    return found
+    return _sums(model, prompts, completions, LogprobPair(role=role, reference="reference"), "kl")
 
 
 def surprises(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
@@ -68,10 +65,7 @@ def surprises(model: HydraModel, role: str, prompts: Tokens, completions: Tokens
     Returns:
         N numbers in nats.
     """
-    found: list[float] = []
-    for batch, scored in _in_parts(model, prompts, completions, Logprobs(role=role)):
-        found += [-value for value in _sums(batch, scored.logprob)]
-    return found
+    return [-value for value in _sums(model, prompts, completions, Logprobs(role=role), "logprob")]
 
 
 @torch.no_grad()
@@ -81,6 +75,10 @@ def _in_parts(model: HydraModel, prompts: Tokens, completions: Tokens, output: O
     return [(part, found) for part, (found,) in model.in_parts(batch, (output,))]
 
 
-def _sums(batch: PackedBatch, values_M: torch.Tensor) -> list[float]:
-    lengths = [length - prompt for length, prompt in zip(batch.lengths, batch.prompt_lens, strict=True)]
-    return [float(part.sum(dtype=torch.float64)) for part in values_M.split(lengths)]
+def _sums(model: HydraModel, prompts: Tokens, completions: Tokens, output: Output, name: str) -> list[float]:
+    """One result of an output, summed over the tokens of each completion."""
+    found: list[float] = []
+    for batch, result in _in_parts(model, prompts, completions, output):
+        lengths = [length - prompt for length, prompt in zip(batch.lengths, batch.prompt_lens, strict=True)]
+        found += [float(part.sum(dtype=torch.float64)) for part in getattr(result, name).split(lengths)]
+    return found
