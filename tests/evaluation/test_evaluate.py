@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -24,6 +25,8 @@ from tests.conftest import randomise
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 LENGTH = """
 def score(completion_ids, **columns):
@@ -343,3 +346,29 @@ console.log(JSON.stringify({{ rows: ratedRows(ratings), tally: tally(ratings), o
     assert main(["reward", "--lora", "--model_name_or_path", str(place / "base"), "--dataset_name", str(file),
                  "--output_dir", str(tmp_path / "rm"), "--max_steps", "2", "--eval_share", "0.3",
                  "--lora_r", "2"]) == 0  # fmt: skip
+
+
+@needs_browser
+def test_nothing_gives_a_name_away_while_answers_are_rated(evaluated, tmp_path):
+    script = """<script>{
+const seen = () => document.querySelector("main").innerText;
+const before = seen();
+document.querySelector("#bar input[type=checkbox]").click();
+const blind = seen();
+document.querySelectorAll(".rating button")[0].click();
+const rows = ratedRows(ratings);
+document.title = JSON.stringify({ before, blind, rows });
+}</script></body>"""
+    page = tmp_path / "page.html"
+    page.write_text((evaluated[0] / "report.html").read_text().replace("</body>", script))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1]))
+    names = re.compile(r"\b(base|one|two)\b")
+    assert names.search(found["before"])
+    assert "win rate" in found["before"]
+    assert "0 of 144 answers rated" not in found["before"]
+    assert not names.search(found["blind"])
+    assert "0 of 144 answers rated" in found["blind"]
+    assert "win rate" not in found["blind"]
+    assert len(found["rows"]) == 1

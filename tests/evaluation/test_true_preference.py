@@ -34,7 +34,7 @@ def evaluate(base: Path, folder: Path, draws: int, name: str) -> dict:
 def test_two_policies_of_a_real_model(stories, tmp_path):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
     (tmp_path / "judge.py").write_text(JUDGE)
-    write_adapter(stories, tmp_path / "adapter", seed=5, scale=0.15)
+    write_adapter(stories, tmp_path / "adapter", seed=5, scale=0.05)
     few = evaluate(stories, tmp_path, 1, "few")["models"]["other"]
     evaluate(stories, tmp_path, 24, "many")
     rewards: dict[tuple[str, int], list[float]] = {}
