@@ -364,11 +364,13 @@ document.title = JSON.stringify({ before, blind, rows });
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1]))
-    names = re.compile(r"\b(base|one|two)\b")
+    # the answers themselves may say one or two
+    names = re.compile(r"\bbase\b|: reward|preferred")
     assert names.search(found["before"])
     assert "win rate" in found["before"]
     assert "0 of 144 answers rated" not in found["before"]
     assert not names.search(found["blind"])
+    assert "answer A1" in found["blind"]
     assert "0 of 144 answers rated" in found["blind"]
     assert "win rate" not in found["blind"]
     assert len(found["rows"]) == 1
