@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -224,7 +224,11 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
 
 
 def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[str]) -> None:
-    """Write the named scalar heads to `heads.safetensors`."""
+    """Write the named scalar heads to `heads.safetensors`, after the model whose folder it is.
+
+    Others, vLLM for one, read every safetensors file of a folder that has no index. So a model in one file gets an
+    index, which names that file alone.
+    """
     tensors = {
         f"{name}.{key}": t.detach().cpu().contiguous()
         for name in sorted(names)
@@ -232,6 +236,16 @@ def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[
     }
     if tensors:
         save_file(tensors, Path(folder) / HEADS_FILE, metadata={"format": "pt"})
+        _write_index(Path(folder))
+
+
+def _write_index(folder: Path) -> None:
+    model = folder / "model.safetensors"
+    if model.is_file():
+        with safe_open(model, framework="pt") as file:
+            names = sorted(file.keys())
+        index = {"metadata": {"total_size": model.stat().st_size}, "weight_map": dict.fromkeys(names, model.name)}
+        (folder / f"{model.name}.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def read_head(folder: str | os.PathLike[str], name: str) -> dict[str, torch.Tensor]:

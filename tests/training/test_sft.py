@@ -168,6 +168,10 @@ def test_full_writes_a_base_that_plain_transformers_loads(base, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer(PROMPTS[0])["input_ids"] == trainer.tokenizer(PROMPTS[0])["input_ids"]
     plain.generate(**tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False), max_new_tokens=2)
+    # others read the files that the index names, and not the heads
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+    assert index["weight_map"].keys() == load_file(out / "model.safetensors").keys()
     # its reward head comes back as a trained one
     again = HydraModel.from_pretrained(out, roles={"reward": RoleSpec(head="reward")})
     assert again.trained_heads == {"reward"}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model, write_reward
@@ -77,10 +78,14 @@ class Server:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     # vLLM's attention on a CPU serves heads of 32 and more
-    return write_model(
+    folder = write_model(
         tmp_path_factory.mktemp("model") / "tiny", reward_head=False, hidden_size=24, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, initializer_range=0.1,
     )  # fmt: skip
+    # as joint training leaves a base: with a head in a file of its own, which the server must not take for weights
+    hydra = HydraModel.from_pretrained(str(folder), roles={"reward": RoleSpec(slot=OFF, head="reward")})
+    peft_io.save_heads(hydra.heads, {"reward"}, folder)
+    return folder
 
 
 @pytest.fixture
