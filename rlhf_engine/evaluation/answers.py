@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from rlhf_engine.config.evaluate import EvaluateConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.evaluation.candidates import Candidate
+from rlhf_engine.hub import local_folder
+from rlhf_engine.hydra import peft_io
 from rlhf_engine.io import LineFile
 
 ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
@@ -20,7 +22,7 @@ _DRAWN_BY = (
     "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "greedy", "stop",
 )  # fmt: skip
 """Options that an answer depends on."""
-_JUDGED_BY = ("judge", "judge_model", "judge_template", "against")
+_JUDGED_BY = ("judge", "judge_model", "against")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,35 +90,46 @@ class Kept:
         self.rows[model, prompt, draw, order] = row
 
 
-def answer_digests(config: EvaluateConfig, candidates: list[Candidate]) -> dict[str, str]:
-    """Digests of what the answers of each candidate depend on.
+def answer_digests(
+    config: EvaluateConfig, candidates: Sequence[Candidate], prompts: Sequence[Sequence[int]]
+) -> dict[str, str]:
+    """Digests of what the answers of each candidate depend on: options, prompts, and the weights of its adapter.
 
     Args:
         config: the options.
         candidates: what is evaluated.
+        prompts: token ids of the prompts.
 
     Returns:
         Name → digest.
     """
     options = config.to_dict()
-    kept = {name: options[name] for name in _DRAWN_BY}
-    return {c.name: _digest([kept, c.kind, c.place]) for c in candidates}
+    kept = [{name: options[name] for name in _DRAWN_BY}, list(map(list, prompts))]
+    return {c.name: _digest([kept, c.kind, c.place, _weights(c)]) for c in candidates}
 
 
-def verdict_digests(config: EvaluateConfig, candidates: list[Candidate]) -> dict[str, str]:
-    """Digests of what the verdicts on each candidate depend on.
+def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> dict[str, str]:
+    """Digests of what the verdicts on each candidate depend on: its answers, those of `against`, and the judge.
 
     Args:
         config: the options.
-        candidates: what is evaluated.
+        of_answers: name → digest, as `answer_digests` returns them.
 
     Returns:
         Name → digest.
     """
     options = config.to_dict()
-    of_answers = answer_digests(config, candidates)
-    judged = {name: options[name] for name in _JUDGED_BY}
-    return {c.name: _digest([judged, of_answers[c.name], of_answers[config.against]]) for c in candidates}
+    template = None if config.judge_template is None else Path(config.judge_template).read_text(encoding="utf-8")
+    judged = [{name: options[name] for name in _JUDGED_BY}, template]
+    return {name: _digest([judged, digest, of_answers[config.against]]) for name, digest in of_answers.items()}
+
+
+def _weights(candidate: Candidate) -> str | None:
+    """Digest of an adapter's weights: a run may go on in the same folder. Of a whole model its place has to do."""
+    if candidate.kind != "adapter":
+        return None
+    folder = local_folder(candidate.place, "models", weights=True)
+    return hashlib.sha256((folder / peft_io.WEIGHTS_FILE).read_bytes()).hexdigest()
 
 
 def _digest(value: Any) -> str:

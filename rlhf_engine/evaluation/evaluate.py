@@ -7,6 +7,7 @@ by itself, one after the other. Answers draw from the same random numbers, which
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlhf_engine.config.evaluate import BASE, REWARD
 from rlhf_engine.data import (
     Preference,
     PromptCompletion,
+    PromptOnly,
     PromptSet,
     Row,
     RowError,
@@ -130,11 +132,9 @@ class Evaluation:
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
-        digests = answer_digests(config, self.candidates)
+        digests = answer_digests(config, self.candidates, self.prompts.ids)
         self._answers = Kept(self.output / ANSWERS_FILE, digests, resume=config.resume)
-        self._verdicts = Kept(
-            self.output / VERDICTS_FILE, verdict_digests(config, self.candidates), resume=config.resume
-        )
+        self._verdicts = Kept(self.output / VERDICTS_FILE, verdict_digests(config, digests), resume=config.resume)
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
             eos_token_ids=(),
@@ -421,7 +421,7 @@ class Evaluation:
                 raise EngineError(
                     f"judge: expected A, B or TIE in the last line of a reply (max_bad_verdicts "
                     f"{self.config.max_bad_verdicts:g}), got {bad} verdicts without it, such as {verdict.reply!r}; "
-                    f"{done} of {len(keys)} verdicts are kept, --resume goes on"
+                    f"{done} of {len(keys)} verdicts are kept, --resume with a larger max_bad_verdicts goes on"
                 )
         rows = self._verdicts.rows
         return [
@@ -441,8 +441,6 @@ def _mean_of_both(first: float | None, second: float | None) -> float | None:
 
 def _prompt_of(row: Row) -> Row:
     """The row as a prompt alone, with its other columns."""
-    from rlhf_engine.data import PromptOnly
-
     return PromptOnly(prompt=row.prompt, group=row.group, place=row.place, columns=row.columns)
 
 
@@ -464,6 +462,4 @@ def _answer_ids(row: Row, text: str, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _key(prompt: Text) -> str:
-    import json
-
     return prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)

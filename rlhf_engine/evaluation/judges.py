@@ -6,6 +6,7 @@ first answer whatever it says prefers nobody. A judge who says nothing usable in
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -179,8 +180,6 @@ class FunctionJudge:
 
 
 def _takes_order(function: Callable[..., Any]) -> bool:
-    import inspect
-
     return "shuffle_order" in inspect.signature(function).parameters
 
 

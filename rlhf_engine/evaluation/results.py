@@ -12,7 +12,6 @@ from rich.table import Table
 
 from rlhf_engine.evaluation.evaluate import Evaluation, Measured
 from rlhf_engine.evaluation.statistics import (
-    Interval,
     best_of_n_curve,
     length_controlled_win_rate,
     mean_by_prompt,
@@ -27,25 +26,23 @@ class Row(NamedTuple):
     key: str
     label: str
     form: str
-    better: int
-    """1: more is better, −1: less is, 0: neither."""
 
 
 ROWS = (
-    Row("reward", "reward", ".3f", 1),
-    Row("win_rate", "win rate", ".1%", 1),
-    Row("length_controlled_win_rate", "win rate at equal lengths", ".1%", 1),
-    Row("kl", "KL from the base, nats", ".3f", 0),
-    Row("kl_per_token", "… per token", ".4f", 0),
-    Row("perplexity", "perplexity of references", ".2f", -1),
-    Row("bits_per_byte", "bits per byte of references", ".3f", -1),
-    Row("tokens", "tokens per answer", ".1f", 0),
-    Row("characters", "characters per answer", ".1f", 0),
-    Row("finished", "ended by themselves", ".1%", 0),
-    Row("repetition", "three words said again", ".1%", -1),
-    Row("distinct_1", "distinct words", ".3f", 0),
-    Row("distinct_2", "distinct pairs of words", ".3f", 0),
-    *(Row(name, name.replace("rouge", "ROUGE-"), ".3f", 1) for name in ROUGE),
+    Row("reward", "reward", ".3f"),
+    Row("win_rate", "win rate", ".1%"),
+    Row("length_controlled_win_rate", "win rate at equal lengths", ".1%"),
+    Row("kl", "KL from the base, nats", ".3f"),
+    Row("kl_per_token", "… per token", ".4f"),
+    Row("perplexity", "perplexity of references", ".2f"),
+    Row("bits_per_byte", "bits per byte of references", ".3f"),
+    Row("tokens", "tokens per answer", ".1f"),
+    Row("characters", "characters per answer", ".1f"),
+    Row("finished", "ended by themselves", ".1%"),
+    Row("repetition", "three words said again", ".1%"),
+    Row("distinct_1", "distinct words", ".3f"),
+    Row("distinct_2", "distinct pairs of words", ".3f"),
+    *(Row(name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
 )
 """Lines of the table, beside one for each reward source where there are several."""
 
@@ -210,7 +207,7 @@ def lines(results: Mapping[str, Any]) -> list[Row]:
     """
     models = results["models"].values()
     names = list(dict.fromkeys(name for figures in models for name in figures.get("sources", {})))
-    sources = [Row(f"sources.{name}", f"reward: {name}", ".3f", 1) for name in names] if len(names) > 1 else []
+    sources = [Row(f"sources.{name}", f"reward: {name}", ".3f") for name in names] if len(names) > 1 else []
     rows = [ROWS[0], *sources, *ROWS[1:]]
     return [row for row in rows if any(figure_of(figures, row.key) is not None for figures in models)]
 
@@ -242,7 +239,7 @@ def shown_figure(value: Any, form: str) -> str:
     """
     if value is None:
         return "–"
-    if isinstance(value, (list, tuple, Interval)):
+    if isinstance(value, list):
         middle, low, high = value
         return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
     return f"{value:{form}}"

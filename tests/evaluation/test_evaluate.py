@@ -195,6 +195,17 @@ def test_answers_of_other_options_are_refused(evaluated, place, tmp_path):
         Evaluation(EvaluateConfig(**options(place, output, resume=True, temperature=0.5)))
 
 
+def test_answers_of_an_adapter_that_has_changed_in_its_folder_are_refused(place, tmp_path):
+    adapter = write_adapter(place / "base", tmp_path / "adapter", seed=3)
+    given = options(place, tmp_path / "e", models=[f"one={adapter}"], resume=True)
+    Evaluation(EvaluateConfig(**given)).run()
+    Evaluation(EvaluateConfig(**given))
+    shutil.rmtree(adapter)
+    write_adapter(place / "base", adapter, seed=8)
+    with pytest.raises(ConfigError, match=r"got one of another model or with other options \('one'\)"):
+        Evaluation(EvaluateConfig(**given))
+
+
 def test_a_learned_reward_is_that_of_generate(place, tmp_path):
     # the base's own head; best_of prints it for the best answer
     results = run(place, tmp_path / "e", reward_funcs=["reward_model"], models=[f"one={place / 'one'}"])
