@@ -24,13 +24,14 @@ RLHF_INLINE u32x16 load_words(const Matrix& m, int64_t row, int64_t from, int64_
         std::memcpy(&words, p, 4 * count);
         return words;
     }
-    uint16_t some[16] = {};
     const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
-    if (count < 16) {
-        std::memcpy(some, p, 2 * count);
-        p = some;
-    }
-    return as_words(m.type == Type::bfloat16 ? load16_bf16(p) : load16_f16(p));
+    const auto widened = [&](const uint16_t* from) __attribute__((always_inline)) {
+        return as_words(m.type == Type::bfloat16 ? load16_bf16(from) : load16_f16(from));
+    };
+    if (count >= 16) return widened(p);
+    uint16_t some[16] = {};
+    std::memcpy(some, p, 2 * count);
+    return widened(some);
 #endif
 }
 
@@ -85,6 +86,21 @@ RLHF_INLINE void store_sums(const Product& p, int64_t row, int64_t column, int64
     else std::memcpy(to, &narrow, 2 * count);
 }
 
+// A piece of a strip as floats: `count` elements, a multiple of 16, of each of its rows. Whole rows are converted one after
+// another, and the next strip comes into the second-level cache meanwhile.
+#if RLHF_STORED_BF16 && !RLHF_TILE_BF16
+static void widen_strip(const uint16_t* from, int64_t stride, int64_t count, float* to) {
+    for (int64_t v = 0; v < kStrip; ++v) {
+        for (int64_t k = 0; k < count; k += 16) {
+            if (k % 32 == 0) prefetch_rows(from + kStrip * stride + k, stride, 1);
+            store16(to + k, load16_bf16(from + k));
+        }
+        from += stride;
+        to += kPieceStride;
+    }
+}
+#endif
+
 // Strip `number` times `columns` columns of tiles; the first of their lanes is `lane`. scratch: kStrip rows of a piece;
 // sums [columns][kStrip][16].
 static void multiply_strip(const Product& p, int64_t number, const Element* tiles, int64_t lane, int64_t columns,
@@ -92,9 +108,9 @@ static void multiply_strip(const Product& p, int64_t number, const Element* tile
     const int64_t depth = ceil_div(p.depth, KT), first = number * kStrip;
     const int64_t rows = p.n_strip_rows - first < kStrip ? p.n_strip_rows - first : kStrip;
     const bool as_stored = p.strips.type == (RLHF_STORED_BF16 ? Type::bfloat16 : Type::float32);
+    const bool whole = as_stored && !p.strips_turned && rows == kStrip && p.depth % KT == 0;
     // A copy is worth its cost where numbers are converted for more than one column.
-    const bool in_place = as_stored && !p.strips_turned && rows == kStrip && p.depth % KT == 0 &&
-                          (sizeof(Stored) == sizeof(Element) || columns == 1);
+    const bool in_place = whole && (sizeof(Stored) == sizeof(Element) || columns == 1);
     for (int64_t t = 0; t == 0 || t < depth; t += kPieceTiles) {  // without depth the sums are zeros
         const int64_t some = depth - t < kPieceTiles ? depth - t : kPieceTiles;
         const auto multiply = [&](const auto* w, int64_t stride) __attribute__((always_inline)) {
@@ -108,10 +124,18 @@ static void multiply_strip(const Product& p, int64_t number, const Element* tile
             strip_products<1, Weight>(w, stride, rows, tiles + (c * depth + t) * kTileElements, depth * kTileElements,
                                       some, sums + c * kStrip * 16, t > 0);
         };
+        const Stored* stored = static_cast<const Stored*>(p.strips.data) + first * p.strips.stride + t * KT;
         if (in_place) {
-            multiply(static_cast<const Stored*>(p.strips.data) + first * p.strips.stride + t * KT, p.strips.stride);
+            multiply(stored, p.strips.stride);
             continue;
         }
+#if RLHF_STORED_BF16 && !RLHF_TILE_BF16
+        if (whole) {
+            widen_strip(stored, p.strips.stride, some * KT, scratch);
+            multiply(static_cast<const Element*>(scratch), kPieceStride);
+            continue;
+        }
+#endif
         for (int64_t i = 0; i < some; ++i) {
             for (int64_t v = 0; v < kStrip; v += 16) {
                 pack_tile(p.strips, p.strips_turned, first + v, p.n_strip_rows, (t + i) * KT, p.depth, false,
